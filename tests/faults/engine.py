@@ -210,6 +210,15 @@ FAULTS = [
         caught_by="test_by_rank_the_kernel_draws_what_sorting_draws",
     ),
     Fault(
+        "Experts get the rows of their tokens in another order",
+        "_sort_kernel",
+        becomes(
+            "tl.cumsum(counts, axis=0) - counts",
+            "tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0)",
+        ),
+        caught_by="test_tokens_go_to_the_experts_that_plain_torch_chooses",
+    ),
+    Fault(
         "A sliding window is forgotten",
         "_attention_function",
         becomes("window=sliding_window", "window=None"),

@@ -27,6 +27,7 @@ from penstock_shard.kernels.triton_draw import draw_by_id
 from penstock_shard.kernels.triton_quantize import round_rows
 from penstock_shard.kernels.triton_rank import draw_ranked
 from penstock_shard.ops.base import HeadNorm, Rope, RoutingRule, WeightKind
+from penstock_shard.ops.experts import route
 from penstock_shard.ops.triton_ops import TritonOps
 
 _HOST = torch.device("cpu")
@@ -165,7 +166,9 @@ def _of_products(ops: TritonOps, how: str) -> Iterator[Launch]:
             yield f"{rows} rows, {how}", partial(matrix.linear, x)
     experts = ops.pack_experts([[torch.zeros(256, 512)]] * 4, 4)
     for tokens in (5, 300):
-        routing = ops.route(torch.zeros(tokens, 4), RoutingRule(2))
+        yield f"routing, {how}", lambda: ops.route(torch.zeros(3, 128), RoutingRule(8))
+        yield f"routing in groups, {how}", partial(_route_in_groups, ops)
+        routing = route(torch.zeros(tokens, 4), RoutingRule(2))
         x = torch.zeros(2 * tokens, 512, dtype=ops.dtype)
         given = torch.zeros(2 * tokens, 256, dtype=ops.dtype)
         offsets = routing.offsets
@@ -234,6 +237,11 @@ def batch_of(counts: list[int]) -> AttentionBatch:
         seq_lens_tensor=torch.tensor(lengths, dtype=torch.int32),
         block_table=torch.zeros(len(counts), 4, dtype=torch.int32),
     )
+
+
+def _route_in_groups(ops: TritonOps) -> None:
+    rule = RoutingRule(8, "sigmoid", scale=2.5, groups=8, top_groups=4)
+    ops.route(torch.zeros(3, 256), rule, torch.zeros(256))
 
 
 def _draw(dtype: torch.dtype) -> None:

@@ -26,6 +26,7 @@ from penstock_shard.kernels.triton_layers import combine_rows
 from penstock_shard.kernels.triton_quantize import round_rows
 from penstock_shard.kernels.triton_rank import draw_ranked
 from penstock_shard.ops.base import HeadNorm, Rope, RoutingRule
+from penstock_shard.ops.experts import route
 from penstock_shard.ops.triton_ops import TritonOps
 
 # Numbers of rows that are 1, odd, even, and multiples of 16.
@@ -113,7 +114,8 @@ def _states(rows: int, ops: TritonOps) -> None:
 
 def _experts(rows: int, ops: TritonOps) -> None:
     experts = ops.pack_experts([[torch.zeros(256, 512)]] * 4, 4)
-    routing = ops.route(torch.zeros(rows, 4), RoutingRule(2))
+    ops.route(torch.zeros(rows, 128), RoutingRule(3))
+    routing = route(torch.zeros(rows, 4), RoutingRule(2))
     experts.grouped(torch.zeros(2 * rows, 512, dtype=_DTYPE), routing.offsets)
     combine_rows(torch.zeros(2 * rows, 256, dtype=_DTYPE), routing.rows, routing.weights)
 

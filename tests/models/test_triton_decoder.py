@@ -54,6 +54,7 @@ from penstock_shard.kernels.triton_layers import combine_rows
 from penstock_shard.kernels.triton_matmul import fixed_linear, grouped_linear
 from penstock_shard.kernels.triton_rank import draw_ranked
 from penstock_shard.kernels.triton_recurrent import delta_rule, selective_scan, short_conv
+from penstock_shard.kernels.triton_route import route_tokens
 from penstock_shard.ops.triton_ops import FixedMatrix, TritonOps
 
 Directory = Callable[[str], Path]
@@ -286,6 +287,14 @@ def without_floor(logits: Tensor, best: Tensor, settings: Tensor, one: float) ->
     return draw_by_id(logits, best, settings, one)
 
 
+def without_bias(logits: Tensor, bias: Tensor | None, **rule: Any) -> Any:
+    return route_tokens(logits, None, **rule)
+
+
+def unweighted(logits: Tensor, bias: Tensor | None, **rule: Any) -> Any:
+    return route_tokens(logits, bias, **{**rule, "scale": 1.0})
+
+
 def best_first(rows: Tensor, places: Tensor, weights: Tensor, out: Tensor | None) -> Tensor:
     return combine_rows(rows, places, weights.flip(1), out)
 
@@ -334,6 +343,8 @@ def _sound(*, exact: bool) -> bool:
             "product of experts of 4",
         ),
         ("ops.triton_ops.grouped_linear", product_wrong_in(range(49, 999)), "of experts of 100"),
+        ("ops.triton_ops.route_tokens", without_bias, "weights of experts"),
+        in_soak("ops.triton_ops.route_tokens", unweighted, "weights of experts"),
         ("kernels.triton_layers.combine_rows", best_first, "sum of experts"),
         ("kernels.triton_recurrent.short_conv", forgetful(short_conv), "convolution"),
         in_soak("kernels.triton_recurrent.delta_rule", forgetful(delta_rule), "delta rule"),

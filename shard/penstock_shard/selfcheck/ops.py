@@ -41,6 +41,13 @@ _COLUMNS, _DEPTH = 40, 72
 _ROWS = (_TOKENS, 70)
 # Experts, and tokens with two experts each: one count for each of the two tile heights.
 _EXPERTS, _ROUTED = 3, (2, 50)
+# Experts to choose from, and by which rules.
+_CHOSEN_FROM = 16
+_RULES = (
+    RoutingRule(3),
+    RoutingRule(2, is_normalised=False, scale=2.5, groups=4, top_groups=2),
+    RoutingRule(4, "sigmoid", scale=2.5, groups=4, top_groups=2),
+)
 # Logits in a row to draw from: more than a kernel reads at once; and more than one lists.
 _VOCABULARY = 5000
 _RANKED = 20_000
@@ -97,6 +104,11 @@ def _results(ops: Ops, *, exact: bool, in_torch: bool) -> Iterator[_Result]:
         _of_products(ops, noise, exact),
     ):
         yield name, tensor, tolerance
+    for rule in _RULES:
+        routing = ops.route(noise.wide(_TOKENS, _CHOSEN_FROM), rule, _bias(rule, noise))
+        yield "weights of experts", routing.weights, _TOLERANCE[torch.float32]
+        for name in ("tokens", "experts", "offsets", "rows"):
+            yield f"{name} of experts", getattr(routing, name), None
     if multiplies_fp8(ops.device):
         values, scales = _rounding(in_torch)(noise.rows(_TOKENS, _DEPTH))
         yield "rounding", values.float() * scales, _FP8_STEP
@@ -185,6 +197,10 @@ def _of_products(ops: Ops, noise: _Noise, exact: bool) -> Iterator[tuple[str, Te
             product = experts.grouped(noise.rows(2 * tokens, _DEPTH), routing.offsets)
             yield f"product of experts of {2 * tokens} rows", product
         yield "sum of experts", ops.combine(noise.rows(2 * tokens, _COLUMNS), routing)
+
+
+def _bias(rule: RoutingRule, noise: _Noise) -> Tensor | None:
+    return noise.wide(_CHOSEN_FROM) if rule.scores == "sigmoid" else None
 
 
 def _rounding(in_torch: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
