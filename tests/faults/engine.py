@@ -204,6 +204,21 @@ FAULTS = [
         caught_by="test_ordered_topk_equals_a_full_stable_sort",
     ),
     Fault(
+        "A kernel keeps one token more than top-p does",
+        "_rank_kernel",
+        becomes("kept = before + number * weight", "kept = before + (number + 1) * weight"),
+        caught_by="test_by_rank_the_kernel_draws_what_sorting_draws",
+    ),
+    Fault(
+        "Experts get the rows of their tokens in another order",
+        "_sort_kernel",
+        becomes(
+            "tl.cumsum(counts, axis=0) - counts",
+            "tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0)",
+        ),
+        caught_by="test_tokens_go_to_the_experts_that_plain_torch_chooses",
+    ),
+    Fault(
         "A sliding window is forgotten",
         "_attention_function",
         becomes("window=sliding_window", "window=None"),

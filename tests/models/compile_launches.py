@@ -1,12 +1,12 @@
 """Compiles for a card, and without one, all that our Triton ops would launch on tensors of the
 host: what the interpreter runs need not compile, nor fit into a card's shared memory.
 
-    python tests/models/compile_launches.py [80 | 89 | 90 | 100 | 120] [bfloat16 | float32] [few]
+    python tests/models/compile_launches.py [80 | 86 | 89 | 90 | 100 | 120] [KIND] [few]
 
-for a compute capability, 9.0 where none is named, and weights of one kind, or of each; with `few`
-only the shapes of attention that differ most. Run as a process of its own: it puts a card that
-is not there in Triton's driver's place. Prints a line for each launch that does not compile, then
-how many did.
+for a compute capability, 9.0 where none is named, and weights of one KIND, bfloat16 or float32, or
+of each; with `few` only the shapes of attention that differ most. Run as a process of its own: it
+puts a card that is not there in Triton's driver's place. Prints a line for each launch that does
+not compile, then how many did.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from triton.runtime import driver, jit
 
 from penstock_shard.attention.base import AttentionBatch, LayerSpec
 from penstock_shard.attention.triton import TritonBackend
-from penstock_shard.kernels.triton_draw import draw_by_id, draw_unsettled
+from penstock_shard.kernels.triton_draw import draw_by_id
 from penstock_shard.kernels.triton_quantize import round_rows
+from penstock_shard.kernels.triton_rank import draw_ranked
 from penstock_shard.ops.base import HeadNorm, Rope, RoutingRule, WeightKind
+from penstock_shard.ops.experts import route
 from penstock_shard.ops.triton_ops import TritonOps
 
 _HOST = torch.device("cpu")
 _HEADS, _KV_HEADS, _DIM, _HIDDEN = 32, 8, 128, 4096
-# Shared memory for one program, in bytes, by compute capability: A100, L4 and RTX 4090, H100 and
-# H200, B200, RTX 5090. From the CUDA C++ programming guide, "Technical Specifications per Compute
-# Capability".
-_SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+# Shared memory for one program, in bytes, by compute capability: A100, A10 and RTX 3090, L4 and
+# RTX 4090, H100 and H200, B200, RTX 5090. From the CUDA C++ programming guide, "Technical
+# Specifications per Compute Capability".
+_KILOBYTES = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+_SHARED_BYTES = {capability: size << 10 for capability, size in _KILOBYTES.items()}
 _HAS_FP8 = 89
 # Layers as in Llama 3, as in Gemma 2, with many heads on one, and with latents as in DeepSeek V3,
 # whole and as one of eight ranks has it.
@@ -46,7 +49,7 @@ _DTYPES: dict[WeightKind, torch.dtype] = {"bfloat16": torch.bfloat16, "float32":
 Launch = tuple[str, Callable[[], object]]
 
 
-class _Card:
+class Card:
     """As much of a driver as compiling asks for, and its `utils`."""
 
     def __init__(self, capability: int) -> None:
@@ -91,7 +94,7 @@ def main() -> int:
 
 def _only_compile(capability: int) -> list[tuple[str, int]]:
     """From here on a launch is compiled and not run; its kernel and shared memory are listed."""
-    driver.set_active(_Card(capability))
+    driver.set_active(Card(capability))
     run: Any = jit.JITFunction.run
     compiled: list[tuple[str, int]] = []
 
@@ -119,11 +122,10 @@ def _launches(
             where = f"{how}, cached as {cache_dtype}"
             yield from _of_attention(ops, backend, cache_dtype, where, few=few)
         for spec in _HEADS_BESIDE:
-            yield _of_heads(backend, dtype, spec, [1, 20], None, how)
-        yield f"drawing by id, {how}", partial(_draw_by_id, dtype)
+            yield heads_of(backend, dtype, spec, [1, 20], None, how)
+        yield f"drawing, {how}", partial(_draw, dtype)
     if has_fp8:
         yield "rounding", lambda: round_rows(torch.zeros(3, _HIDDEN, dtype=torch.bfloat16))
-    yield "drawing", _draw
 
 
 def _of_layers(ops: TritonOps, how: str) -> Iterator[Launch]:
@@ -138,7 +140,7 @@ def _of_layers(ops: TritonOps, how: str) -> Iterator[Launch]:
 def _of_states(ops: TritonOps, how: str, *, few: bool) -> Iterator[Launch]:
     """Of Qwen3-Next, and by channel as of Kimi Linear; of Mamba-2, and by column as of Mamba."""
     for counts in ([1, 1, 1], [1, 50]):
-        batch, total = _batch(counts), sum(counts)
+        batch, total = batch_of(counts), sum(counts)
         x, weight = torch.zeros(total, 8192, dtype=ops.dtype), torch.zeros(4, 8192)
         kept = torch.zeros(1, 3, 8192)
         conv = partial(ops.short_conv, x, weight, weight[0], kept, batch, silu=True)
@@ -164,7 +166,9 @@ def _of_products(ops: TritonOps, how: str) -> Iterator[Launch]:
             yield f"{rows} rows, {how}", partial(matrix.linear, x)
     experts = ops.pack_experts([[torch.zeros(256, 512)]] * 4, 4)
     for tokens in (5, 300):
-        routing = ops.route(torch.zeros(tokens, 4), RoutingRule(2))
+        yield f"routing, {how}", lambda: ops.route(torch.zeros(3, 128), RoutingRule(8))
+        yield f"routing in groups, {how}", partial(_route_in_groups, ops)
+        routing = route(torch.zeros(tokens, 4), RoutingRule(2))
         x = torch.zeros(2 * tokens, 512, dtype=ops.dtype)
         given = torch.zeros(2 * tokens, 256, dtype=ops.dtype)
         offsets = routing.offsets
@@ -177,10 +181,10 @@ def _of_attention(
 ) -> Iterator[Launch]:
     cases = (([1, 1, 1], None), ([1, 20], 100), ([1, 20], None), ([1, 1, 1], 100))
     for counts, window in cases[:2] if few else cases:
-        yield _of_heads(backend, ops.dtype, _LLAMA, counts, window, how, cache_dtype)
+        yield heads_of(backend, ops.dtype, _LLAMA, counts, window, how, cache_dtype)
     for latents in _LATENTS[:1] if few else _LATENTS:
         for counts in ([1, 1, 1], [20]):
-            yield _of_heads(backend, ops.dtype, latents, counts, None, how, cache_dtype)
+            yield heads_of(backend, ops.dtype, latents, counts, None, how, cache_dtype)
     spec = _LLAMA
     cache = backend.make_cache(spec, 4, 16, cache_dtype, _HOST)
     places = torch.zeros(3, dtype=torch.int64)
@@ -196,7 +200,7 @@ def _of_attention(
     yield f"writing, {how}", lambda: backend.write(cache, heads, heads, places)
 
 
-def _of_heads(
+def heads_of(
     backend: TritonBackend,
     dtype: torch.dtype,
     spec: LayerSpec,
@@ -210,7 +214,7 @@ def _of_heads(
         backend.attend,
         backend.make_cache(spec, 4, 16, cache_dtype or dtype, _HOST),
         torch.zeros(sum(counts), spec.num_heads, spec.head_dim, dtype=dtype),
-        _batch(counts),
+        batch_of(counts),
         scale=spec.scale,
         window=window,
         softcap=None if window is None else 50.0,
@@ -219,7 +223,7 @@ def _of_heads(
     return f"attention of {counts}, {spec.num_heads} heads, window {window}, {how}", attend
 
 
-def _batch(counts: list[int]) -> AttentionBatch:
+def batch_of(counts: list[int]) -> AttentionBatch:
     sums = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
     lengths = [count + 3 for count in counts]
     return AttentionBatch(
@@ -235,24 +239,17 @@ def _batch(counts: list[int]) -> AttentionBatch:
     )
 
 
-def _draw_by_id(dtype: torch.dtype) -> None:
+def _route_in_groups(ops: TritonOps) -> None:
+    rule = RoutingRule(8, "sigmoid", scale=2.5, groups=8, top_groups=4)
+    ops.route(torch.zeros(3, 256), rule, torch.zeros(256))
+
+
+def _draw(dtype: torch.dtype) -> None:
     """From several chunks of a vocabulary, and from one."""
     for vocabulary in (128_256, 5):
         logits = torch.zeros(2, vocabulary, dtype=dtype)
         draw_by_id(logits, logits[:, 0], torch.zeros(2, 4, dtype=torch.float64), 2.0**42)
-
-
-def _draw() -> None:
-    column = torch.ones(2, 1, dtype=torch.int64)
-    draw_unsettled(
-        torch.zeros(2, 5000),
-        torch.ones(2, 5000, dtype=torch.int64),
-        column,
-        column,
-        torch.zeros(2, 1, dtype=torch.float64),
-        torch.zeros(2, 1, dtype=torch.bool),
-        torch.zeros(2, dtype=torch.int64),
-    )
+        draw_ranked(logits, logits[:, 0], torch.zeros(2, 6, dtype=torch.float64), 2.0**42)
 
 
 if __name__ == "__main__":

@@ -49,10 +49,12 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from penstock_shard.attention.triton import TritonBackend
 from penstock_shard.kernels import triton_layers, triton_quantize
-from penstock_shard.kernels.triton_draw import draw_by_id, draw_unsettled
+from penstock_shard.kernels.triton_draw import draw_by_id
 from penstock_shard.kernels.triton_layers import combine_rows
 from penstock_shard.kernels.triton_matmul import fixed_linear, grouped_linear
+from penstock_shard.kernels.triton_rank import draw_ranked
 from penstock_shard.kernels.triton_recurrent import delta_rule, selective_scan, short_conv
+from penstock_shard.kernels.triton_route import route_tokens
 from penstock_shard.ops.triton_ops import FixedMatrix, TritonOps
 
 Directory = Callable[[str], Path]
@@ -177,6 +179,7 @@ def chosen(directory: Path, **settings: Any) -> Ops:
 def few_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are checked at load with less to draw from: that takes the interpreter longest."""
     monkeypatch.setattr(check, "_VOCABULARY", 600)
+    monkeypatch.setattr(check, "_RANKED", 600)
 
 
 @pytest.mark.usefixtures("few_logits")
@@ -269,20 +272,27 @@ def product_wrong_in(heights: range) -> Callable[..., Tensor]:
     return product
 
 
-def settled_too(*arguments: Tensor) -> None:
-    scaled, weights, goal, floor, uniform, settled, tokens = arguments
-    nothing = torch.zeros_like(settled)
-    draw_unsettled(scaled, weights, goal, floor, uniform, nothing, tokens)
+def without(column: int, value: float) -> Any:
+    """Draws as if a setting had this value."""
 
+    def draw(logits: Tensor, best: Tensor, settings: Tensor, one: float) -> Tensor:
+        settings[:, column] = value
+        return draw_ranked(logits, best, settings, one)
 
-def next_id(*arguments: Tensor) -> None:
-    draw_unsettled(*arguments)
-    arguments[-1][0] += 1
+    return draw
 
 
 def without_floor(logits: Tensor, best: Tensor, settings: Tensor, one: float) -> Tensor:
     settings[:, 2] = 0
     return draw_by_id(logits, best, settings, one)
+
+
+def without_bias(logits: Tensor, bias: Tensor | None, **rule: Any) -> Any:
+    return route_tokens(logits, None, **rule)
+
+
+def unweighted(logits: Tensor, bias: Tensor | None, **rule: Any) -> Any:
+    return route_tokens(logits, bias, **{**rule, "scale": 1.0})
 
 
 def best_first(rows: Tensor, places: Tensor, weights: Tensor, out: Tensor | None) -> Tensor:
@@ -333,14 +343,17 @@ def _sound(*, exact: bool) -> bool:
             "product of experts of 4",
         ),
         ("ops.triton_ops.grouped_linear", product_wrong_in(range(49, 999)), "of experts of 100"),
+        ("ops.triton_ops.route_tokens", without_bias, "weights of experts"),
+        in_soak("ops.triton_ops.route_tokens", unweighted, "weights of experts"),
         ("kernels.triton_layers.combine_rows", best_first, "sum of experts"),
         ("kernels.triton_recurrent.short_conv", forgetful(short_conv), "convolution"),
         in_soak("kernels.triton_recurrent.delta_rule", forgetful(delta_rule), "delta rule"),
         ("kernels.triton_recurrent.delta_rule", stateless(delta_rule), "state of the delta rule"),
         ("kernels.triton_recurrent.selective_scan", forgetful(selective_scan), "selective scan"),
         ("kernels.triton_quantize.round_rows", twice, "rounding"),
-        in_soak("kernels.triton_draw.draw_unsettled", settled_too, "drawing"),
-        ("kernels.triton_draw.draw_unsettled", next_id, "drawing"),
+        in_soak("kernels.triton_rank.draw_ranked", without(2, 0.0), "drawing by rank"),
+        ("kernels.triton_rank.draw_ranked", without(3, 1.0), "drawing by rank"),
+        in_soak("kernels.triton_rank.draw_ranked", without(4, 0.0), "drawing by rank"),
         ("kernels.triton_draw.draw_by_id", without_floor, "drawing by id"),
     ],
 )

@@ -1,6 +1,11 @@
-"""Kernels draw what plain torch draws: by id, and of rows that no window holds."""
+"""Kernels draw what plain torch draws: by id, and by rank."""
 
 from __future__ import annotations
+
+import random
+from collections import Counter
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,58 +17,111 @@ if not use_interpreter():
     pytest.skip("there is no Triton here", allow_module_level=True)
 
 from penstock_shard.device import triton_support
-from penstock_shard.kernels import triton_draw
+from penstock_shard.kernels import triton_draw, triton_rank
 from penstock_shard.worker.sampling import draw as drawing
 from penstock_shard.worker.sampling import top_k_top_p
 from penstock_shard.worker.sampling.draw import draw
 from penstock_shard.worker.sampling.top_k_top_p import Columns
 
-VOCABULARY = 300
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of a few hundred logits takes several blocks, as a real one does."""
+    monkeypatch.setattr(triton_rank, "_BLOCK", 64)
 
 
-def test_the_kernel_draws_what_sorting_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = seeded("draws without a look")
+def random_logits(rng: random.Random, count: int, vocabulary: int) -> torch.Tensor:
+    """Rows that are flat, peaked, or nearly all alike; with ties nearly everywhere, or logits that
+    are minus infinity.
+    """
     generator = torch.Generator().manual_seed(rng.randrange(2**32))
-    for _ in range(budget(1, 60)):
-        count = 5
-        spread = torch.tensor([rng.choice([0.0, 0.01, 0.3, 1.0, 4.0]) for _ in range(count)])
-        logits = torch.randn(count, VOCABULARY, generator=generator) * spread[:, None]
-        if rng.random() < 0.5:
-            # Ties nearly everywhere.
-            logits = torch.round(logits * 3) / 3
-        columns = Columns(
-            np.array([rng.choice([0.5, 1.0, 5.0]) for _ in range(count)]),
-            np.zeros(count),
-            np.array([rng.choice([0.3, 0.9, 0.99, 0.999999]) for _ in range(count)]),
-            np.array([rng.choice([0.0, 0.0, 0.01, 0.5]) for _ in range(count)]),
-            np.ones(count),
-            np.array([rng.choice([0.0, rng.random(), 1 - 2.0**-53]) for _ in range(count)]),
-        )
-        best, index = logits.amax(dim=1), np.arange(count)
-        expected = draw(logits, best, index, columns)
-        with monkeypatch.context() as patch:
-            patch.setattr(top_k_top_p, "_WINDOW", rng.choice([1, 8, 64]))
-            for module in (drawing, top_k_top_p):
-                patch.setattr(module, "is_host", lambda _: False)
-            assert torch.equal(draw(logits, best, index, columns), expected)
+    spread = [rng.choice([0.0, 1e-6, 0.01, 0.3, 1.0, 4.0, 30.0]) for _ in range(count)]
+    logits = torch.randn(count, vocabulary, generator=generator) * torch.tensor(spread)[:, None]
+    if rng.random() < 0.5:
+        logits = torch.round(logits * 3) / 3
+    if rng.random() < 0.3:
+        logits[:, : rng.randrange(vocabulary)] = float("-inf")
+    return logits
 
 
-def test_rows_that_are_settled_are_left_alone() -> None:
-    from penstock_shard.kernels.triton_draw import draw_unsettled
+def random_columns(rng: random.Random, count: int, vocabulary: int) -> Columns:
+    def some(*values: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        return np.array([float(rng.choice(values)) for _ in range(count)])
 
-    scaled = torch.zeros(2, 9)
-    numbers = torch.full((2, 1), 9 * 7)
-    tokens = torch.tensor([77, 77])
-    draw_unsettled(
-        scaled,
-        torch.full((2, 9), 7),
-        numbers,
-        torch.zeros_like(numbers),
-        torch.full((2, 1), 0.5, dtype=torch.float64),
-        torch.tensor([[True], [False]]),
-        tokens,
+    return Columns(
+        some(1e-9, 0.5, 1.0, 5.0),
+        some(0, 0, 1, *(min(k, vocabulary - 1) for k in (5, 50, vocabulary))),
+        some(1e-9, 0.3, 0.9, 0.99, 0.999999, 1.0),
+        some(0.0, 0.0, 0.01, 0.5, 1.0),
+        np.ones(count),
+        some(0.0, rng.random(), rng.random(), 1 - 2.0**-53),
     )
-    assert tokens.tolist() == [77, 4]
+
+
+def test_by_rank_the_kernel_draws_what_sorting_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last token, whatever a program lists, and where several are drawn."""
+    rng = seeded("draws by rank")
+    for vocabulary in rng.choices([2, 63, 64, 257, 300], k=budget(4, 200)):
+        logits = random_logits(rng, 5, vocabulary)
+        columns = random_columns(rng, 5, vocabulary)
+        # Of the rows without top-k and top-p, another kernel draws, and not to the last bit.
+        columns.top_p[columns.top_k == 0] *= 0.999
+        best, index = logits.amax(dim=1), np.arange(5)
+        expected = draw(logits, best, index, columns)
+        monkeypatch.setattr(triton_rank, "_LISTED", rng.choice([1, 8, 64, 512]))
+        assert torch.equal(drawn_there(monkeypatch, logits, [*range(5)], columns), expected)
+        alone = rng.randrange(5)
+        only = columns.only(np.array([alone]))
+        assert drawn_there(monkeypatch, logits, [alone], only) == expected[alone]
+
+
+def test_by_rank_a_whole_vocabulary_is_drawn_from_as_sorting_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In blocks and lists of the sizes that there are on a device."""
+    rng = seeded("draws by rank from many")
+    monkeypatch.setattr(triton_rank, "_BLOCK", 2048)
+    for _ in range(budget(1, 20)):
+        logits = random_logits(rng, 3, 40_000)
+        columns = random_columns(rng, 3, 20_000)
+        columns.top_p[columns.top_k == 0] *= 0.999
+        expected = draw(logits, logits.amax(dim=1), np.arange(3), columns)
+        assert torch.equal(drawn_there(monkeypatch, logits, [0, 1, 2], columns), expected)
+
+
+@pytest.mark.parametrize(
+    ("spread", "lead", "sums", "lists"),
+    [(0.5, 12.0, 1, 1), (4.0, 0.0, 3, 1), (0.5, 0.0, 3, 2), (0.02, 0.0, 5, 2)],
+)
+def test_a_row_with_a_few_likely_tokens_is_read_twice_and_a_flat_one_five_times(
+    spread: float, lead: float, sums: int, lists: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To sum up, and to list: that is what a step with top-p costs a device."""
+    rng = seeded("reads of a row")
+    generator = torch.Generator().manual_seed(rng.randrange(2**32))
+    logits = torch.randn(1, 128_256, generator=generator) * spread
+    logits[:, 300:320] += lead
+    monkeypatch.setattr(triton_rank, "_BLOCK", 2048)
+    found = Counter[str]()
+
+    def note(name: str, place: int) -> None:
+        function = getattr(triton_rank, name)
+
+        def noted(*arguments: Any) -> Any:
+            if int(arguments[place]) == logits.shape[1]:
+                found[name] += 1
+            return function(*arguments)
+
+        monkeypatch.setattr(triton_rank, name, noted)
+
+    for name, place in (("_sums", 2), ("_list", 3), ("_before", 2), ("_tie", 2)):
+        note(name, place)
+    one = np.ones(1)
+    columns = Columns(one, 0 * one, 0.95 * one, 0 * one, one, 0.6 * one)
+    drawn_there(monkeypatch, logits, [0], columns)
+    assert found["_sums"] <= sums
+    assert found["_list"] <= lists
+    assert set(found) <= {"_sums", "_list"}
 
 
 def only_temperature(temperature: list[float], min_p: list[float], share: list[float]) -> Columns:
@@ -128,22 +186,28 @@ def test_by_id_equals_share_alike_and_a_row_is_the_same_in_any_batch(
 
 
 @pytest.mark.parametrize("vocabulary", [1, 3, 4096, 5000])
-def test_by_id_a_row_that_has_one_token_gets_it_and_one_without_numbers_any(
+def test_a_row_that_has_one_token_gets_it_and_one_without_numbers_any(
     vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(triton_rank, "_BLOCK", 2048)
     logits = torch.full((4, vocabulary), float("-inf"))
     logits[0, -1] = -3.0
     logits[1, vocabulary // 2] = float("nan")
     logits[2, 0] = float("inf")
-    columns = only_temperature([1.0] * 4, [0.0, 0.0, 0.1, 0.0], [0.0, 0.5, 0.9, 1 - 2.0**-53])
-    tokens = drawn_there(monkeypatch, logits, [0, 1, 2, 3], columns)
-    assert tokens[0] == vocabulary - 1
-    assert ((tokens >= 0) & (tokens < vocabulary)).all()
+    by_id = only_temperature([1.0] * 4, [0.0, 0.0, 0.1, 0.0], [0.0, 0.5, 0.9, 1 - 2.0**-53])
+    few = by_id._replace(top_k=np.full(4, 2.0), top_p=np.full(4, 0.9))
+    for columns in (by_id, by_id._replace(top_p=np.full(4, 0.9)), few):
+        tokens = drawn_there(monkeypatch, logits, [0, 1, 2, 3], columns)
+        assert tokens[0] == vocabulary - 1
+        assert ((tokens >= 0) & (tokens < vocabulary)).all()
 
 
-@pytest.mark.parametrize(("kernel", "top_p"), [("draw_unsettled", 0.9), ("draw_by_id", 1.0)])
+@pytest.mark.parametrize(
+    ("module", "kernel", "top_p"),
+    [(triton_rank, "draw_ranked", 0.9), (triton_draw, "draw_by_id", 1.0)],
+)
 def test_nothing_is_launched_where_kernels_were_found_wrong(
-    kernel: str, top_p: float, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, kernel: str, top_p: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched = list[bool]()
 
@@ -151,13 +215,12 @@ def test_nothing_is_launched_where_kernels_were_found_wrong(
         launched.append(True)
         return torch.zeros(1, dtype=torch.int64)
 
-    monkeypatch.setattr(triton_draw, kernel, launch)
-    for module in (drawing, top_k_top_p):
-        monkeypatch.setattr(module, "is_host", lambda _: False)
-    monkeypatch.setattr(top_k_top_p, "_WINDOW", 8)
+    monkeypatch.setattr(module, kernel, launch)
+    for host in (drawing, top_k_top_p):
+        monkeypatch.setattr(host, "is_host", lambda _: False)
     one = np.ones(1)
     columns = Columns(one, 0 * one, top_p * one, 0 * one, one, 0.5 * one)
-    logits = torch.zeros(1, VOCABULARY)
+    logits = torch.zeros(1, 300)
     try:
         triton_support.remember("cpu", "they are wrong")
         draw(logits, logits.amax(dim=1), np.arange(1), columns)

@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock_shard.attention.base import AttentionBackend, AttentionBatch, LayerCache, LayerSpec
 from penstock_shard.kernels import triton_layers, triton_recurrent
 from penstock_shard.kernels.triton_matmul import fixed_linear, grouped_linear
+from penstock_shard.kernels.triton_route import fits, route_tokens
 from penstock_shard.ops.base import (
     Activation,
     Experts,
@@ -20,6 +21,7 @@ from penstock_shard.ops.base import (
     Matrix,
     Rope,
     Routing,
+    RoutingRule,
     WeightKind,
 )
 from penstock_shard.ops.experts import ExpertStack, stack_experts
@@ -79,6 +81,22 @@ class TritonOps(TorchOps):
             return super().pack_experts(experts, count)
         stack = stack_experts(experts, count, self.device, self.dtype)
         return GroupedExperts(stack, exact=self.exact)
+
+    def route(self, logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Routing:
+        if not fits(logits.shape[1], rule.groups):
+            return super().route(logits, rule, bias)
+        fields = route_tokens(
+            logits,
+            bias,
+            top_k=rule.top_k,
+            softmax=rule.scores == "softmax",
+            normalised=rule.is_normalised,
+            scale=rule.scale,
+            eps=rule.eps,
+            groups=rule.groups,
+            top_groups=rule.top_groups,
+        )
+        return Routing(*fields)
 
     def combine(self, rows: Tensor, routing: Routing, out: Tensor | None = None) -> Tensor:
         return triton_layers.combine_rows(rows, routing.rows, routing.weights, out)

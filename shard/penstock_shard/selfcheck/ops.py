@@ -40,11 +40,19 @@ _COLUMNS, _DEPTH = 40, 72
 _ROWS = (_TOKENS, 70)
 # Experts, and tokens with two experts each: one count for each of the two tile heights.
 _EXPERTS, _ROUTED = 3, (2, 50)
-# Logits in a row to draw from: more than a kernel reads at once.
+# Experts to choose from, and by which rules.
+_CHOSEN_FROM = 16
+_RULES = (
+    RoutingRule(3),
+    RoutingRule(2, is_normalised=False, scale=2.5, groups=4, top_groups=2),
+    RoutingRule(4, "sigmoid", scale=2.5, groups=4, top_groups=2),
+)
+# Logits in a row to draw from: more than a kernel reads at once; and more than one lists.
 _VOCABULARY = 5000
+_RANKED = 20_000
 
 # Kinds of kernels, which can be checked one by one.
-KERNELS = ("rows", "rotation", "states", "products", "rounding", "draws")
+KERNELS = ("rows", "rotation", "states", "products", "routing", "rounding", "draws")
 
 # A kernel's name for messages, its result, and the largest difference; None: no difference.
 _Result = tuple[str, Tensor, float | None]
@@ -108,12 +116,22 @@ def _results(
     for kind in kernels:
         for name, tensor in of_layers.get(kind, ()):
             yield name, tensor, tolerance
+    if "routing" in kernels:
+        yield from _of_routing(ops, noise)
     if "rounding" in kernels and multiplies_fp8(ops.device):
         values, scales = _rounding(in_torch)(noise.rows(_TOKENS, _DEPTH))
         yield "rounding", values.float() * scales, _FP8_STEP
     if "draws" in kernels:
-        yield "drawing", _drawn(noise, ops.device, in_torch), None
+        yield "drawing by rank", _ranked(noise, ops, in_torch), None
         yield "drawing by id", _drawn_by_id(noise, ops, in_torch), None
+
+
+def _of_routing(ops: Ops, noise: _Noise) -> Iterator[_Result]:
+    for rule in _RULES:
+        routing = ops.route(noise.wide(_TOKENS, _CHOSEN_FROM), rule, _bias(rule, noise))
+        yield "weights of experts", routing.weights, _TOLERANCE[torch.float32]
+        for name in ("tokens", "experts", "offsets", "rows"):
+            yield f"{name} of experts", getattr(routing, name), None
 
 
 def _of_rows(ops: Ops, noise: _Noise) -> Iterator[tuple[str, Tensor]]:
@@ -199,6 +217,10 @@ def _of_products(ops: Ops, noise: _Noise, exact: bool) -> Iterator[tuple[str, Te
         yield "sum of experts", ops.combine(noise.rows(2 * tokens, _COLUMNS), routing)
 
 
+def _bias(rule: RoutingRule, noise: _Noise) -> Tensor | None:
+    return noise.wide(_CHOSEN_FROM) if rule.scores == "sigmoid" else None
+
+
 def _rounding(in_torch: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     if in_torch:
         return round_in_torch
@@ -207,25 +229,27 @@ def _rounding(in_torch: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     return round_rows
 
 
-def _drawn(noise: _Noise, device: torch.device, in_torch: bool) -> Tensor:
-    """Tokens drawn for three rows; the second is settled, and the third has a floor."""
+def _ranked(noise: _Noise, ops: Ops, in_torch: bool) -> Tensor:
+    """Tokens drawn in the order of the logits: with top-p, of a flat row and of a peaked one; with
+    top-k; and with all that there is.
+    """
     # Rounded so that there are many ties.
-    scaled = (noise.wide(3, _VOCABULARY).abs() * -16).round() / 16
-    weights = (scaled.exp() * 2.0**42).long()
-    goal = weights.sum(dim=1, keepdim=True) * 15 // 16
-    floor = torch.zeros_like(goal)
-    floor[2] = weights[2].amax() // 4
-    uniform = torch.full_like(goal, 0.9, dtype=torch.float64)
-    settled = torch.zeros_like(goal, dtype=torch.bool)
-    settled[1] = True
-    tokens = torch.full((3,), -1, device=device)
-    if in_torch:
-        drawn = _drawn_by_sorting(scaled, weights, goal, floor, uniform)
-        return torch.where(settled.squeeze(1), tokens, drawn)
-    from penstock_shard.kernels.triton_draw import draw_unsettled
+    spread = torch.tensor([0.5, 4.0, 1.0, 2.0], device=ops.device).unsqueeze(1)
+    logits = ((noise.wide(4, _RANKED) * spread * 16).round() / 16).to(ops.dtype)
+    best, one, rows = logits.amax(dim=1), 2.0**42, [2, 0, 3, 1]
+    limits = [[0.7, 50, 1, 0], [1.0, 0, 0.9, 0], [1.5, 900, 0.8, one // 4], [0.5, 0, 0.95, 0]]
+    settings = torch.tensor(
+        [[row, *limit, 0.9] for row, limit in zip(rows, limits, strict=True)],
+        dtype=torch.float64,
+        device=ops.device,
+    )
+    if not in_torch:
+        from penstock_shard.kernels.triton_rank import draw_ranked
 
-    draw_unsettled(scaled, weights, goal, floor, uniform, settled, tokens)
-    return tokens
+        return draw_ranked(logits, best, settings, one)
+    temperature = settings[:, 1:2].float()
+    scaled = (logits[rows].float() - best[rows].float().unsqueeze(1)) / temperature
+    return _drawn_by_sorting(scaled, settings, one)
 
 
 def _drawn_by_id(noise: _Noise, ops: Ops, in_torch: bool) -> Tensor:
@@ -254,15 +278,18 @@ def _drawn_by_id(noise: _Noise, ops: Ops, in_torch: bool) -> Tensor:
     return torch.searchsorted(cumulative, goal, right=True).squeeze(1)
 
 
-def _drawn_by_sorting(
-    scaled: Tensor, weights: Tensor, goal: Tensor, floor: Tensor, uniform: Tensor
-) -> Tensor:
-    """The tokens that `draw_unsettled` should draw, int64 [n]."""
-    order = scaled.sort(dim=1, descending=True, stable=True).indices
-    ordered = weights.gather(1, order)
-    cumulative = ordered.cumsum(1)
-    above = (ordered >= floor).sum(dim=1, keepdim=True)
+def _drawn_by_sorting(scaled: Tensor, settings: Tensor, one: float) -> Tensor:
+    """The tokens that `draw_ranked` should draw, int64 [n]."""
+    top_k, top_p, floor, share = settings[:, 2:].unsqueeze(2).unbind(1)
+    ordered, order = scaled.sort(dim=1, descending=True, stable=True)
+    weights = (ordered.exp() * one).long()
+    limit = torch.where(top_k > 0, top_k, scaled.shape[1]).long()
+    weights[torch.arange(scaled.shape[1], device=scaled.device) >= limit] = 0
+    cumulative = weights.cumsum(1)
+    # 1 of a total may round up.
+    goal = torch.minimum((top_p * cumulative[:, -1:]).ceil().long(), cumulative[:, -1:])
+    above = (weights >= floor).sum(dim=1, keepdim=True)
     count = torch.minimum(torch.searchsorted(cumulative, goal) + 1, above)
     kept = cumulative.gather(1, count - 1)
-    place = torch.searchsorted(cumulative, (uniform * kept).long(), right=True)
+    place = torch.searchsorted(cumulative, (share * kept).long(), right=True)
     return order.gather(1, place).squeeze(1)

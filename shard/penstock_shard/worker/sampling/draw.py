@@ -48,20 +48,8 @@ def draw(logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
     """
     vocabulary = logits.shape[1]
     columns = columns._replace(top_k=np.where(columns.top_k < vocabulary, columns.top_k, 0.0))
-    ranked = (columns.top_k > 0) | (columns.top_p < 1.0)
-    typical = columns.typical_p < 1.0
-    routes: list[tuple[NDArray[np.bool_], _Route]] = [
-        (
-            ~typical & ~ranked,
-            _draw_by_id_there if has_kernels(logits) else partial(_in_parts, _draw_by_id),
-        ),
-        # Apart from top-p alone: with top-k the host knows beforehand how many tokens are kept.
-        (~typical & (columns.top_k > 0), partial(_in_parts, draw_by_rank)),
-        (~typical & ranked & (columns.top_k == 0), partial(_in_parts, draw_by_rank)),
-        (typical, partial(_in_parts, draw_typical)),
-    ]
     parts: list[tuple[NDArray[np.intp], Tensor]] = []
-    for chosen, route in routes:
+    for chosen, route in _routes(columns, with_kernels=has_kernels(logits)):
         if chosen.any():
             places = np.flatnonzero(chosen)
             parts.append((places, route(logits, best, index[places], columns.only(places))))
@@ -70,6 +58,21 @@ def draw(logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
     order = np.argsort(np.concatenate([places for places, _ in parts]))
     tokens = torch.cat([drawn for _, drawn in parts])
     return tokens.index_select(0, to_device(order, tokens.device))
+
+
+def _routes(columns: Columns, *, with_kernels: bool) -> list[tuple[NDArray[np.bool_], _Route]]:
+    """The rows that are drawn in one way, bool [n], and the way."""
+    typical = columns.typical_p < 1.0
+    has_k = columns.top_k > 0
+    by_p = (columns.top_p < 1.0) & ~has_k
+    by_id = ~typical & ~has_k & ~by_p
+    routes: list[tuple[NDArray[np.bool_], _Route]] = [(typical, partial(_in_parts, draw_typical))]
+    if with_kernels:
+        return [*routes, (by_id, _draw_by_id_there), (~typical & ~by_id, _draw_by_rank_there)]
+    by_rank = partial(_in_parts, draw_by_rank)
+    # Top-p alone is apart: with top-k the host knows beforehand how many tokens are kept.
+    routes += [(~typical & has_k, by_rank), (~typical & by_p, by_rank)]
+    return [*routes, (by_id, partial(_in_parts, _draw_by_id))]
 
 
 def _in_parts(
@@ -100,6 +103,25 @@ def _draw_by_id_there(
     floor = np.ceil(columns.min_p * ONE)
     settings = np.stack((index, temperature, floor, columns.uniform), axis=1)
     return draw_by_id(logits, best, to_device(settings, logits.device), ONE)
+
+
+def _draw_by_rank_there(
+    logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
+) -> Tensor:
+    """A `_Route` like `draw_by_rank`, with the same weights."""
+    # Imported here: Triton is not always installed, and takes long to import.
+    from penstock_shard.kernels.triton_rank import draw_ranked
+
+    temperature = np.maximum(columns.temperature, MIN_TEMPERATURE)
+    floor = np.ceil(columns.min_p * ONE)
+    limits = (columns.top_k, columns.top_p, floor, columns.uniform)
+    settings = to_device(np.stack((index, temperature, *limits), axis=1), logits.device)
+    step = max(1, _CHUNK_LOGITS_DEVICE // logits.shape[1])
+    drawn = [
+        draw_ranked(logits, best, settings[start : start + step], ONE)
+        for start in range(0, len(settings), step)
+    ]
+    return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
 
 def _draw_by_id(rows: Rows) -> Tensor:

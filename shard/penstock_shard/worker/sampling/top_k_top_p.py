@@ -117,26 +117,7 @@ def has_kernels(logits: Tensor) -> bool:
 
 
 def draw_by_rank(rows: Rows) -> Tensor:
-    everyone = range(len(rows.scaled))
-    is_unsure = rows.vocabulary > _WINDOW and not rows.columns.top_k.any()
-    if is_unsure and has_kernels(rows.scaled):
-        return _draw_without_a_look(rows)
-    return draw_filtered(rows, most_likely(rows, everyone))
-
-
-def _draw_without_a_look(rows: Rows) -> Tensor:
-    """Draw all rows from the first window; a kernel draws those again that it was too small for."""
-    # Imported here: Triton is not always installed, and takes long to import.
-    from penstock_shard.kernels.triton_draw import draw_unsettled
-
-    weights = weigh(rows.scaled)
-    totals = weights.sum(dim=1, keepdim=True)
-    index = rows.index(range(len(rows.scaled)))
-    kept, settled = _keep_most_likely(rows, totals, index, ordered_topk(rows.scaled, _WINDOW))
-    tokens = draw_filtered(rows, iter([kept]))
-    goal = share(rows.top_p, totals)
-    draw_unsettled(rows.scaled, weights, goal, rows.floor, rows.uniform, settled, tokens)
-    return tokens
+    return draw_filtered(rows, most_likely(rows, range(len(rows.scaled))))
 
 
 def draw_filtered(rows: Rows, groups: Iterator[FilteredTokens]) -> Tensor:
