@@ -1,16 +1,31 @@
-"""The version that is installed, read once as that takes milliseconds; how to install more, and
-what to say of what is missing.
+"""The version, read once as that takes milliseconds; how to install more, and what to say of what is
+missing.
 """
 
 from __future__ import annotations
 
-from importlib.metadata import version
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
 
 # The name in `pyproject.toml`.
 DISTRIBUTION = "penstock-llm"
-VERSION = version(DISTRIBUTION)
 # Of what a package says that is broken, in characters.
 _LONGEST_REASON = 300
+
+
+def _version() -> str:
+    """Read the version of what is installed here, or of the checkout that this file is in."""
+    here = Path(__file__).resolve().parents[1]
+    found = next(iter(distributions(name=DISTRIBUTION, path=[str(here), *sys.path])), None)
+    if found is not None:
+        return found.version
+    import tomllib
+
+    return str(tomllib.loads((here.parent / "pyproject.toml").read_text("utf-8"))["project"]["version"])
+
+
+VERSION = _version()
 
 
 def how_to_install(extra: str) -> str:
