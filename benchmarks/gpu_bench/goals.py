@@ -22,6 +22,9 @@ _STATED_FLOORS = {
     ("llama-3.1-8b", 256, 512): 8.6,
 }
 _MOST_OVER_FLOOR = 1.3
+# Sampling with top_p beside the model's decode step, at this batch size.
+_SAMPLED = ("llama-3.1-8b", 256)
+_MOST_OF_STEP = 0.15
 # Output tokens a second of TensorRT-LLM with the 8B in fp8, 1,000 tokens in and 1,000 out, as its
 # documentation gives them for a device, and the share of them that is the goal.
 _PUBLISHED_TOKENS_PER_S = {"H100": 15_220, "H200": 17_744}
@@ -46,7 +49,8 @@ def lines(rows: Sequence[Row]) -> Iterator[Line]:
     device = next((row["device"] for row in rows if "device" in row), "")
     for row in rows:
         if "failed" in row:
-            yield Line(row["part"], row["failed"], "", False)
+            name = f": {row['name']}" if "name" in row else ""
+            yield Line(f"{row['part']}{name}", row["failed"], "", False)
         elif row["what"] == "decode":
             yield _decode(row, is_stated=_STATED_ON in device)
         elif row["what"] == "throughput":
@@ -108,6 +112,20 @@ def _requests(row: Row) -> Iterator[Line]:
                ">= 200 requests/s", row["requests_per_s"] >= 200)  # fmt: skip
 
 
+def _attempt(row: Row) -> Iterator[Line]:
+    known = ("part", "what", "name", "seconds")
+    said = [f"{name} {value}" for name, value in row.items() if name not in known]
+    time = f" ({row['seconds']} s)" if "seconds" in row else ""
+    figure = ", ".join(said).removeprefix("found ")
+    yield Line(f"{row['part']}: {row['name']}", f"{figure}{time}", "", None)
+
+
+def _sampling(row: Row) -> Iterator[Line]:
+    what = f"sampling {row['batch']} rows of {row['logits']} logits, {row['parameters']}"
+    figure = f"{row['ms']:.2f} ms, of it the host's {row['host_ms']:.2f}; logits read once: "
+    yield Line(what, f"{figure}{row['floor_ms']:.3f} ms", "", None)
+
+
 def _transformers(row: Row) -> Iterator[Line]:
     figure = f"{row['requests_per_s']:.0f} requests/s, {row['tokens_per_s']:,.0f} tokens/s"
     what = f"{row['model']}: {row['requests']} in transformers' continuous batching"
@@ -154,6 +172,8 @@ _LINES: dict[str, Callable[[Row], Iterator[Line]]] = {
     "requests": _requests,
     "transformers": _transformers,
     "exact": _exact,
+    "attempt": _attempt,
+    "sampling": _sampling,
     "kernels": _kernels,
     "loaded": _loaded,
 }
@@ -174,11 +194,23 @@ def _across(rows: Sequence[Row]) -> Iterator[Line]:
             else:
                 yield Line(f"{model}, batch {batch}", f"{1 / slower:.2f} x as fast",
                            ">= 1.40 x", 1 / slower >= least)  # fmt: skip
+    yield from _sampling_in_step(rows, decodes.get(_SAMPLED))
     ours = [row for row in rows if row.get("what") == "requests" and row["api"] == "completions"]
     theirs = [row for row in rows if row.get("what") == "transformers"]
     if ours and theirs:
         ratio = ours[0]["requests_per_s"] / theirs[0]["requests_per_s"]
         yield Line("requests/s over transformers'", f"{ratio:.1f} x", ">= 3 x", ratio >= 3)
+
+
+def _sampling_in_step(rows: Sequence[Row], step: Row | None) -> Iterator[Line]:
+    """Sampling with top_p beside the decode step that it would be in."""
+    for row in rows:
+        with_top_p = row.get("what") == "sampling" and row["parameters"] == "top_p"
+        if step is not None and with_top_p and row["batch"] == step["batch"]:
+            share = row["ms"] / step["period_ms"]
+            what = f"top_p of {row['logits']} logits over the step of {step['model']}"
+            yield Line(f"{what}, batch {step['batch']}", f"{share:.2f} x", "<= 0.15 x",
+                       share <= _MOST_OF_STEP)  # fmt: skip
 
 
 def table(found: Sequence[Line]) -> str:

@@ -123,7 +123,20 @@ class Shape:
         }
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         write_tokenizer(directory)
+        _name_all_ids(directory / "tokenizer.json", self._int("vocab_size"))
         return directory
+
+
+def _name_all_ids(path: Path, count: int) -> None:
+    """Give each id of the model a token. Without, most ids that random weights choose are no text:
+    nothing is streamed, and the times of streams mean nothing.
+    """
+    tokenizer = json.loads(path.read_text())
+    known = tokenizer["model"]["vocab"]
+    taken = {*known.values(), *(token["id"] for token in tokenizer["added_tokens"])}
+    # Words of their own, in the alphabet of bytes: U+0120 is a space.
+    known.update((f"\u0120x{number:x}", number) for number in range(count) if number not in taken)
+    path.write_text(json.dumps(tokenizer))
 
 
 def _llama(name: str, hidden: int, layers: int, heads: int, wide: int) -> Shape:

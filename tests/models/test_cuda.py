@@ -16,8 +16,8 @@ from models.attention_cases import CASES, Case, check_case
 from models.drawer import Drawer, SampleRow
 from models.driver import Driver, load, make_sequence
 from models.mixed_requests import serve
+from models.reference import OUTPUT_TOKENS, reference
 from models.sampling_reference import KINDS, OUTPUT, PROMPT, sampling_request
-from models.test_families import OUTPUT_TOKENS, reference
 from support.adapters import make_adapter
 from support.drafters import Oracle, named
 from torch import Tensor

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from models.driver import load, make_sequence
+from models.reference import OUTPUT_TOKENS, reference
 from models.runners import make_runner
-from models.test_families import OUTPUT_TOKENS, VOCABULARY, reference
+from models.test_families import VOCABULARY
 from support.budget import in_soak
 
 from penstock_shard.engine.create_engine import create_scheduler

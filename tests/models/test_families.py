@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections import abc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from models.driver import Driver, let_generate, load, make_sequence
+from models.reference import OUTPUT_TOKENS, reference
 from support.budget import in_soak
-from transformers import AutoModelForCausalLM
 
 SERVED = (
     "llama",
@@ -26,29 +24,7 @@ SERVED = (
     "mixtral",
     in_soak("qwen3_moe"),
 )
-OUTPUT_TOKENS = 20
 VOCABULARY = 384
-
-
-def reference(directory: Path, prompts: abc.Sequence[abc.Sequence[int]]) -> list[list[int]]:
-    """What `generate` appends to each prompt, end-of-sequence ignored."""
-    # Eager, because sdpa in transformers 5.17 drops Gemma 2's softcap without a word.
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    )
-    model.generation_config.eos_token_id = None
-    outputs = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=OUTPUT_TOKENS,
-            do_sample=False,
-            pad_token_id=2,
-        )
-        outputs.append(output[0, len(prompt) :].tolist())
-    return outputs
 
 
 @pytest.mark.parametrize("family", SERVED)

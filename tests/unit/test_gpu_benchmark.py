@@ -1,18 +1,25 @@
-"""The GPU benchmark's arithmetic, and what it calls met."""
+"""The GPU benchmark's arithmetic, what it calls met, and its files."""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
+import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.gpu_bench import goals
+from benchmarks.gpu_bench import goals, marks, results
+from benchmarks.gpu_bench.parts import PARTS
 from benchmarks.gpu_bench.shapes import SHAPES
 
+ROOT = Path(__file__).parents[2]
 _DECODE: dict[str, Any] = {
     "what": "decode",
     "model": "m",
@@ -150,3 +157,104 @@ def test_what_a_shard_had_to_leave_out_stands_beside_its_figures() -> None:
 def test_a_part_that_failed_has_a_line_of_the_table() -> None:
     found = list(goals.lines([{"part": "prefill-8b", "failed": "not within 60 s"}]))
     assert "| prefill-8b | not within 60 s |  | no |" in goals.table(found)
+
+
+def test_an_attempt_has_a_line_of_what_it_found_or_of_why_it_failed() -> None:
+    row = {"part": "checks", "what": "attempt", "name": "rows"}
+    good, bad = goals.lines(
+        [{**row, "seconds": 1.5, "found": "right"}, {**row, "failed": "differs by 2"}]
+    )
+    assert (good.what, good.figure, good.met) == ("checks: rows", "right (1.5 s)", None)
+    assert (bad.what, bad.figure, bad.met) == ("checks: rows", "differs by 2", False)
+
+
+def test_sampling_with_top_p_is_held_against_the_step_of_the_8b() -> None:
+    step = {**_DECODE, "model": "llama-3.1-8b", "batch": 256, "period_ms": 10.0}
+    sampling = {"what": "sampling", "batch": 256, "logits": "flat", "host_ms": 0.1, "floor_ms": 0.1}
+    rows = [{**sampling, "parameters": "top_p", "ms": ms} for ms in (1.5, 1.6)]
+    rows += [{**sampling, "parameters": "greedy", "ms": 9.0}]
+    rows += [{**sampling, "batch": 32, "parameters": "top_p", "ms": 9.0}]
+    found = [line for line in goals.lines([step, *rows]) if "over the step" in line.what]
+    assert [(line.figure, line.met) for line in found] == [("0.15 x", True), ("0.16 x", False)]
+
+
+def test_rows_of_parts_that_run_side_by_side_are_all_kept(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda n: results.add_rows(tmp_path, {"n": n}), range(100)))
+    assert sorted(row["n"] for row in results.read_rows(tmp_path)) == list(range(100))
+
+
+def test_a_row_that_the_table_cannot_show_costs_no_more_than_the_table(tmp_path: Path) -> None:
+    results.add_rows(tmp_path, {"what": "begun", "part": "8b"}, {"what": "decode", "part": "8b"})
+    results.write_report(tmp_path, [])
+    ending, _, table = (tmp_path / "summary.txt").read_text().splitlines()
+    assert ending == "8b: not over yet"
+    assert table.startswith("There is no table, as of KeyError: ")
+
+
+def test_logs_of_a_part_are_kept_with_those_of_its_servers(tmp_path: Path) -> None:
+    folder = tmp_path / "8b"
+    folder.mkdir()
+    (folder / "log").write_text("one")
+    (folder / "shard.log").write_bytes(b"\xff two")
+    results.write_report(tmp_path, [folder])
+    found = (tmp_path / "logs.txt").read_text()
+    assert found == "==== 8b: log\none\n==== 8b: shard.log\n\ufffd two\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        ("", "it said nothing"),
+        ("loading\nchecking\n\n", "checking"),
+        (
+            'Traceback (most recent call last):\n  File "a.py", line 1\nRuntimeError: CUDA error\n'
+            "Compile with more\n",
+            "RuntimeError: CUDA error",
+        ),
+        (
+            "Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent call first):\n"
+            '  File "a.py", line 3 in waits\n  File "a.py", line 9 in <module>\n',
+            'Fatal Python error: Aborted   File "a.py", line 3 in waits',
+        ),
+    ],
+)
+def test_last_words_of_a_log_are_its_last_error_or_line(log: str, words: str) -> None:
+    assert results.last_words(log) == words
+
+
+def test_a_mark_is_above_those_that_continue_it_after_a_slash() -> None:
+    assert marks._is_below("/tmp/a", "/tmp/a")
+    assert marks._is_below("/tmp/a/8b", "/tmp/a")
+    assert not marks._is_below("/tmp/ab", "/tmp/a")
+    assert not marks._is_below("", "/tmp/a")
+
+
+def test_a_process_without_a_mark_is_nobodys() -> None:
+    assert marks._mark_of(Path("/proc") / str(os.getpid())) == ""
+    assert marks._mark_of(Path("/proc/no-such-process")) == ""
+
+
+def test_the_page_has_all_parts_in_their_order_with_their_bounds() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text("utf-8")
+    rows = re.findall(r"^\| `([^`]+)` \| (\d+) \|", page, re.MULTILINE)
+    assert [(name, float(bound)) for name, bound in rows] == [
+        (name, part.bound_s) for name, part in PARTS.items()
+    ]
+
+
+def test_wheels_for_a_bare_machine_are_of_versions_that_penstock_asks_for() -> None:
+    text = (ROOT / "benchmarks" / "gpu_bench" / "wheels.txt").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    wheels = {wheel.name: wheel.specifier for wheel in map(Requirement, lines)}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked: dict[str, set[str]] = {}
+    for extra in ("client", "router", "fake", "shard", "dev"):
+        for each in map(Requirement, project["optional-dependencies"][extra]):
+            if extra != "dev" or each.name == "psutil":
+                asked.setdefault(each.name, set()).add(str(each.specifier))
+    # torch and transformers, and what they bring.
+    there = {"jinja2", "numpy", "huggingface-hub", "safetensors", "tokenizers"}
+    there |= {"torch", "transformers", project["name"]}
+    for name in set(asked) - there:
+        assert str(wheels[name]) in asked[name], name

@@ -5,8 +5,7 @@ Attention is checked in `choose_attention.py`, once a model's layers are known.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
 
 import torch
@@ -44,23 +43,31 @@ _EXPERTS, _ROUTED = 3, (2, 50)
 # Logits in a row to draw from: more than a kernel reads at once.
 _VOCABULARY = 5000
 
+# Kinds of kernels, which can be checked one by one.
+KERNELS = ("rows", "rotation", "states", "products", "rounding", "draws")
+
 # A kernel's name for messages, its result, and the largest difference; None: no difference.
 _Result = tuple[str, Tensor, float | None]
 
 
 def triton_fault(
-    device: torch.device, dtype: torch.dtype, weights: WeightKind, *, exact: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    weights: WeightKind,
+    *,
+    exact: bool,
+    kernels: Sequence[str] = KERNELS,
 ) -> str | None:
     """The fault of the kernels that such ops use on this device; None if they are right."""
     try:
         from penstock_shard.ops.triton_ops import TritonOps
 
         ops = TritonOps(device, dtype, weights, SdpaBackend(), exact=exact)
-        ours = list(_results(ops, exact=exact, in_torch=False))
+        ours = list(_results(ops, exact=exact, in_torch=False, kernels=kernels))
     except device_failures() as error:
         return f"Triton fails on {device} with {type(error).__name__}: {first_line(error)}"
     plain = TorchOps(device, dtype, weights, SdpaBackend())
-    theirs = _results(plain, exact=exact, in_torch=True)
+    theirs = _results(plain, exact=exact, in_torch=True, kernels=kernels)
     for (name, got, tolerance), (_, want, _) in zip(ours, theirs, strict=True):
         errors = (got.double() - want.double()).abs() / (1 + want.double().abs())
         worst = float(errors.amax())
@@ -85,22 +92,28 @@ class _Noise:
 
 
 @torch.inference_mode()
-def _results(ops: Ops, *, exact: bool, in_torch: bool) -> Iterator[_Result]:
-    """Results of every kernel, or of torch in its place, for the same random numbers."""
+def _results(
+    ops: Ops, *, exact: bool, in_torch: bool, kernels: Sequence[str] = KERNELS
+) -> Iterator[_Result]:
+    """Results of these kernels, or of torch in their place, for the same random numbers."""
     noise = _Noise(ops.device, ops.dtype)
     tolerance = _TOLERANCE[ops.dtype]
-    for name, tensor in itertools.chain(
-        _of_rows(ops, noise),
-        _of_rotation(ops, noise),
-        _of_states(ops, noise),
-        _of_products(ops, noise, exact),
-    ):
-        yield name, tensor, tolerance
-    if multiplies_fp8(ops.device):
+    # Each is computed when it is asked for.
+    of_layers = {
+        "rows": _of_rows(ops, noise),
+        "rotation": _of_rotation(ops, noise),
+        "states": _of_states(ops, noise),
+        "products": _of_products(ops, noise, exact),
+    }
+    for kind in kernels:
+        for name, tensor in of_layers.get(kind, ()):
+            yield name, tensor, tolerance
+    if "rounding" in kernels and multiplies_fp8(ops.device):
         values, scales = _rounding(in_torch)(noise.rows(_TOKENS, _DEPTH))
         yield "rounding", values.float() * scales, _FP8_STEP
-    yield "drawing", _drawn(noise, ops.device, in_torch), None
-    yield "drawing by id", _drawn_by_id(noise, ops, in_torch), None
+    if "draws" in kernels:
+        yield "drawing", _drawn(noise, ops.device, in_torch), None
+        yield "drawing by id", _drawn_by_id(noise, ops, in_torch), None
 
 
 def _of_rows(ops: Ops, noise: _Noise) -> Iterator[tuple[str, Tensor]]:

@@ -67,7 +67,7 @@ def choose_backend(
     """
     reasons: list[str] = []
     for backend in _backends(ops, wish, reasons):
-        reason = _fault(backend, ops, _kinds(layers), wish)
+        reason = fault_of(backend, ops, _kinds(layers), wish)
         if reason is None:
             if reasons:
                 progress(f"attention backend {title(backend)}, because {'; '.join(reasons)}")
@@ -103,7 +103,7 @@ def _kinds(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
     return list(kinds.values())
 
 
-def _fault(
+def fault_of(
     backend: AttentionBackend, ops: Ops, layers: Sequence[LayerSpec], wish: AttentionOptions
 ) -> str | None:
     """Why the backend does not serve these layers here, to follow its name; None if it does."""
