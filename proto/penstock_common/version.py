@@ -1,5 +1,5 @@
-"""The version, read once as that takes milliseconds; how to install more, and what to say of what is
-missing.
+"""The version, read once as that takes milliseconds; how to install more, and what to say of what
+is missing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def _version() -> str:
         return found.version
     import tomllib
 
-    return str(tomllib.loads((here.parent / "pyproject.toml").read_text("utf-8"))["project"]["version"])
+    return str(
+        tomllib.loads((here.parent / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    )
 
 
 VERSION = _version()

@@ -149,7 +149,7 @@ class ShardConfig(ObservingConfig):
     runner: str = flag("model", "what computes tokens", group="engine", choices=("model", "fake"))
     engine: str = flag(
         "penstock",
-        "whose engine computes; vllm: that of an environment of its own, which --engine-python names",
+        "whose engine computes; vllm: that of an environment of its own (--engine-python)",
         choices=("penstock", "vllm"),
     )
     engine_python: str | None = flag(

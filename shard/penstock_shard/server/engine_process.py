@@ -40,8 +40,8 @@ async def start_engine(
 class VllmEngines:
     """Starts engine processes in the environment that has vLLM.
 
-    Nothing of penstock is installed there: its packages are on the path by links to ours, and so are
-    of one version with the server's.
+    Nothing of penstock is installed there: links to our packages are on its path, so engine and
+    server are of one version.
     """
 
     def __init__(self, python: str) -> None:

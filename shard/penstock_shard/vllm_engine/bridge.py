@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 from penstock_shard.errors import first_line
 from penstock_shard.ipc.codes import Code
@@ -20,7 +21,6 @@ from penstock_shard.ipc.messages import (
 )
 from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
-from penstock_shard.vllm_engine.core import Core
 from penstock_shard.vllm_engine.load import LoadCount
 from penstock_shard.vllm_engine.outputs import Progress, read_output
 from penstock_shard.vllm_engine.requests import (
@@ -35,6 +35,26 @@ logger = logging.getLogger(__name__)
 # Silence that is no hang: a step with shapes that are met for the first time compiles kernels.
 _LONGEST_STEP_S = 30.0
 _LOOK_S = 0.25
+
+
+class Core(Protocol):
+    """The engine behind the bridge; `core.VllmCore` says what each call does."""
+
+    async def add(
+        self,
+        core_id: str,
+        prompt: Mapping[str, Any],
+        sampling: Mapping[str, Any],
+        bad_words: list[list[int]],
+        priority: int,
+        /,
+    ) -> None: ...
+
+    async def abort(self, core_ids: list[str], /) -> None: ...
+
+    async def step(self) -> Any: ...
+
+    def check_alive(self) -> None: ...
 
 
 class Bridge:
@@ -80,7 +100,7 @@ class Bridge:
         name = core_id(request.request_id, request.attempt)
         was_idle = not self._known
         try:
-            sampling = sampling_of(request, self._info.eos_token_ids)
+            sampling = sampling_of(request)
             self._known[name] = progress = Progress(request, len(request.output) // 4)
             bad_words = [list(each) for each in request.sampling.bad_words]
             await self._core.add(name, prompt_of(request), sampling, bad_words, request.priority)

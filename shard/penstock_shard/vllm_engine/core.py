@@ -35,7 +35,7 @@ def version() -> str:
     return str(vllm.__version__)
 
 
-class Core:
+class VllmCore:
     """Processes that schedule and compute. Made within a running event loop; blocks it while the
     model is loaded.
     """

@@ -38,7 +38,7 @@ _REFUSED = {
     "role": "KV blocks are not exchanged with this engine",
     "quantization": "give a checkpoint that is quantized",
     "kv_cache_dtype": "give --engine-arg kv_cache_dtype=...",
-    "threads": "give --engine-arg none, and set VLLM_CPU_OMP_THREADS_BIND",
+    "threads": "set VLLM_CPU_OMP_THREADS_BIND",
     "attention_backend": "vLLM chooses one; --engine-arg attention_config=... tells it which",
     "exact": "equal bits are not checked with this engine",
     "nnodes": "a model over several machines is not served with this engine",
@@ -52,42 +52,18 @@ _REFUSED = {
     "loras": "adapters are not offered with this engine",
     "enable_lora": "adapters are not offered with this engine",
 }
-# Arguments that change the model or who computes it: what two shards of one name answer would differ.
+# Arguments that change the model, or who computes it: what shards of one name answer would differ.
 _CHANGES_MODEL = frozenset(
-    [
-        "model",
-        "tokenizer",
-        "tokenizer_revision",
-        "code_revision",
-        "config_format",
-        "hf_config_path",
-        "hf_overrides",
-        "quantization",
-        "logits_processors",
-        "worker_cls",
-        "worker_extension_cls",
-        "scheduler_cls",
-        "override_generation_config",
-        "generation_config",
-        "model_impl",
-        "model_weights",
-        "runner",
-        "convert",
-        "model_loader_extra_config",
-        "kv_transfer_config",
-        "ec_transfer_config",
-        "speculative_config",
-        "enable_lora",
-        "lora_modules",
-        "data_parallel_size",
-        "distributed_executor_backend",
-        "nnodes",
-        "node_rank",
-        "skip_tokenizer_init",
-        "logprobs_mode",
-        "reasoning_parser",
-        "structured_outputs_config",
-    ]
+    (
+        *("model", "tokenizer", "tokenizer_revision", "code_revision", "config_format"),
+        *("hf_config_path", "hf_overrides", "quantization", "logits_processors", "worker_cls"),
+        *("worker_extension_cls", "scheduler_cls", "override_generation_config"),
+        *("generation_config", "model_impl", "model_weights", "runner", "convert"),
+        *("model_loader_extra_config", "kv_transfer_config", "ec_transfer_config"),
+        *("speculative_config", "enable_lora", "lora_modules", "data_parallel_size"),
+        *("distributed_executor_backend", "nnodes", "node_rank", "skip_tokenizer_init"),
+        *("logprobs_mode", "reasoning_parser", "structured_outputs_config"),
+    )
 )
 
 

@@ -1,4 +1,4 @@
-"""The load of vLLM's engine, as a shard tells it: its own statistics, and what is known of requests."""
+"""The load of vLLM's engine, as a shard tells it."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ class LoadCount:
             running=len(running),
             waiting=len(known) - len(running),
             queued_tokens=waiting_tokens,
-            running_tokens=sum(
-                each.request.num_prompt_tokens + each.num_output for each in running
-            ),
+            running_tokens=sum(map(_num_tokens, running)),
             referenced_blocks=round(self._usage * self._num_blocks),
             steps_total=self._steps,
             preemptions_total=self._preemptions,
@@ -64,3 +62,7 @@ class LoadCount:
             prompt_tokens_total=self._prompt_tokens,
             decode_tokens_total=self._output_tokens,
         )
+
+
+def _num_tokens(progress: Progress) -> int:
+    return progress.request.num_prompt_tokens + progress.num_output

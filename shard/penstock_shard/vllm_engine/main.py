@@ -1,8 +1,8 @@
 """The engine process that vLLM computes in: a link to the server, and vLLM's core beside it.
 
-Started by `server/supervisor.py` with one end of a socket pair, as `engine/main.py` is. Its core and
-workers are processes of its own group: whatever ends, the server ends all of them, and if the server
-is gone, this process does.
+Started by `server/supervisor.py` with one end of a socket pair, as `engine/main.py` is. Its core
+and workers are processes of its own group: when this process ends, the server ends the others, and
+when the server is gone, this process ends all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from penstock_shard.ipc.messages import (
     Start,
 )
 from penstock_shard.vllm_engine.bridge import Bridge
-from penstock_shard.vllm_engine.core import Core, configure, version
+from penstock_shard.vllm_engine.core import VllmCore, configure, version
 from penstock_shard.vllm_engine.describe import describe
 from penstock_shard.vllm_engine.engine_arguments import engine_arguments
 
@@ -84,7 +84,7 @@ async def _serve(link: EngineEnd, config: ShardConfig) -> int:
     return 1
 
 
-def _load(config: ShardConfig, progress: Callable[[str], None]) -> tuple[Core, Ready]:
+def _load(config: ShardConfig, progress: Callable[[str], None]) -> tuple[VllmCore, Ready]:
     """Raises ModelError."""
     source = resolve_model(config, progress=progress)
     template = None if config.chat_template is None else Path(config.chat_template)
@@ -94,7 +94,7 @@ def _load(config: ShardConfig, progress: Callable[[str], None]) -> tuple[Core, R
     progress("importing vLLM and loading the model, which takes a minute")
     try:
         given = configure(engine_arguments(config, source.path))
-        core = Core(given)
+        core = VllmCore(given)
     except Exception as error:
         raise ModelError(f"vLLM: {_reason(error)}") from error
     info = describe(config, source.path, given, version(), progress)
@@ -125,5 +125,17 @@ def _beat(link: EngineEnd, bridges: list[Bridge]) -> None:
             time.sleep(_BEAT_S)
 
 
+def run() -> NoReturn:
+    """Run `main`, then end the process at once: vLLM would wait for a core that is dead."""
+    status = 1
+    try:
+        status = main()
+    finally:
+        if sys.exc_info()[0] is not None:
+            logger.critical("the engine cannot go on", exc_info=True)
+        logging.shutdown()
+        os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -15,23 +15,11 @@ from penstock_shard.ipc.request import Request
 
 # What requests may ask of it; see `server/validation.py`.
 CAPABILITIES = frozenset(
-    [
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "seed",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-        "allowed_token_ids",
-        "bad_words",
-        "min_tokens",
-        "logprobs",
-        "prompt_logprobs",
-        "priority",
-    ]
+    (
+        *("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty"),
+        *("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
+        *("min_tokens", "logprobs", "prompt_logprobs", "priority"),
+    )
 )
 # vLLM's worker checks these during a step, and its engine does not survive that.
 _MOST_BIASED = 1024
@@ -69,7 +57,7 @@ def prompt_of(request: Request) -> dict[str, Any]:
     return prompt
 
 
-def sampling_of(request: Request, eos_token_ids: tuple[int, ...]) -> dict[str, Any]:
+def sampling_of(request: Request) -> dict[str, Any]:
     """Keyword arguments of vLLM's `SamplingParams`. Raises `CannotServe`."""
     _check(request)
     sampling, given = request.sampling, len(request.output) // 4
@@ -137,8 +125,9 @@ def _check_continuation(request: Request) -> None:
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "bad_words": len(sampling.bad_words),
-        "prompt_logprobs": request.prompt_logprobs,
     }
+    if request.prompt_logprobs is not None:
+        raise CannotServe("prompt_logprobs", request.prompt_logprobs, "a continuation has none")
     for field, value in counted.items():
         if value:
-            raise CannotServe(field, value, "a request that is continued here has none")
+            raise CannotServe(field, value, "a continuation has none")
