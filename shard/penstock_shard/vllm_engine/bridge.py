@@ -32,8 +32,9 @@ from penstock_shard.vllm_engine.requests import (
 
 logger = logging.getLogger(__name__)
 
-# Silence that is no hang: a step with shapes that are met for the first time compiles kernels.
-_LONGEST_STEP_S = 30.0
+# The server takes ten times as long for a hang. Steps with shapes that are met for the first time
+# compile kernels, so half a minute of silence is none.
+_EXPECTED_STEP_S = 3.0
 _LOOK_S = 0.25
 
 
@@ -83,7 +84,7 @@ class Bridge:
     def beat(self) -> Beat:
         """How long the core has said nothing while it has something to do."""
         silent_s = time.monotonic() - self._last_s if self._known else 0.0
-        return Beat(silent_s, _LONGEST_STEP_S)
+        return Beat(silent_s, _EXPECTED_STEP_S)
 
     async def _submit(self) -> None:
         while True:

@@ -34,6 +34,7 @@ from penstock_shard.ipc.messages import (
     Ready,
     Start,
 )
+from penstock_shard.ipc.process_group import end_own_group
 from penstock_shard.vllm_engine.bridge import Bridge
 from penstock_shard.vllm_engine.core import VllmCore, configure, version
 from penstock_shard.vllm_engine.describe import describe
@@ -113,8 +114,7 @@ def _receive(link: EngineEnd, loop: asyncio.AbstractEventLoop, bridges: list[Bri
         for bridge in bridges:
             loop.call_soon_threadsafe(bridge.take, message)
     logging.shutdown()
-    os.killpg(os.getpgid(0), signal.SIGKILL)
-    raise SystemExit
+    end_own_group()
 
 
 def _beat(link: EngineEnd, bridges: list[Bridge]) -> None:
