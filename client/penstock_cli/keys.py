@@ -55,8 +55,13 @@ def _parser() -> argparse.ArgumentParser:
     new.add_argument(
         "--scope",
         **choice(key_file_format.SCOPES),
-        default="user",
+        default=None,
         help="admin: what user may do, and /admin and the console (default: user)",
+    )
+    new.add_argument(
+        "--another",
+        action="store_true",
+        help="one more key of a name that is there, with its scope and limits; both hold",
     )
     new.add_argument(
         "--expires",
@@ -72,6 +77,9 @@ def _parser() -> argparse.ArgumentParser:
     revoked = commands.add_parser("revoke", help="take a key out of a file")
     revoked.set_defaults(run=_revoke)
     revoked.add_argument("name", metavar="NAME")
+    revoked.add_argument(
+        "--older", action="store_true", help="of several keys of the name all but the newest"
+    )
     _add_file(revoked, f"(default: {_VARIABLE})", required=True)
     hashed = commands.add_parser("hash", help="the hash of a key that is read from stdin")
     hashed.set_defaults(run=_hash, file="stdin")
@@ -89,24 +97,28 @@ def _add_file(parser: argparse.ArgumentParser, about: str, *, required: bool = F
 
 
 def _new(args: argparse.Namespace) -> int:
+    limits = {limit: getattr(args, limit) for limit in key_file_format.LIMITS}
+    if args.another and (args.scope, *limits.values()) != (None,) * (1 + len(limits)):
+        return _fail("--another: the scope and limits are those of the name; give none")
     key = PREFIX + secrets.token_urlsafe(_KEY_BYTES)
     entry = KeyEntry(
         name=args.name,
         digest=key_file_format.digest_of(key.encode()),
-        scopes=(args.scope,),
+        scopes=(args.scope or "user",),
         expires=args.expires,
-        **{limit: getattr(args, limit) for limit in key_file_format.LIMITS},
+        **limits,
     )
     if args.file is None:
         try:
-            text = key_file_format.add_entry("", entry)
+            text = key_file_format.add_entry("", entry, another=args.another)
         except KeyFileError as error:
             return _fail(str(error))
         print(f"{key}\n\n{text}", end="")
         return 0
     with key_file_format.locked(args.file) as path:
         before = key_file_format.read_text(path) if os.path.exists(path) else ""
-        key_file_format.replace(path, key_file_format.add_entry(before, entry))
+        after = key_file_format.add_entry(before, entry, another=args.another)
+        key_file_format.replace(path, after)
     print(key)
     print(
         f"added {entry.name} to {args.file}, which holds only the key's hash: copy the key now",
@@ -136,9 +148,12 @@ def _list(args: argparse.Namespace) -> int:
 
 def _revoke(args: argparse.Namespace) -> int:
     with key_file_format.locked(args.file) as path:
-        kept = key_file_format.remove_entry(key_file_format.read_text(path), args.name)
+        before = key_file_format.read_text(path)
+        kept = key_file_format.remove_entries(before, args.name, older=args.older)
         key_file_format.replace(path, kept)
-    print(f"removed {args.name} from {args.file}; routers refuse its key within two seconds")
+    what = f"all but the newest key of {args.name}" if args.older else args.name
+    refused = "what was removed" if args.older else "its key"
+    print(f"removed {what} from {args.file}; routers refuse {refused} within two seconds")
     return 0
 
 

@@ -16,6 +16,8 @@ ASK_AS_ROUTER = "an HTTP server answers there: ask a router as http://"
 # What a connection that the other side closes without a word raises here.
 _CLOSED = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
 NEEDS_KEY = "; give the right one with --api-key or PENSTOCK_API_KEY"
+# OpenSSL's codes of a certificate that is not valid yet, and of one that has expired.
+_WRONG_TIME = (9, 10)
 # Of an error that a server can send any length of.
 _MAX_CHARACTERS = 400
 
@@ -81,6 +83,11 @@ def one_line(error: Exception) -> str:
 def _certificate(error: ssl.SSLCertVerificationError) -> str:
     if error.verify_message.startswith(("Hostname mismatch", "IP address mismatch")):
         return f"{error.verify_message}: use a name that its certificate has"
+    if error.verify_code in _WRONG_TIME:
+        return (
+            f"its certificate is not valid now ({error.verify_message}): it needs a new one "
+            "(--tls-cert-file), or a clock is wrong"
+        )
     return (
         f"its certificate is not trusted here ({error.verify_message}): "
         "name a file with its authority's in SSL_CERT_FILE"

@@ -56,6 +56,8 @@ _TAIL_BYTES = 64 * 1024
 _MAX_QUEUED_RECORDS = 4096
 _MAX_QUEUED_TOKENS = 4_000_000
 _SAME_TROUBLE_S = 60.0
+# A gap is over when a record behind it was written and none was dropped for so long.
+_OVER_S = 1.0
 
 
 def _now() -> str:
@@ -172,6 +174,9 @@ class AuditLog:
         self._queued_tokens = 0
         self._dropped_total = 0
         self._told_at_s = -math.inf
+        # The records that were dropped since the last gap was told: their numbers, and when.
+        self._missing: list[int] = []
+        self._dropped_at_s = -math.inf
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="audit log", daemon=True)
         self._thread.start()
@@ -185,17 +190,17 @@ class AuditLog:
         """Have the record written soon. Neither waits nor raises; what cannot be is dropped."""
         tokens = _tokens(record)
         with self._changed:
-            self._sequence += 1
+            sequence = self._sequence = self._sequence + 1
             full = (
                 len(self._queue) >= _MAX_QUEUED_RECORDS or self._queued_tokens >= _MAX_QUEUED_TOKENS
             )
             taken = not (full or self._closed)
             if taken:
-                self._queue.append((self._sequence, record, tokens))
+                self._queue.append((sequence, record, tokens))
                 self._queued_tokens += tokens
                 self._changed.notify()
         if not taken:
-            self._drop(1, "its disk is too slow" if full else "it was closed")
+            self._drop([sequence], "its disk is too slow" if full else "it was closed")
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Write what is queued and close the file. Blocks until then, or until the timeout."""
@@ -206,19 +211,22 @@ class AuditLog:
         if not self._thread.is_alive():
             return
         with self._changed:
-            left = len(self._queue)
+            left = [sequence for sequence, _, _ in self._queue]
             self._queue.clear()
         self._drop(left, f"its disk did not take them within {timeout_s:g} s")
 
-    def _drop(self, count: int, why: str) -> None:
+    def _drop(self, sequences: Sequence[int], why: str) -> None:
         """Count, and say so once a minute at most."""
         if self._on_drop is not None:
-            self._on_drop(count)
+            self._on_drop(len(sequences))
+        now_s = time.monotonic()
         with self._changed:
-            self._dropped_total += count
-            tell = time.monotonic() - self._told_at_s >= _SAME_TROUBLE_S
+            self._dropped_total += len(sequences)
+            self._missing.extend(sequences)
+            self._dropped_at_s = now_s
+            tell = now_s - self._told_at_s >= _SAME_TROUBLE_S
             if tell:
-                self._told_at_s = time.monotonic()
+                self._told_at_s = now_s
         if tell:
             logger.error(
                 "audit log %s drops records (%d so far): %s",
@@ -250,9 +258,25 @@ class AuditLog:
             line, chain = self._line(sequence, record)
             self._file.append(line)
         except (TypeError, ValueError, OverflowError, OSError) as error:
-            self._drop(1, str(error))
+            self._drop([sequence], str(error))
         else:
             self._chain = chain
+            self._tell_of_gap(sequence)
+
+    def _tell_of_gap(self, written: int) -> None:
+        """Say what is missing once a record behind it was written."""
+        with self._changed:
+            missing = self._missing
+            if not missing or time.monotonic() - self._dropped_at_s < _OVER_S:
+                return
+            first, last = min(missing), max(missing)
+            if written < last:
+                return
+            self._missing = []
+        logger.warning(
+            "audit log %s writes again: %d records are missing, of the numbers %d to %d",
+            *(self._file.path, len(missing), first, last),
+        )
 
     def _line(self, sequence: int, record: AuditRecord) -> tuple[bytes, str]:
         if not self._prompts:

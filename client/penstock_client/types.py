@@ -147,6 +147,8 @@ class GenerationRequest:
     cache_salt: str = ""
     label: str = ""
     traceparent: str = ""
+    # The name of the API key that asked for it, for an audit log. Shards are not told.
+    key_name: str = ""
     # Who of those that share this client it is for: an opaque name. Shards have them take turns.
     caller: str = ""
     # In the order of their places. Whoever sends it must put their pixels first, as a fleet does.

@@ -9,11 +9,15 @@ by trying, so a slow hash or a salt would protect nothing more.
     scopes = ["user"]
     expires = 2027-01-01
     requests_per_minute = 60
+
+Entries of one name are keys of one owner, who changes from one to the other: what they may do is
+the same, and they expire apart.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import fcntl
 import hashlib
@@ -126,15 +130,18 @@ def parse(text: str) -> tuple[KeyEntry, ...]:
 
 
 def _check_unique(entries: Sequence[KeyEntry]) -> None:
-    names: set[str] = set()
-    by_digest: dict[bytes, str] = {}
+    by_name: dict[str, KeyEntry] = {}
+    by_digest: dict[bytes, KeyEntry] = {}
     for entry in entries:
-        if entry.name in names:
-            raise KeyFileError(f"key {entry.name}: name: there are two of it")
-        names.add(entry.name)
-        other = by_digest.setdefault(entry.digest, entry.name)
-        if other != entry.name:
-            raise KeyFileError(f"key {entry.name}: hash: is that of {other} too")
+        first = by_name.setdefault(entry.name, entry)
+        for right in ("scopes", *LIMITS):
+            if getattr(entry, right) != getattr(first, right):
+                raise KeyFileError(
+                    f"key {entry.name}: {right}: must be the same in all entries of the name"
+                )
+        other = by_digest.setdefault(entry.digest, entry)
+        if other is not entry:
+            raise KeyFileError(f"key {entry.name}: hash: is that of {other.name} too")
 
 
 # ---- Reading one entry -------------------------------------------------------------------------
@@ -217,27 +224,46 @@ def entry_text(entry: KeyEntry) -> str:
     return "\n".join([*lines, ""])
 
 
-def add_entry(text: str, entry: KeyEntry) -> str:
-    """The file's text with one more entry. Raises `KeyFileError` where its name is taken."""
-    if any(other.name == entry.name for other in parse(text)):
-        raise KeyFileError(f"there is a key {entry.name} already")
+def add_entry(text: str, entry: KeyEntry, *, another: bool = False) -> str:
+    """The file's text with one more entry; `another` is one of a name that is there, whose scopes
+    and limits it gets. Raises `KeyFileError` where its name is taken, or then where it is not.
+    """
+    there = next((one for one in parse(text) if one.name == entry.name), None)
+    if another and there is None:
+        raise KeyFileError(f"there is no key {_shown(entry.name)} that this could be another of")
+    if not another and there is not None:
+        raise KeyFileError(
+            f"there is a key {entry.name} already; --another makes one more of that name"
+        )
+    if there is not None:
+        entry = dataclasses.replace(there, digest=entry.digest, expires=entry.expires)
     start = text if not text or text.endswith("\n") else text + "\n"
     whole = start + ("\n" if start else "") + entry_text(entry)
     parse(whole)
     return whole
 
 
-def remove_entry(text: str, name: str) -> str:
-    """The file's text without that entry; all else, comments too, stays as it is.
+def remove_entries(text: str, name: str, *, older: bool = False) -> str:
+    """The file's text without the entries of that name, or without all of them but the last; all
+    else, comments too, stays as it is.
 
-    Raises `KeyFileError` where there is none, or where it stands in an unusual way.
+    Raises `KeyFileError` where there is none, or where one stands in an unusual way.
     """
-    before = parse(text)
-    wanted = tuple(entry for entry in before if entry.name != name)
-    if wanted == before:
+    numbers = [number for number, entry in enumerate(parse(text)) if entry.name == name]
+    if not numbers:
         raise KeyFileError(f"there is no key {_shown(name)}")
+    if older and len(numbers) == 1:
+        raise KeyFileError(f"there is one key {name} alone: none is older")
+    for number in reversed(numbers[:-1] if older else numbers):
+        text = _without_entry(text, number)
+    return text
+
+
+def _without_entry(text: str, number: int) -> str:
+    entries = parse(text)
+    wanted = (*entries[:number], *entries[number + 1 :])
     lines = text.splitlines(keepends=True)
-    starts = [number for number, line in enumerate(lines) if _HEADER.fullmatch(line.rstrip("\n"))]
+    starts = [index for index, line in enumerate(lines) if _HEADER.fullmatch(line.rstrip("\n"))]
     for start, end in zip(starts, [*starts, len(lines)][1:], strict=True):
         # Comments above the next entry belong to that one.
         while end > start and (not lines[end - 1].strip() or lines[end - 1].startswith("#")):
@@ -246,6 +272,7 @@ def remove_entry(text: str, name: str) -> str:
         with contextlib.suppress(KeyFileError):
             if parse(rest) == wanted:
                 return rest
+    name = entries[number].name
     raise KeyFileError(f"key {name}: it is written in an unusual way; take it out by hand")
 
 

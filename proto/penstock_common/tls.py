@@ -9,7 +9,7 @@ import logging
 import ssl
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -17,6 +17,12 @@ logger = logging.getLogger(__name__)
 _LOOK_EVERY_S = 1.0
 
 T = TypeVar("T")
+# Called with the contents of files, in their order, whenever they were loaded.
+OnLoad = Callable[[Sequence[bytes]], None]
+
+
+def _ignore(contents: Sequence[bytes]) -> None:
+    """The `OnLoad` of who need not know."""
 
 
 class TlsFilesUnusable(Exception):
@@ -36,6 +42,8 @@ class Tls:
     key_file: str | None = None
     # The name in shards' certificates; None: the host name or IP address that is connected to.
     server_name: str | None = None
+    # Learns what `files` hold.
+    on_load: OnLoad = field(default=_ignore, compare=False)
 
     def __post_init__(self) -> None:
         if (self.cert_file is None) != (self.key_file is None):
@@ -112,10 +120,12 @@ class FileReloader(Generic[T]):
         files: Sequence[str],
         make: Callable[[], T],
         clock: Callable[[], float] = time.monotonic,
+        on_load: OnLoad = _ignore,
     ) -> None:
         """Raises `TlsFilesUnusable`, as `make` does."""
         self._files = files
         self._make = make
+        self._on_load = on_load
         self._clock = clock
         self._looked_s = clock()
         self._contents, self.value = self._read_and_make()
@@ -146,6 +156,7 @@ class FileReloader(Generic[T]):
         made = self._make()
         if self._read() != contents:
             raise TlsFilesUnusable(f"{self._files[0]}: being written to at this moment")
+        self._on_load(contents)
         return contents, made
 
     def _read(self) -> list[bytes]:

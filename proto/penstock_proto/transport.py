@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Sequence
 from ipaddress import IPv4Address, IPv6Address
 from typing import Final
 
 import grpc
 
-from penstock_common.tls import FileReloader, Tls, check_server_files, read_file
+from penstock_common.tls import FileReloader, OnLoad, Tls, check_server_files, read_file
 
 # A prompt of a million ids is 4 MB; the limit leaves room for log-probabilities beside it.
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
@@ -86,7 +87,9 @@ class Connector:
         self._server_name = None if tls is None else tls.server_name
         self._certificates: FileReloader[grpc.ChannelCredentials] | None = None
         if tls is not None:
-            self._certificates = FileReloader(tls.files, lambda: _channel_credentials(tls))
+            self._certificates = FileReloader(
+                tls.files, lambda: _channel_credentials(tls), on_load=tls.on_load
+            )
         # gRPC's targets for addresses that are not to be resolved.
         self._targets: dict[str, str] = {}
 
@@ -151,15 +154,29 @@ def _channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
 
 # What `explain` makes of a port at which nobody listens.
 CONNECTION_REFUSED = "connection refused: start the shard, or correct its address"
+# Of a host that is down, or is none.
+HOST_SILENT = "its host does not answer: it is down, or a firewall drops what is sent to it"
+HOST_UNREACHABLE = "there is no way to its host: it is down, or the network is"
+HOST_UNKNOWN = "its host name cannot be resolved: correct the address"
 # And where a router's port was given for a shard's.
 SPEAKS_HTTP = "an HTTP server answers there, such as a router: give the address of a shard"
+# All that is to be seen from here: whoever refuses a certificate tells it nobody.
+CLOSES_AT_ONCE = (
+    "it closes connections at once: one side alone uses TLS, or it wants a client certificate and "
+    "ours is missing, expired or of another authority"
+)
 
 # What gRPC says of a failed call, and what is said in its place; the first that fits.
-_EXPLANATIONS = (
+_CAUSES = (
     (r"Failed to connect to remote host: Connection refused", CONNECTION_REFUSED),
+    (r"errors resolving|DNS resolution failed", HOST_UNKNOWN),
+    (r"failed to connect.*(No route to host|Network is unreachable)", HOST_UNREACHABLE),
+    # The connection did not come about in the time for it.
+    (r"failed to connect.*tcp handshaker shutdown", HOST_SILENT),
+    # It did, and nobody says anything on it: in the clear, or by TLS.
     (
-        r"errors resolving|DNS resolution failed",
-        "its host name cannot be resolved: correct the address",
+        r"failed to connect.*(before receiving SETTINGS|Handshake read failed \(Endpoint closing)",
+        "it accepts connections and does not answer: it hangs, or is stopped",
     ),
     (r"Trying to connect an http1|Failed parsing HTTP/2", SPEAKS_HTTP),
     (
@@ -179,45 +196,78 @@ _EXPLANATIONS = (
         r"handshake failed.*?SSL_ERROR_SSL: [^:]*:[^:]*:[^:]*:[^:]*:([^:]+)",
         r"TLS handshake failed: \1",
     ),
-    # All that is to be seen from here: whoever refuses a certificate tells it nobody.
+    (r"failed to connect to all addresses.*(Socket closed|Connection reset)", CLOSES_AT_ONCE),
+)
+# Of a connection that there was: they say that it ended, and not why.
+_SYMPTOMS = (
     (
-        r"failed to connect to all addresses.*(Socket closed|Connection reset)",
-        "it closes connections at once: one side alone uses TLS, or it wants a client "
-        "certificate and ours is missing, expired or of another authority",
+        r"^(Socket closed|Connection reset.*|Broken pipe|(recv|send)msg:.*|GOAWAY.*|ping timeout"
+        r"|keepalive watchdog timeout)$",
+        "the connection broke: its process ended, or the network failed",
     ),
+    (r"^Cancelling all calls$", "its server was stopped"),
 )
 
 
 def explain(details: str) -> str:
     """gRPC's text for a failed call, replaced if it hides the reason."""
-    found = ((re.search(pattern, details), text) for pattern, text in _EXPLANATIONS)
+    known = (*_CAUSES, *_SYMPTOMS)
+    found = ((re.search(pattern, details), text) for pattern, text in known)
     return next((match.expand(text) for match, text in found if match), details)
+
+
+def names_cause(explained: str) -> bool:
+    """Tell whether what `explain` gave says why, so that somebody can do something."""
+    return any(explained.startswith(text.partition("\\")[0]) for _, text in _CAUSES)
 
 
 # ---- A shard's end -----------------------------------------------------------------------------
 
 
-def server_credentials(
-    cert_file: str, key_file: str, client_ca_file: str | None = None
-) -> grpc.ServerCredentials:
-    """Of a server that takes changed files for the next connection. With `client_ca_file` clients
-    must show a certificate of those authorities.
+class ServerCertificates:
+    """A server's certificate and key, in files: the next connection gets what they hold by then."""
 
-    Raises `TlsFilesUnusable`.
-    """
+    def __init__(
+        self,
+        cert_file: str,
+        key_file: str,
+        client_ca_file: str | None = None,
+        on_load: OnLoad = lambda contents: None,
+    ) -> None:
+        """With `client_ca_file` clients must show a certificate of those authorities. `on_load`
+        gets what the files hold, in the order of the arguments.
 
-    def make() -> grpc.ServerCertificateConfiguration:
-        check_server_files(cert_file, key_file, client_ca_file)
-        return grpc.ssl_server_certificate_configuration(
-            [(read_file(key_file), read_file(cert_file))],
-            None if client_ca_file is None else read_file(client_ca_file),
+        Raises `TlsFilesUnusable`.
+        """
+
+        def make() -> grpc.ServerCertificateConfiguration:
+            check_server_files(cert_file, key_file, client_ca_file)
+            return grpc.ssl_server_certificate_configuration(
+                [(read_file(key_file), read_file(cert_file))],
+                None if client_ca_file is None else read_file(client_ca_file),
+            )
+
+        files = [cert_file, key_file, *([] if client_ca_file is None else [client_ca_file])]
+        # gRPC asks from threads of its own.
+        self._lock = threading.Lock()
+        self._files = FileReloader(files, make, on_load=on_load)
+        self._given = self._files.value
+        # None says that nothing has changed, which the stubs do not know.
+        self.credentials: grpc.ServerCredentials = grpc.dynamic_ssl_server_credentials(
+            self._given,
+            self._changed,  # type: ignore[arg-type]
+            client_ca_file is not None,
         )
 
-    files = [cert_file, key_file, *([] if client_ca_file is None else [client_ca_file])]
-    certificates = FileReloader(files, make)
-    # None says that nothing has changed, which the stubs do not know.
-    return grpc.dynamic_ssl_server_credentials(
-        certificates.value,
-        certificates.renew,  # type: ignore[arg-type]
-        client_ca_file is not None,
-    )
+    def look(self) -> None:
+        """Load the files if they have changed, also while nobody connects."""
+        with self._lock:
+            self._files.renew()
+
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        with self._lock:
+            self._files.renew()
+            if self._files.value is self._given:
+                return None
+            self._given = self._files.value
+            return self._given

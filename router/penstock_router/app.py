@@ -134,7 +134,7 @@ def build_app(
         live_streams=LiveStreams(config.resume_grace_s, memory),
         responses=responses,
         background=Background(responses),
-        keys=Keys(config, usage.keep_keys),
+        keys=Keys(config, usage.keep_keys, metrics.keys_refused_reloads.inc),
         usage=usage,
     )
     app[warnings.LOG] = warnings.WarningLog()
@@ -297,6 +297,7 @@ def _begin_record(request: web.Request) -> RequestRecord:
         arrived_s=time.perf_counter(),
         traceparent=traceparent,
         parent_span_id=parent_span_id,
+        client=(request.remote or "") if request.app[ROUTER].config.log_clients else "",
     )
 
 

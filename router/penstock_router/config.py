@@ -141,6 +141,12 @@ class RouterConfig(ObservingConfig, ListeningConfig):
     log_requests: bool = flag(
         True, "a line for each request, without its texts", group=OBSERVING, negatable=True
     )
+    log_clients: bool = flag(
+        False,
+        "the address that each request came from, in its line: personal data in many places; "
+        "behind a proxy it is the proxy's",
+        group=OBSERVING,
+    )
     metrics_by_key: bool = flag(
         False,
         "show tokens and requests of each API key by its name in /metrics, which anybody may read "

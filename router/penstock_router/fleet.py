@@ -93,6 +93,12 @@ def state_of(shard: ShardState) -> str:
     return "serving" if shard.ready else "loading"
 
 
+def model_of(shard: ShardState) -> str:
+    """The model that it serves, or did when it was last there; "" while none is known."""
+    info = shard.info or shard.last_info
+    return "" if info is None else info.model
+
+
 def describe_shard(shard: ShardState) -> dict[str, Any]:
     """The shard as the API and the console show it; None: not known yet."""
     info, load = shard.info, shard.load
@@ -100,7 +106,7 @@ def describe_shard(shard: ShardState) -> dict[str, Any]:
         "address": shard.address,
         "state": state_of(shard),
         "problem": shard.problem,
-        "model": None if info is None else info.model,
+        "model": model_of(shard) or None,
         "instance_id": None if info is None else info.instance_id,
         "running": load.running,
         "waiting": load.waiting,

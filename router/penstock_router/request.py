@@ -148,6 +148,8 @@ class Options:
     traceparent: str = ""
     # The name of its client that shards get.
     caller: str = ""
+    # The name of the API key, for the audit log.
+    key_name: str = ""
     # Its time limit, from arrival to end; None: the server's.
     timeout_s: float | None = None
     # `exact`: continue only at shards that compute the same bits. `session`: requests that

@@ -22,7 +22,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -37,13 +37,14 @@ import uvloop
 from penstock_client import Fleet, Patience
 from penstock_client.audit_log import AuditLog
 from penstock_client.fleet.discovery import authority
+from penstock_common.certificates.expiry import CertificateDates
 from penstock_common.child_environment import TRACES, reduce_environment
 from penstock_common.listening import is_for_this_machine, listen
 from penstock_common.logs import end_log, set_up_logging
 from penstock_common.malloc import return_large_blocks
 from penstock_common.port_holder import why_not
 from penstock_common.shared_flags import USAGE_STATUS
-from penstock_common.tls import TlsFilesUnusable
+from penstock_common.tls import Tls, TlsFilesUnusable
 from penstock_common.tracing.trace_export import open_sink
 from penstock_common.version import why_not_imported
 from penstock_router.config import RouterConfig
@@ -183,6 +184,7 @@ async def serve(
     from penstock_router.server.connections import Runner
 
     metrics = Metrics()
+    dates = CertificateDates(metrics.set_certificate_expiry)
     try:
         audit = _open_audit_log(config, metrics)
     except OSError as error:
@@ -194,7 +196,7 @@ async def serve(
     else:
         _stop_at_end_of(lifeline, stop)
     with ThreadPoolExecutor(config.tokenizer_threads, "tokenize") as executor:
-        async with _fleet(config, metrics, audit) as fleet:
+        async with _fleet(config, metrics, audit, dates) as fleet:
             app = build_app(config, fleet, executor, metrics, spans)
             runner = Runner(
                 app,
@@ -213,7 +215,7 @@ async def serve(
                 if first is not None and not first.is_here:
                     await _until_ready(models, first, stop)
                 _rest_collector()
-                async with _listening(runner, listener, config):
+                async with _listening(runner, listener, config, dates):
                     on_serving()
                     async with _telling(models, first):
                         await stop.wait()
@@ -228,11 +230,11 @@ async def serve(
 
 @asynccontextmanager
 async def _listening(
-    runner: Runner, listener: socket.socket, config: RouterConfig
+    runner: Runner, listener: socket.socket, config: RouterConfig, dates: CertificateDates
 ) -> AsyncIterator[None]:
     """Accept connections and reload certificates for as long as the scope lasts."""
     async with (
-        https_context(config.tls_cert_file, config.tls_key_file) as tls,
+        https_context(config.tls_cert_file, config.tls_key_file, dates) as tls,
         runner.listening(listener, tls),
     ):
         where = authority(*listener.getsockname()[:2])
@@ -251,11 +253,13 @@ def _rest_collector() -> None:
     gc.set_threshold(*gc.get_threshold()[:2], _COLLECT_ALL_AFTER)
 
 
-def _fleet(config: RouterConfig, metrics: Metrics, audit: AuditLog | None) -> Fleet:
+def _fleet(
+    config: RouterConfig, metrics: Metrics, audit: AuditLog | None, dates: CertificateDates
+) -> Fleet:
     return Fleet(
         config.shards,
         api_key=config.shard_api_key,
-        tls=config.shard_tls,
+        tls=_shard_tls(config, dates),
         policy=config.policy,
         patience=Patience(wait_s=config.failover_timeout_s),
         stall_timeout_s=config.stall_timeout_s,
@@ -265,6 +269,20 @@ def _fleet(config: RouterConfig, metrics: Metrics, audit: AuditLog | None) -> Fl
         prefill_tokens=config.prefill_tokens,
         traces_attempts=config.tracing is not None,
     )
+
+
+def _shard_tls(config: RouterConfig, dates: CertificateDates) -> Tls | None:
+    tls = config.shard_tls
+    if tls is None:
+        return None
+    ca_file, cert_file = tls.ca_file, tls.cert_file
+
+    def note(contents: Sequence[bytes]) -> None:
+        dates.note_authorities("--shard-tls-ca-file", ca_file, contents[0])
+        if cert_file is not None:
+            dates.note_chain("--shard-tls-cert-file", cert_file, contents[1])
+
+    return dataclasses.replace(tls, on_load=note)
 
 
 def _open_audit_log(config: RouterConfig, metrics: Metrics | None = None) -> AuditLog | None:

@@ -15,6 +15,7 @@ from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
 from penstock_client.types import LoadReport
+from penstock_common.certificates.expiry import CertificateDates
 from penstock_common.metric_aliases import SETS
 from penstock_router.fleet import ShardState
 from penstock_router.observe.ended_request_metrics import RequestMetrics
@@ -22,7 +23,7 @@ from penstock_router.observe.fleet_metrics import FleetCollector
 from penstock_router.observe.key_usage import families_of
 from penstock_router.observe.metrics import Metrics
 from penstock_shard.config import ShardConfig
-from penstock_shard.server.observe.metrics_collector import engine_state
+from penstock_shard.server.observe.metrics_collector import certificates, engine_state
 from penstock_shard.server.supervisor import EngineSupervisor
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -49,7 +50,7 @@ class _Shard:
     """One of a fleet."""
 
     address = "shard"
-    info = None
+    info = last_info = None
     load = LoadReport()
     ready = True
     connected = True
@@ -72,7 +73,9 @@ def shard_families() -> list[Family]:
     config = ShardConfig()
     supervisor = EngineSupervisor(config)
     state = engine_state(supervisor, config)
-    return [*_of_registry(supervisor.metrics.registry), *_of_samples(state)]
+    dates = certificates(CertificateDates())
+    counted = _of_registry(supervisor.metrics.registry)
+    return [*counted, *_of_samples(state), *_of_samples(dates)]
 
 
 def _of_registry(registry: CollectorRegistry) -> Iterable[Family]:

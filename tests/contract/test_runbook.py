@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+from collections.abc import Iterator
 
 import pytest
 import yaml
 from contract.sources import ROOT
 
+from penstock_cli import keys
 from penstock_client.audit_log import AuditLog
 from penstock_common.flags import parser_of
 from penstock_router.config import RouterConfig
@@ -46,9 +49,18 @@ def test_the_page_of_metrics_has_each_alert_with_its_entry() -> None:
     assert sorted(listed) == sorted((alert, alert.lower()) for alert in RULES)
 
 
+def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Of its commands too."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from flags_of(command)
+
+
 def test_flags_of_the_runbook_exist() -> None:
     parsers = [parser_of(config, "", "") for config in (RouterConfig, ShardConfig)]
-    there = {name for parser in parsers for each in parser._actions for name in each.option_strings}
+    there = {name for parser in [*parsers, keys._parser()] for name in flags_of(parser)}
     # Commands of others.
     there |= {"--previous"}
     named = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", PAGE))

@@ -353,4 +353,22 @@ FAULTS = [
         left_out("now_s >= self._try_at_s"),
         caught_by="test_five_failures_in_a_row_open_it_and_a_success_before_starts_anew",
     ),
+    Fault(
+        "Each symptom of an outage takes the place of its cause",
+        "Outage.take",
+        never("self.problem and not names_cause and not lasts"),
+        caught_by="test_a_later_symptom_takes_no_cause_s_place",
+    ),
+    Fault(
+        "A gap of the audit log counts as over while records are dropped",
+        "AuditLog._tell_of_gap",
+        never("written < last"),
+        caught_by="test_a_gap_is_not_told_while_records_are_still_dropped",
+    ),
+    Fault(
+        "A look of ours keeps the next connection from the new certificate",
+        "ServerCertificates._changed",
+        becomes("self._files.value is self._given", "self._files.renew() is None"),
+        caught_by="test_a_look_of_ours_does_not_keep_the_next_connection_from_new_files",
+    ),
 ]

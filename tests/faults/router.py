@@ -281,4 +281,22 @@ FAULTS = [
         always('message["role"] != "tool"'),
         caught_by="test_a_result_is_not_parted_from_its_call",
     ),
+    Fault(
+        "What is stored in a file that was removed counts as stored",
+        "ResponseStore._changing",
+        left_out("self._files.check()"),
+        caught_by="test_an_answer_never_says_that_it_is_stored_where_it_would_be_lost",
+    ),
+    Fault(
+        "A file of keys that stays wrong is counted once",
+        "Keys._take",
+        becomes("self._is_refused = True", "self._on_refusal()"),
+        caught_by="test_each_look_at_a_file_that_cannot_be_used_is_counted",
+    ),
+    Fault(
+        "Keys of one name have rates each",
+        "Keys._replace",
+        becomes("rates.setdefault(entry.name, Rates())", "Rates()"),
+        caught_by="test_two_keys_of_one_name_both_hold_until_they_expire_and_share_its_rates",
+    ),
 ]

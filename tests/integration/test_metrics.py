@@ -375,6 +375,11 @@ BUSY = 'penstock_router_requests_total{outcome="stop",model="m"}'
 FAILING = 'penstock_router_requests_total{outcome="error",model="m"}'
 SERVING = 'penstock_router_model_shards_serving{model="m"}'
 SHARD = 'penstock_router_shard_state{shard="s",model="m",state="serving"}'
+DAY_S = 86400
+OF_A_ROUTER = 'penstock_router_certificate_expires_timestamp_seconds{flag="--tls-cert-file"}'
+OF_A_SHARD = (
+    'penstock_shard_certificate_expires_timestamp_seconds{instance="s",flag="--tls-cert-file"}'
+)
 FOUND_DIFFERENT = 'penstock_router_fleet_events_total{event="verified",reason="different"}'
 TROUBLE: dict[str, dict[str, str]] = {
     "PenstockModelDown": {'penstock_router_model_shards_serving{model="other"}': "0x60"},
@@ -407,6 +412,10 @@ TROUBLE: dict[str, dict[str, str]] = {
         'penstock_router_shard_state{shard="t",model="",state="gone"}': "1x60"
     },
     "PenstockEngineDied": {"penstock_shard_engine_restarts_total": "0+1x60"},
+    # Times of these tests begin at 0.
+    "PenstockCertificateExpiring": {OF_A_SHARD: f"{13 * DAY_S}x60"},
+    "PenstockCertificateExpired": {OF_A_ROUTER: f"{DAY_S // 2}x60"},
+    "PenstockKeysRefused": {"penstock_router_keys_refused_reloads_total": "0+60x60"},
     "PenstockKvBlocksRefused": {"penstock_shard_kv_refused_blocks_total": "0x45 1x15"},
     "PenstockKvDiskFails": {
         "penstock_shard_kv_disk_dropped_blocks_total": "0+5x60",
@@ -434,6 +443,10 @@ WELL = {
     "penstock_router_audit_dropped_total": "0x60",
     FOUND_DIFFERENT: "0x60",
     "penstock_shard_kv_refused_blocks_total": "0x60",
+    OF_A_ROUTER: f"{80 * DAY_S}x60",
+    OF_A_SHARD: f"{15 * DAY_S}x60",
+    # Half written for a moment.
+    "penstock_router_keys_refused_reloads_total": "0x30 3x30",
     # A disk that does not take all that comes, but most of it.
     "penstock_shard_kv_disk_dropped_blocks_total": "0+5x60",
     "penstock_shard_kv_disk_saved_blocks_total": "0+70x60",

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import re
 import socket
 import ssl
 import subprocess
@@ -15,6 +16,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -34,7 +36,8 @@ from penstock_client import (
     SyncShardClient,
     Tls,
 )
-from penstock_proto.transport import server_credentials
+from penstock_common.certificates.expiry import expiry_dates
+from penstock_proto.transport import ServerCertificates
 
 _CLOSED = "it closes connections at once"
 _REFUSED = "the shard's certificate is refused"
@@ -50,6 +53,8 @@ class Site:
     https: SwappedFolder
     router: Router
     shard: Shard
+    # Of the shard.
+    metrics_port: int
     # By what is wrong with them.
     wrong: dict[str, str]
 
@@ -78,7 +83,7 @@ def _server(pair: Pair | None, client_ca: Path | None = None, port: int = 0) -> 
         port = server.add_insecure_port(address)
     else:
         ca = None if client_ca is None else str(client_ca)
-        credentials = server_credentials(str(pair.cert), str(pair.key), ca)
+        credentials = ServerCertificates(str(pair.cert), str(pair.key), ca).credentials
         port = server.add_secure_port(address, credentials)
     server.start()
     try:
@@ -131,7 +136,7 @@ def site(folder: Path, authority: Authority, stranger: Authority) -> Iterator[Si
     shard = Shard(
         folder / "shard-log",
         *(*mount.pair.server_flags, "--tls-client-ca-file", str(mount.ca_file)),
-        *("--step-ms", "5"),
+        *("--step-ms", "5", "--metrics-port", str(metrics_port := free_port())),
         tls=authority.tls(shown),
     )
     with contextlib.ExitStack() as stack:
@@ -152,7 +157,7 @@ def site(folder: Path, authority: Authority, stranger: Authority) -> Iterator[Si
             *("--shard-tls-cert-file", str(shown.cert), "--shard-tls-key-file", str(shown.key)),
         )
         stack.enter_context(running(shard, router))
-        yield Site(authority, mount, https, router, shard, wrong)
+        yield Site(authority, mount, https, router, shard, metrics_port, wrong)
 
 
 def _context(authority: Authority) -> ssl.SSLContext:
@@ -230,6 +235,48 @@ def test_a_new_certificate_is_shown_by_all_workers_and_open_connections_stay(
         assert router.log.count("not the key of") == 2
         open_one.request("GET", "/live")
         assert open_one.getresponse().status == 200
+
+
+def _expiries(url: str, of: str, context: ssl.SSLContext | None = None) -> dict[str, float]:
+    """Unix times by flag."""
+    name = f"penstock_{of}_certificate_expires_timestamp_seconds"
+    with urllib.request.urlopen(url + "/metrics", timeout=10, context=context) as answer:
+        found = re.findall(rf'^{name}{{flag="(\S+)"}} (\S+)$', answer.read().decode(), re.MULTILINE)
+    return {flag: float(value) for flag, value in found}
+
+
+def test_metrics_say_when_each_certificate_in_use_expires(site: Site, authority: Authority) -> None:
+    ends = {
+        path: expiry_dates(path.read_bytes())[0]
+        for path in (authority.file, site.https.pair.cert, site.folder.pair.cert)
+    }
+    assert _expiries(site.router.url, "router", _context(authority)) == {
+        "--tls-cert-file": ends[site.https.pair.cert],
+        "--shard-tls-cert-file": ends[site.https.pair.cert],
+        "--shard-tls-ca-file": ends[authority.file],
+    }
+    url = f"http://127.0.0.1:{site.metrics_port}"
+    assert _expiries(url, "shard") == {
+        "--tls-cert-file": ends[site.folder.pair.cert],
+        "--tls-client-ca-file": ends[authority.file],
+    }
+
+
+def test_a_router_notes_a_new_certificate_and_warns_of_one_that_soon_expires(
+    site: Site, authority: Authority
+) -> None:
+    ends = datetime.now(UTC).replace(microsecond=0) + timedelta(days=5)
+    site.https.swap(authority.issue("127.0.0.1", ends=ends), authority.file)
+    wait_until(
+        lambda: site.router.log.count("--tls-cert-file") == 2, timeout_s=30, what="a line of each"
+    )
+    found = _expiries(site.router.url, "router", _context(authority))
+    assert found["--tls-cert-file"] == ends.timestamp()
+    read = site.router.log.count("read again")
+    site.https.swap(authority.issue("127.0.0.1"), authority.file)
+    wait_until(
+        lambda: site.router.log.count("read again") == read + 2, timeout_s=30, what="2 lines"
+    )
 
 
 # ---- Shards ------------------------------------------------------------------------------------
@@ -311,6 +358,20 @@ async def test_a_fleet_that_is_refused_says_so_and_keeps_nobody_waiting(
     async with Fleet([site.shard.address], tls=authority.tls()) as fleet:
         with pytest.raises(NoShardAvailable, match=_CLOSED):
             await fleet.wait_ready(1.0)
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+async def test_a_server_that_hangs_is_told_from_one_that_is_gone(
+    authority: Authority, has_tls: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        async with Fleet([address], tls=authority.tls() if has_tls else None) as fleet:
+            with pytest.raises(NoShardAvailable, match="does not answer: it hangs, or is stopped"):
+                await fleet.wait_ready(8.0)
+            listener.close()
+            with pytest.raises(NoShardAvailable, match="connection refused"):
+                await fleet.wait_ready(8.0)
 
 
 def test_what_a_shard_refuses_leaves_nothing_in_its_log(site: Site) -> None:

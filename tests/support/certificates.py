@@ -26,9 +26,10 @@ class Authority:
         self.file = folder / f"{name}-ca.pem"
         self._ca.cert_pem.write_to_path(self.file)
 
-    def issue(self, *names: str, expired: bool = False) -> Pair:
+    def issue(self, *names: str, expired: bool = False, ends: datetime | None = None) -> Pair:
         """A certificate for these names, and its key; each call makes another."""
-        begins, ends = _LONG_AGO if expired else (None, None)
+        begins = _LONG_AGO[0] if expired or ends is not None else None
+        ends = _LONG_AGO[1] if expired else ends
         made = self._ca.issue_cert(
             *names, not_before=begins, not_after=ends, key_type=trustme.KeyType.ECDSA
         )

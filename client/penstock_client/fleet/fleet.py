@@ -38,6 +38,7 @@ from penstock_proto.transport import Connector
 logger = logging.getLogger(__name__)
 
 _LEAVING_POLL_S = 0.05
+_CERTIFICATES_S = 10.0
 
 
 class Fleet:
@@ -113,7 +114,10 @@ class Fleet:
             self._said = source.fixed
             self._update()
         following = run_lasting(lambda: self._follow(source), "following the addresses of shards")
-        self._following = asyncio.get_running_loop().create_task(following)
+        self._following = [asyncio.get_running_loop().create_task(following)]
+        if self._connector.uses_tls:
+            following = run_lasting(self._follow_certificates, "following the files of TLS")
+            self._following.append(asyncio.get_running_loop().create_task(following))
 
     async def __aenter__(self) -> Self:
         return self
@@ -128,7 +132,7 @@ class Fleet:
         self._continuations.close()
         self._embeddings.close()
         self._changed.set()
-        tasks = [self._following, *self._leaving.values()]
+        tasks = [*self._following, *self._leaving.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -317,6 +321,12 @@ class Fleet:
                 self._removed -= said - self._said
                 self._said = said
                 self._update()
+
+    async def _follow_certificates(self) -> None:
+        """Take changed files while all connections last too: what is said of them must be true."""
+        while True:
+            await asyncio.sleep(_CERTIFICATES_S)
+            self._connector.credentials()
 
     def _update(self) -> None:
         members = (self._said | self._added) - self._removed

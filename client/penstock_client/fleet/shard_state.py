@@ -20,13 +20,22 @@ from penstock_client.errors import (
     ShardUnavailable,
 )
 from penstock_client.fleet.circuit_breaker import CircuitBreaker
+from penstock_client.fleet.outage import Outage
 from penstock_client.load_balancing.base import Candidate, load_tokens
 from penstock_client.load_balancing.held_pieces import HeldPieces
 from penstock_client.rpc.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
 from penstock_common.clock import Clock
 from penstock_common.tasks import run_lasting
-from penstock_proto.transport import CONNECTION_REFUSED, Connector
+from penstock_proto.transport import (
+    CLOSES_AT_ONCE,
+    CONNECTION_REFUSED,
+    HOST_SILENT,
+    HOST_UNKNOWN,
+    HOST_UNREACHABLE,
+    Connector,
+    names_cause,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +46,13 @@ _STOPPED_S = 0.5
 _NEXT_REPORT_S = 1.5
 # The problem of a shard that is gone as it said it would be.
 _SHUT_DOWN = "shut down after its drain"
+# What is seen then of its port, or of a host that went with it.
+_NOTHING_THERE = (CONNECTION_REFUSED, HOST_SILENT, HOST_UNREACHABLE, HOST_UNKNOWN)
+# Whoever could connect before has no reason to think of how TLS is set up.
+_CLOSES_NOW = (
+    "it closes connections at once, which it did not before: another process answers in its place, "
+    "or it refuses our certificate"
+)
 
 
 class ShardState:
@@ -225,6 +241,7 @@ class ShardWatch:
         self._learned = learned
         self._changed = changed
         self._clock = clock
+        self._outage = Outage()
         # The revision of adapters that `info` shows, and whether `changed` is still to be called.
         self._adapters_revision = 0
         self._has_new_adapters = False
@@ -303,7 +320,9 @@ class ShardWatch:
         shard = self.shard
         before = (shard.ready, shard.handing_over)
         shard.update_load(load)
-        shard.connected = True
+        if not shard.connected:
+            shard.connected = True
+            self._outage = Outage()
         if shard.ready:
             shard.problem = ""
         else:
@@ -315,21 +334,29 @@ class ShardWatch:
             self._has_new_adapters = False
             self._changed(shard)
 
-    def _lost(self, error: PenstockError | TimeoutError) -> None:
-        """The shard is gone, or does not report: fail its requests, so they go on elsewhere."""
+    def _problem_of(self, error: PenstockError | TimeoutError) -> str:
         shard = self.shard
         problem = str(error) or f"no load report for {self._stall_timeout_s:g} s"
         problem = problem.removeprefix(f"shard {shard.address}: ")
         # Whatever gRPC says of it; once the process has ended, its port refuses connections.
         ended = shard.load.draining and isinstance(error, ShardUnavailable)
-        if ended or (shard.problem == _SHUT_DOWN and problem == CONNECTION_REFUSED):
-            problem = _SHUT_DOWN
-        if problem != shard.problem:
+        if ended or (self._outage.problem == _SHUT_DOWN and problem in _NOTHING_THERE):
+            return _SHUT_DOWN
+        if problem == CLOSES_AT_ONCE and shard.last_info is not None:
+            return _CLOSES_NOW
+        return problem
+
+    def _lost(self, error: PenstockError | TimeoutError) -> None:
+        """The shard is gone, or does not report: fail its requests, so they go on elsewhere."""
+        shard = self.shard
+        problem = self._problem_of(error)
+        is_cause = names_cause(problem) or not isinstance(error, ShardUnavailable | TimeoutError)
+        if self._outage.take(problem, self._clock(), names_cause=is_cause):
             level = logging.ERROR if isinstance(error, IncompatibleShard) else logging.WARNING
             level = logging.INFO if problem == _SHUT_DOWN else level
             logger.log(level, "shard %s: %s", shard.address, problem)
         was_connected, shard.connected = shard.connected, False
-        shard.problem = problem
+        shard.problem = self._outage.problem
         shard.info = None
         shard.load = LoadReport()
         shard.client.give_up_call(problem)

@@ -56,15 +56,20 @@ class Keys:
         self,
         config: RouterConfig,
         on_change: Callable[[Collection[str]], None] = lambda names: None,
+        on_refusal: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change` is called with the names of all keys when others are valid."""
+        """`on_change` is called with the names of all keys when others are valid, `on_refusal` at
+        each look at a file that cannot be used.
+        """
         self._config = config
         self._on_change = on_change
+        self._on_refusal = on_refusal
         self._path = config.api_keys_file
         self._of_flags = _keys_of_flags(config)
         self._by_digest = self._of_flags
         # The result of `stat` for the file when it was last read.
         self._seen: tuple[int, ...] = ()
+        self._is_refused = False
         if self._path is not None:
             # A bad file has already failed the router's start. If the file went bad since, no key
             # of it is accepted.
@@ -113,14 +118,18 @@ class Keys:
     def _take(self, seen: tuple[int, ...], found: Sequence[KeyEntry] | str | None) -> None:
         self._seen = seen
         if isinstance(found, str):
+            self._is_refused = True
             logger.error("--api-keys-file %s: %s; the keys stay as they were", self._path, found)
         elif found is not None:
+            self._is_refused = False
             self._replace(found)
+        if self._is_refused:
+            self._on_refusal()
 
     def _replace(self, entries: Sequence[KeyEntry]) -> None:
         """Use these keys from the next request on. Keys keep what they have used of their rates."""
         rates = {key.name: key.rates for key in self._by_digest.values()}
-        of_file = [self._key(entry, rates.get(entry.name) or Rates()) for entry in entries]
+        of_file = [self._key(entry, rates.setdefault(entry.name, Rates())) for entry in entries]
         if self._by_digest is not self._of_flags:
             logger.info("--api-keys-file %s: read again, keys: %d", self._path, len(of_file))
         self._by_digest = {key.digest: key for key in of_file} | self._of_flags

@@ -153,6 +153,7 @@ def _make_request(
         label=options.request_id or "",
         traceparent=options.traceparent,
         caller=options.caller,
+        key_name=options.key_name,
         objective=Objective(
             priority=options.priority,
             seconds_between_tokens=options.seconds_between_tokens,

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from penstock_client.types import LoadReport
 from penstock_common.kv_cache_labels import KV_CACHE_HELP, KV_CACHE_LABELS, kv_cache_labels
-from penstock_router.fleet import Fleet, ShardState, state_of
+from penstock_router.fleet import Fleet, ShardState, model_of, state_of
 
 _LABELS = ("shard", "model")
 _GAUGES: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
@@ -117,4 +117,4 @@ def _cache_info(shards: Sequence[ShardState]) -> Metric:
 
 
 def _labels(shard: ShardState) -> list[str]:
-    return [shard.address, "" if shard.info is None else shard.info.model]
+    return [shard.address, model_of(shard)]

@@ -96,6 +96,7 @@ class Metrics:
         self._add_admission()
         self._add_images()
         self._add_records()
+        self._add_secrets()
         self._add_loop_lag()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -166,11 +167,26 @@ class Metrics:
     def _add_records(self) -> None:
         self.store_failures = self._counter(
             "store_failures",
-            "Calls of the response store that failed: its disk is full or damaged, or it is so "
-            "slow that too many wait.",
+            "Calls of the response store that failed: its disk is full or damaged, its file was "
+            "removed or replaced, or it is so slow that too many wait.",
         )
         self.audit_dropped = self._counter(
             "audit_dropped", "Records that the audit log could not write (--audit-log)."
+        )
+
+    def _add_secrets(self) -> None:
+        self._certificate_expires = self._gauge(
+            "certificate_expires_timestamp_seconds",
+            "When the certificates in use expire (Unix time), by the flag that names their file: "
+            "--tls-cert-file and --shard-tls-cert-file, of a chain the first that does; "
+            "--shard-tls-ca-file, of several authorities the last.",
+            "flag",
+            mode="livemin",
+        )
+        self.keys_refused_reloads = self._counter(
+            "keys_refused_reloads",
+            "Looks at the file of keys (--api-keys-file), one a second, that found a file which "
+            "cannot be used, so that the keys stayed as they were: also those that were taken out.",
         )
 
     def _add_loop_lag(self) -> None:
@@ -242,6 +258,10 @@ class Metrics:
         self.loop_lag_seconds.observe(lag_s)
         self.loop_lag_worst_seconds.set(worst_s)
         self.loop_lag_worst_s = worst_s
+
+    def set_certificate_expiry(self, flag: str, expires_at: float) -> None:
+        """The certificates of this flag's file are in use from now on."""
+        self._certificate_expires.labels(flag).set(expires_at)
 
     def count_fleet_event(self, event: str, reason: str) -> None:
         """Called by the fleet for each of its events."""

@@ -35,6 +35,7 @@ def fields_of(record: RequestRecord) -> Fields:
         "request_id": record.request_id[:_MAX_CHARACTERS],
         "trace_id": record.traceparent[3:35],
         "key": record.key_name,
+        "client": record.client,
         "method": record.method[:_MAX_CHARACTERS],
         "route": record.route,
         "model": record.model[:_MAX_CHARACTERS],
@@ -89,6 +90,8 @@ def _words(record: RequestRecord, fields: Fields) -> str:
     if record.first_token_s is not None:
         parts.append(f"ttft {fields['ttft_ms']:.0f} ms")
     parts.extend(_places(record))
+    if record.client:
+        parts.append(f"client {record.client}")
     request_id = record.request_id
     cut = "..." if len(request_id) > _ID_CHARACTERS else ""
     parts.append(f"request {request_id[:_ID_CHARACTERS]}{cut}")

@@ -56,6 +56,8 @@ class RequestRecord:
     parent_span_id: str = ""
     # The name of the key it showed.
     key_name: str = ""
+    # The address that it came from; "" where that is not to be logged.
+    client: str = ""
     model: str = ""
     # The adapter that it named in place of the model; "" for none.
     adapter: str = ""

@@ -126,6 +126,7 @@ class Call(Generic[AnyRequest]):
             request_id=request[REQUEST_ID],
             traceparent=record.traceparent,
             caller=caller_of(request),
+            key_name=record.key_name,
             exact=flag_header(request, "x-penstock-exact"),
             shard=_pinned_shard(request),
             session=_session(request, body.asked),

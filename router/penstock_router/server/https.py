@@ -7,8 +7,9 @@ import contextlib
 import ssl
 from collections.abc import AsyncGenerator
 
+from penstock_common.certificates.expiry import CertificateDates
 from penstock_common.tasks import run_lasting
-from penstock_common.tls import FileReloader, load_pair
+from penstock_common.tls import FileReloader, OnLoad, load_pair
 
 _LOOK_EVERY_S = 1.0
 
@@ -18,11 +19,13 @@ class HttpsFiles:
     the new certificate; open connections keep the old one.
     """
 
-    def __init__(self, cert_file: str, key_file: str) -> None:
+    def __init__(
+        self, cert_file: str, key_file: str, on_load: OnLoad = lambda contents: None
+    ) -> None:
         """Raises `TlsFilesUnusable`."""
         self._files = (cert_file, key_file)
         self.context = _server_context()
-        self._loaded = FileReloader(self._files, self._load)
+        self._loaded = FileReloader(self._files, self._load, on_load=on_load)
 
     def _load(self) -> None:
         # First into another context: loading unusable files may fail halfway.
@@ -38,16 +41,21 @@ class HttpsFiles:
 
 @contextlib.asynccontextmanager
 async def https_context(
-    cert_file: str | None, key_file: str | None
+    cert_file: str | None, key_file: str | None, dates: CertificateDates
 ) -> AsyncGenerator[ssl.SSLContext | None, None]:
-    """A context that follows its files within the scope; None without files.
+    """A context that follows its files within the scope; None without files. `dates` learns when
+    the certificate expires.
 
     Raises `TlsFilesUnusable`.
     """
     if cert_file is None or key_file is None:
         yield None
         return
-    files = HttpsFiles(cert_file, key_file)
+    path = cert_file
+    files = HttpsFiles(
+        *(cert_file, key_file),
+        on_load=lambda contents: dates.note_chain("--tls-cert-file", path, contents[0]),
+    )
     following = asyncio.create_task(run_lasting(files.follow, "following the files of TLS"))
     try:
         yield files.context

@@ -8,6 +8,9 @@ stores much pushes out its own, whichever worker it asks. Finished ones are abse
 `ttl_s` old. On the disk there is, beyond `max_bytes`, room for one document on its way in, and
 SQLite's write-ahead log: some MiB, and at most about twice a document.
 
+Where one of its files was removed or replaced while it is open, nothing is written any more: that
+would be lost with the process. Reading goes on, and each heartbeat looks again.
+
 Each worker writes a heartbeat every few seconds. Unfinished responses of a worker whose last
 heartbeat is older than `silent_s`, or that closed its store, count as failed.
 """
@@ -29,6 +32,7 @@ from typing import Any, TypeVar, TypeVarTuple
 from weakref import WeakValueDictionary
 
 from penstock_common.tasks import run_lasting
+from penstock_router.store.open_files import FilesDisplaced, OpenFiles
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +171,13 @@ class StoreUnusable(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """The store fails at present: a full disk, a full queue. The text is for the operator."""
+    """The store fails at present: a full disk, a full queue. The text is for the operator, as is
+    `advice`, which is long.
+    """
+
+    def __init__(self, text: str, advice: str = "") -> None:
+        super().__init__(text)
+        self.advice = advice
 
 
 class ResponseTooLarge(StoreError):
@@ -342,8 +352,9 @@ class ResponseStore:
         self._owner = owner
         self._clock = clock
         self._on_failure = on_failure
-        # Belongs to the thread.
+        # These belong to the thread.
         self._connection: sqlite3.Connection
+        self._files: OpenFiles
         self._thread = ThreadPoolExecutor(1, "response store")
         self._queued = 0
         # By client, while it asks for something: of each one's wishes one at a time is in the
@@ -373,6 +384,7 @@ class ResponseStore:
             self._connection = _connect(self._path)
             self._beat_s = self._clock()
             try:
+                self._files = OpenFiles(os.path.abspath(self._path))
                 # If an owner's name is used again, its former user is gone.
                 self._change((_FORGET_OWN, _FAIL_OWNERLESS))
                 self._beat()
@@ -390,7 +402,7 @@ class ResponseStore:
             self._thread.shutdown()
 
     def _close(self) -> None:
-        with contextlib.closing(self._connection):
+        with contextlib.closing(self._connection), contextlib.suppress(FilesDisplaced):
             self._change((_FORGET_OWN, _FAIL_OWNERLESS))
 
     async def put(
@@ -420,7 +432,7 @@ class ResponseStore:
         self, key: bytes, response: bytes, messages: bytes, status: str, key_name: str
     ) -> None:
         given = {"response": response, "messages": messages, "status": status, "key_name": key_name}
-        with _writing(self._connection):
+        with self._changing():
             self._connection.execute(_PUT, self._given(key) | given)
             _trim(self._connection, self._max_bytes, key)
         _shorten_log(self._connection, self._wal)
@@ -483,12 +495,20 @@ class ResponseStore:
         self._change((_BEAT, *clearing, _EXPIRE))
 
     async def _keep_beating(self) -> None:
+        trouble = ""
         while True:
             await asyncio.sleep(self._silent_s / _BEATS_IN_SILENCE)
             try:
                 await self.beat()
             except StoreUnavailable as error:
-                logger.warning("%s", error)
+                told = f"{error}; {error.advice}" if error.advice else str(error)
+                if told != trouble:
+                    logger.error("%s", told)
+                trouble = told
+            else:
+                if trouble:
+                    logger.info("response store %s: works again", self._path)
+                trouble = ""
 
     # In the thread.
 
@@ -500,8 +520,15 @@ class ResponseStore:
     ) -> int:
         """Change rows; returns how many."""
         given = self._given(key, reader)
-        with _writing(self._connection):
+        with self._changing():
             return sum(self._connection.execute(one, given).rowcount for one in statements)
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """A transaction, begun only where what it writes will be found by the next process."""
+        self._files.check()
+        with _writing(self._connection):
+            yield
 
     def _given(self, key: bytes, reader: str | None = None) -> dict[str, object]:
         """Values that statements may ask for."""
@@ -521,15 +548,17 @@ class ResponseStore:
         try:
             # Not cancelled with its caller, so that the count stays that of the thread's queue.
             return await asyncio.shield(future)
+        except FilesDisplaced as error:
+            raise self._unavailable(str(error), error.advice) from error
         except (sqlite3.Error, OSError) as error:
             raise self._unavailable(str(error)) from error
         finally:
             # An error refers to this frame, and its future to the error.
             del future
 
-    def _unavailable(self, why: str) -> StoreUnavailable:
+    def _unavailable(self, why: str, advice: str = "") -> StoreUnavailable:
         self._on_failure()
-        return StoreUnavailable(f"response store {self._path}: {why}")
+        return StoreUnavailable(f"response store {self._path}: {why}", advice)
 
     def _done(self, future: asyncio.Future[_T]) -> None:
         self._queued -= 1

@@ -13,12 +13,13 @@ import functools
 import logging
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from penstock_common.certificates.expiry import CertificateDates
 from penstock_common.flags import as_size
 from penstock_common.listening import is_for_this_machine
 from penstock_common.logs import end_log
@@ -27,7 +28,7 @@ from penstock_common.shared_flags import USAGE_STATUS
 from penstock_common.tls import Tls, TlsFilesUnusable
 from penstock_common.tracing.spans import SpanSink
 from penstock_common.tracing.trace_export import open_sink
-from penstock_proto.transport import server_credentials, server_options
+from penstock_proto.transport import ServerCertificates, server_options
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.host_memory import free_host_bytes
 from penstock_shard.ipc.child_process import ChildProcess
@@ -55,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 _Health = health_pb2.HealthCheckResponse
 _HEALTH_INTERVAL_S = 0.25
+_CERTIFICATES_S = 10.0
 _LIVE = "live"
 # The service's name in traces.
 _SERVICE = "penstock-shard"
@@ -62,9 +64,11 @@ _SERVICE = "penstock-shard"
 
 async def serve(config: ShardConfig) -> int:
     """Serve until a signal or until the engine cannot be started; the exit status."""
+    dates = CertificateDates()
     try:
         memory = _host_memory(config)
-        transfers = _transfers(config, memory)
+        peers = _peers(config, memory, dates)
+        transfers = _transfers(memory, peers)
     except OSError as error:
         _complain(f"--kv-host-bytes {as_size(config.kv_host_bytes)}: {error.strerror}")
         return USAGE_STATUS
@@ -83,7 +87,7 @@ async def serve(config: ShardConfig) -> int:
     )
     if (port := config.metrics_port) is not None:
         try:
-            serve_metrics(engine, config)
+            serve_metrics(engine, config, dates)
         except OSError as error:
             where, reason = f"{config.host}:{port}", why_not(error, port)
             _complain(f"cannot listen on {where}: {reason}; choose another --metrics-port")
@@ -93,7 +97,8 @@ async def serve(config: ShardConfig) -> int:
     servicer = ShardServicer(engine, config, _follower(config, engine, sink))
     server = _build_server(servicer, health_servicer, config, transfers)
     try:
-        port = _open_port(server, config)
+        certificates = _certificates(config, dates)
+        port = _open_port(server, config, certificates)
     except TlsFilesUnusable as error:
         _complain(f"TLS: {error}")
         return USAGE_STATUS
@@ -107,6 +112,7 @@ async def serve(config: ShardConfig) -> int:
         reporting = [
             background.create_task(_report_health(engine, health_servicer)),
             background.create_task(_announce(engine, config, port)),
+            background.create_task(_follow_certificates(certificates, peers)),
         ]
         if standby is not None:
             reporting.append(background.create_task(_keep_spare(engine, standby)))
@@ -128,16 +134,29 @@ def _host_memory(config: ShardConfig) -> int | None:
     return make_shared_memory(config.kv_host_bytes)
 
 
-def _transfers(config: ShardConfig, memory: int | None) -> BlockTransfers | None:
-    """None without peers. Raises OSError, TlsFilesUnusable."""
+def _peers(config: ShardConfig, memory: int | None, dates: CertificateDates) -> KvPeers | None:
+    """None where no blocks are fetched. Raises TlsFilesUnusable."""
     if memory is None or config.kv_peer_key is None or not config.kv_peers:
         return None
     tls = None
-    if config.kv_peer_ca_file is not None:
-        own = config.tls_cert_file, config.tls_key_file
-        tls = Tls(config.kv_peer_ca_file, *own, server_name=config.kv_peer_server_name)
+    ca_file = config.kv_peer_ca_file
+    if ca_file is not None:
+        # The certificate is the server's own, which notes it.
+        tls = Tls(
+            *(ca_file, config.tls_cert_file, config.tls_key_file),
+            server_name=config.kv_peer_server_name,
+            on_load=lambda contents: dates.note_authorities(
+                "--kv-peer-ca-file", ca_file, contents[0]
+            ),
+        )
         tls.check()
-    peers = KvPeers(config.kv_peers, config.kv_peer_key, tls)
+    return KvPeers(config.kv_peers, config.kv_peer_key, tls)
+
+
+def _transfers(memory: int | None, peers: KvPeers | None) -> BlockTransfers | None:
+    """None without peers. Raises OSError."""
+    if memory is None or peers is None:
+        return None
     return BlockTransfers(map_shared_memory(memory), peers)
 
 
@@ -177,16 +196,41 @@ def _follower(
     )
 
 
-def _open_port(server: grpc.aio.Server, config: ShardConfig) -> int:
-    """The port's number. Raises `TlsFilesUnusable`, and `RuntimeError` if it cannot be opened."""
+def _open_port(
+    server: grpc.aio.Server, config: ShardConfig, certificates: ServerCertificates | None
+) -> int:
+    """The port's number. Raises `RuntimeError` if it cannot be opened."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     address = f"{host}:{config.port}"
-    if config.tls_cert_file is None or config.tls_key_file is None:
+    if certificates is None:
         return server.add_insecure_port(address)
-    credentials = server_credentials(
-        config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file
-    )
-    return server.add_secure_port(address, credentials)
+    return server.add_secure_port(address, certificates.credentials)
+
+
+def _certificates(config: ShardConfig, dates: CertificateDates) -> ServerCertificates | None:
+    """None without TLS. Raises `TlsFilesUnusable`."""
+    cert_file, client_ca_file = config.tls_cert_file, config.tls_client_ca_file
+    if cert_file is None or config.tls_key_file is None:
+        return None
+
+    def note(contents: Sequence[bytes]) -> None:
+        dates.note_chain("--tls-cert-file", cert_file, contents[0])
+        if client_ca_file is not None:
+            dates.note_authorities("--tls-client-ca-file", client_ca_file, contents[2])
+
+    return ServerCertificates(cert_file, config.tls_key_file, client_ca_file, note)
+
+
+async def _follow_certificates(
+    certificates: ServerCertificates | None, peers: KvPeers | None
+) -> None:
+    """Take changed files while nobody connects too: what is said of them must be true."""
+    while True:
+        await asyncio.sleep(_CERTIFICATES_S)
+        if certificates is not None:
+            await asyncio.to_thread(certificates.look)
+        if peers is not None:
+            peers.look_at_certificates()
 
 
 def _warn_if_open(config: ShardConfig, port: int) -> None:

@@ -427,6 +427,7 @@ class EngineSupervisor:
         except OSError as error:
             # No memory for a process or no file descriptor; retrying may succeed.
             logger.error("the engine cannot be started: %s", error)
+            self.metrics.on_engine_death()
             await self._stop()
             return f"it cannot be started: {error}"
         watchdog = asyncio.create_task(self._kill_when_it_hangs())
@@ -576,7 +577,7 @@ class EngineSupervisor:
 
     def _died(self) -> None:
         """End the live requests as retryable, and mark those that may have killed the engine."""
-        if self._ready is not None:
+        if self._ready is not None or not self.draining:
             self.metrics.on_engine_death()
         self._ready = None
         if self._transfers is not None:

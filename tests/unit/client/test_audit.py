@@ -413,6 +413,46 @@ def test_a_full_disk_drops_records_says_so_once_and_goes_on(
     assert problems == [f"{tmp_path}/audit:2: 10 records before it were dropped by the writer"]
 
 
+def test_when_a_disk_takes_records_again_it_says_which_are_missing(
+    tmp_path: Path, disk: _Disk, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(audit_log, "_OVER_S", 0.0)
+    log = AuditLog(tmp_path / "audit")
+    log.record(_record(0))
+    _wait(lambda: (tmp_path / "audit").stat().st_size > 0)
+    disk.full = True
+    for index in range(1, 11):
+        log.record(_record(index))
+    _wait(lambda: log.dropped_total == 10)
+    disk.full = False
+    for index in range(11, 14):
+        log.record(_record(index))
+    log.close()
+    assert [line.getMessage() for line in caplog.records][1:] == [
+        f"audit log {tmp_path}/audit writes again: 10 records are missing, of the numbers 2 to 11"
+    ]
+
+
+def test_a_gap_is_not_told_while_records_are_still_dropped(
+    tmp_path: Path, disk: _Disk, caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(audit_log, "_MAX_QUEUED_RECORDS", 3)
+    monkeypatch.setattr(audit_log, "_OVER_S", 0.0)
+    log = AuditLog(tmp_path / "audit")
+    disk.free.clear()
+    log.record(_record(0))
+    assert disk.stuck_in.wait(10)
+    for index in range(1, 101):
+        log.record(_record(index))
+    disk.free.set()
+    _wait(lambda: len(_lines(tmp_path / "audit")) == 4)
+    # Those were queued before the others were dropped.
+    assert "writes again" not in caplog.text
+    log.record(_record(101))
+    log.close()
+    assert "97 records are missing, of the numbers 5 to 101" in caplog.text
+
+
 def test_a_disk_too_slow_drops_records_and_holds_up_nobody(
     tmp_path: Path, disk: _Disk, caplog: pytest.LogCaptureFixture, monkeypatch: Any
 ) -> None:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.fleet_doubles import info as info_of
 
 from penstock_client import (
     Adapter,
@@ -24,7 +25,7 @@ from penstock_client import (
     ShardUnavailable,
 )
 from penstock_client.fleet.shard_state import ShardWatch
-from penstock_proto.transport import CONNECTION_REFUSED
+from penstock_proto.transport import CLOSES_AT_ONCE, CONNECTION_REFUSED
 
 
 @pytest.mark.parametrize("addresses", [[], ["a:1", "a:1"]])
@@ -357,8 +358,11 @@ class _Reported:
         raise ShardUnavailable(error)
 
 
-async def _watched(reported: _Reported, monkeypatch: pytest.MonkeyPatch) -> ShardState:
+async def _watched(
+    reported: _Reported, monkeypatch: pytest.MonkeyPatch, last_info: ShardInfo | None = None
+) -> ShardState:
     shard = ShardState("127.0.0.1:1")
+    shard.last_info = last_info
     monkeypatch.setattr("penstock_client.fleet.shard_state._RETRY_S", 0.0)
     monkeypatch.setattr(shard.client, "watch_load", reported)
     watch = ShardWatch(shard, 10, lambda *_: None, lambda *_: None)
@@ -387,7 +391,34 @@ async def test_what_is_wrong_with_a_shard_that_did_not_drain_is_a_warning(
 ) -> None:
     await _watched(_Reported(([LoadReport()], "Socket closed"), _REFUSED), monkeypatch)
     drained = ([LoadReport(draining=True)], "Cancelling all calls")
-    await _watched(_Reported(drained, ([], "TLS handshake failed"), _REFUSED), monkeypatch)
+    await _watched(_Reported(drained, ([], "TLS handshake failed: x"), _REFUSED), monkeypatch)
     assert [line.getMessage().partition(": ")[2] for line in caplog.records] == [
-        *("Socket closed", CONNECTION_REFUSED, "TLS handshake failed", CONNECTION_REFUSED)
+        *("Socket closed", CONNECTION_REFUSED, "TLS handshake failed: x", CONNECTION_REFUSED)
     ]
+
+
+async def test_an_outage_is_logged_by_its_cause_and_not_by_each_symptom(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    symptoms: tuple[tuple[list[LoadReport], str], ...] = (([], "Broken pipe"), _REFUSED) * 5
+    shard = await _watched(_Reported(([LoadReport()], "Socket closed"), *symptoms), monkeypatch)
+    assert [line.getMessage().partition(": ")[2] for line in caplog.records] == [
+        *("Socket closed", CONNECTION_REFUSED)
+    ]
+    assert shard.problem == CONNECTION_REFUSED
+
+
+async def test_nobody_guesses_at_the_tls_of_a_shard_that_has_worked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    closes: tuple[list[LoadReport], str] = ([], CLOSES_AT_ONCE)
+    shard = await _watched(_Reported(closes), monkeypatch)
+    assert shard.problem == CLOSES_AT_ONCE
+    caplog.clear()
+    has_worked = info_of("127.0.0.1:1")
+    shard = await _watched(_Reported(closes), monkeypatch, has_worked)
+    assert shard.problem.startswith("it closes connections at once, which it did not before")
+    killed = _Reported(([LoadReport()], "Socket closed"), closes, _REFUSED)
+    shard = await _watched(killed, monkeypatch, has_worked)
+    assert shard.problem == CONNECTION_REFUSED
+    assert "TLS" not in caplog.text

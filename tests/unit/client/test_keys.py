@@ -87,7 +87,15 @@ def test_a_file_without_keys_is_a_file_with_no_keys() -> None:
         (_table(max_concurrent_requests="true"), "key alice: max_concurrent_requests: must be"),
         (_table(max_concurrent_requests=str(10**13)), "key alice: max_concurrent_requests: must"),
         (_table(limit="5"), "key alice: 'limit': is unknown; there are name, hash"),
-        (_table() + _table(hash=f'"{OTHER}"'), "key alice: name: there are two"),
+        (_table() + _table(), "key alice: hash: is that of alice too"),
+        (
+            _table() + _table(hash=f'"{OTHER}"', requests_per_minute="5"),
+            "key alice: requests_per_minute: must be the same in all entries of the name",
+        ),
+        (
+            _table() + _table(hash=f'"{OTHER}"', scopes='["admin"]'),
+            "key alice: scopes: must be the same",
+        ),
         (_table() + _table(name='"bob"'), "key bob: hash: is that of alice too"),
     ],
 )
@@ -158,21 +166,21 @@ name = "second"
 
 
 def test_an_entry_is_taken_out_and_all_else_stays() -> None:
-    assert key_file_format.remove_entry(COMMENTED, "first") == (
+    assert key_file_format.remove_entries(COMMENTED, "first") == (
         f'# Keys of the house.\n\n\n# Of the second.\n[[ keys ]]\nhash = "{OTHER}"\n'
         'name = "second"\n# Its last line is a comment.\n'
     )
-    rest = key_file_format.remove_entry(COMMENTED, "second")
+    rest = key_file_format.remove_entries(COMMENTED, "second")
     assert [entry.name for entry in key_file_format.parse(rest)] == ["first"]
     assert "# Its last line is a comment." in rest
 
 
 def test_what_is_not_there_or_written_unusually_is_not_taken_out() -> None:
     with pytest.raises(KeyFileError, match="there is no key 'third'"):
-        key_file_format.remove_entry(COMMENTED, "third")
+        key_file_format.remove_entries(COMMENTED, "third")
     inline = f'keys = [{{name = "first", hash = "{HASH}"}}]\n'
     with pytest.raises(KeyFileError, match="take it out by hand"):
-        key_file_format.remove_entry(inline, "first")
+        key_file_format.remove_entries(inline, "first")
 
 
 def test_a_new_file_is_its_owners_alone_and_an_old_one_keeps_its_mode(tmp_path: Path) -> None:
@@ -253,6 +261,53 @@ def test_keys_are_listed_and_revoked(file: Path, capsys: pytest.CaptureFixture[s
     assert said == f"removed alice from {file}; routers refuse its key within two seconds\n"
     assert main(["revoke", "alice", "--file", str(file)]) == 2
     assert "there is no key 'alice'" in capsys.readouterr().err
+
+
+def test_a_key_is_changed_without_a_gap(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--file", str(file)]
+    main(["new", "alice", *flags, "--scope", "admin", "--tokens-per-minute", "1000"])
+    main(["new", "bob", *flags])
+    capsys.readouterr()
+    assert main(["revoke", "alice", *flags, "--older"]) == 2
+    assert "none is older" in capsys.readouterr().err
+    assert main(["new", "alice", *flags, "--another", "--expires", "2999-01-01"]) == 0
+    new = capsys.readouterr().out.strip()
+    first, bob, second = key_file_format.read(str(file))
+    assert [entry.name for entry in (first, bob, second)] == ["alice", "bob", "alice"]
+    assert (second.scopes, second.tokens_per_minute) == (first.scopes, 1000)
+    assert (first.expires, second.expires is None) == (None, False)
+    assert main(["revoke", "alice", *flags, "--older"]) == 0
+    assert capsys.readouterr().out == (
+        f"removed all but the newest key of alice from {file}; "
+        "routers refuse what was removed within two seconds\n"
+    )
+    left = key_file_format.read(str(file))
+    assert [entry.name for entry in left] == ["bob", "alice"]
+    assert left[1].digest == key_file_format.digest_of(new.encode())
+
+
+def test_who_revokes_a_name_revokes_all_of_its_keys(file: Path) -> None:
+    main(["new", "alice", "--file", str(file)])
+    main(["new", "alice", "--file", str(file), "--another"])
+    main(["new", "bob", "--file", str(file)])
+    assert main(["revoke", "alice", "--file", str(file)]) == 0
+    assert [entry.name for entry in key_file_format.read(str(file))] == ["bob"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "there is no key 'carol' that this could be another of"),
+        (["--scope", "user"], "the scope and limits are those of the name"),
+        (["--requests-per-minute", "5"], "the scope and limits are those of the name"),
+    ],
+)
+def test_another_key_is_one_of_a_name_that_is_there_and_as_that_is(
+    flags: list[str], words: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["new", "carol", "--file", str(file), "--another", *flags]) == 2
+    said = capsys.readouterr()
+    assert (words in said.err, said.out) == (True, "")
 
 
 def test_an_expired_key_is_listed_as_that(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -373,6 +373,20 @@ def test_a_certificate_that_is_not_trusted_is_told_with_what_to_do(tool, tmp_pat
     assert "name a file with its authority's in SSL_CERT_FILE" in line
 
 
+def test_a_certificate_that_has_expired_is_told_so_and_not_to_be_trusted_is_no_advice(
+    tmp_path, capsys, monkeypatch
+) -> None:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority = Authority(tmp_path, "known")
+    pair = authority.issue("127.0.0.1", expired=True)
+    context.load_cert_chain(pair.cert, pair.key)
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
+    with http_stub(_MODELS, tls=context) as port:
+        line = _said_by(health, f"https://127.0.0.1:{port}", capsys)
+    assert "its certificate is not valid now (certificate has expired)" in line
+    assert "SSL_CERT_FILE" not in line
+
+
 @pytest.mark.parametrize("tool", [chat, bench, info, health])
 def test_a_trusted_certificate_of_another_name_is_told_so(
     tool, tmp_path, capsys, monkeypatch

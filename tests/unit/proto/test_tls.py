@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
 from support.certificates import Authority, Pair, SwappedFolder
 
 from penstock_common.tls import FileReloader, Tls, TlsFilesUnusable, check_server_files
-from penstock_proto.transport import explain
+from penstock_proto.transport import explain, names_cause
 from penstock_router.server.https import HttpsFiles
 
 
@@ -188,6 +188,9 @@ def test_https_refuses_versions_below_1_2(authority: Authority) -> None:
     )
 
 
+_HANGS = "it accepts connections and does not answer: it hangs, or is stopped"
+
+
 def _handshake(client: ssl.SSLContext, server: ssl.SSLContext) -> str | None:
     """The version that two contexts agree on, in memory."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -223,7 +226,34 @@ def _handshake(client: ssl.SSLContext, server: ssl.SSLContext) -> str | None:
             "it closes connections at once: one side alone uses TLS, or it wants a client "
             "certificate and ours is missing, expired or of another authority",
         ),
-        ("Socket closed", "Socket closed"),
+        ("Socket closed", "the connection broke: its process ended, or the network failed"),
+        (
+            "recvmsg:Connection reset by peer (104)",
+            "the connection broke: its process ended, or the network failed",
+        ),
+        ("Cancelling all calls", "its server was stopped"),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: connection "
+            "attempt timed out before receiving SETTINGS frame",
+            _HANGS,
+        ),
+        (
+            "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:1: "
+            "Handshake read failed (Endpoint closing)",
+            _HANGS,
+        ),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.9.9.2:5: tcp "
+            "handshaker shutdown",
+            "its host does not answer: it is down, or a firewall drops what is sent to it",
+        ),
+        (
+            "failed to connect to all addresses; last error: FAILED_PRECONDITION: ipv4:10.8.0.2:5: "
+            "connect failed: addr: ipv4:10.8.0.2:5 error: No route to host",
+            "there is no way to its host: it is down, or the network is",
+        ),
+        # What a shard says by itself is not taken for gRPC's.
+        ("the request needs a Socket closed", "the request needs a Socket closed"),
         (
             "failed to connect to all addresses; last error: INTERNAL: ipv4:127.0.0.1:1: Failed "
             "parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 80) "
@@ -247,3 +277,22 @@ def _handshake(client: ssl.SSLContext, server: ssl.SSLContext) -> str | None:
 )
 def test_what_grpc_says_of_a_connection_is_said_in_words(details: str, said: str) -> None:
     assert explain(details) == said
+
+
+@pytest.mark.parametrize(
+    ("details", "is_cause"),
+    [
+        (
+            "failed to connect to all addresses; last error: Handshake read failed (Socket closed)",
+            1,
+        ),
+        ("failed to connect: UNKNOWN: CERTIFICATE_VERIFY_FAILED: certificate has expired: OK", 1),
+        ("Socket closed", 0),
+        ("Cancelling all calls", 0),
+        ("FD Shutdown", 0),
+    ],
+)
+def test_what_says_why_is_told_from_what_says_that_something_broke(
+    details: str, is_cause: int
+) -> None:
+    assert names_cause(explain(details)) == bool(is_cause)

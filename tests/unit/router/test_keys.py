@@ -294,6 +294,41 @@ async def test_what_a_key_has_used_up_stays_used_up_when_the_file_changes(
     task.cancel()
 
 
+async def test_each_look_at_a_file_that_cannot_be_used_is_counted(file: Path, follow: Any) -> None:
+    refusals: list[None] = []
+    config = RouterConfig("a:1", api_keys_file=str(file))
+    keys = Keys(config, on_refusal=lambda: refusals.append(None))
+    task = await follow(keys)
+    await asyncio.sleep(0.05)
+    assert refusals == []
+    # Also while it is not touched again: what was taken out of it holds all the time.
+    key_file_format.replace(str(file), "[[keys]")
+    await _until(lambda: len(refusals) > 3)
+    os.unlink(file)
+    count = len(refusals)
+    await _until(lambda: len(refusals) > count + 3)
+    key_file_format.replace(str(file), entry("alice2", ALICE))
+    await _until(lambda: _name(keys, ALICE) == "alice2")
+    count = len(refusals)
+    await asyncio.sleep(0.05)
+    assert len(refusals) == count
+    task.cancel()
+
+
+def test_two_keys_of_one_name_both_hold_until_they_expire_and_share_its_rates(file: Path) -> None:
+    file.write_text(
+        entry("alice", OLD, requests_per_minute=60, expires="2020-01-01")
+        + entry("alice", ALICE, requests_per_minute=60, expires="2999-01-01")
+        + entry("alice", BOB, requests_per_minute=60)
+    )
+    keys = _keys(file)
+    assert [_name(keys, key) for key in (OLD, ALICE, BOB)] == [None, "alice", "alice"]
+    first, second = keys.find(ALICE.encode()), keys.find(BOB.encode())
+    assert first is not None
+    assert second is not None
+    assert first.rates is second.rates
+
+
 def test_a_worker_that_starts_while_the_file_is_broken_lets_nobody_in(
     file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -395,6 +430,13 @@ async def test_the_records_say_whose_request_it_was(file: Path, served: FakeFlee
         await router.post("/v1/completions", {"prompt": "x"}, **_bearer(ALICE))
         await router.post("/v1/completions", {"prompt": "x"}, **_bearer("psk-wrong"))
         assert names == ["alice", ""]
+
+
+async def test_an_audit_log_is_told_whose_request_it_was(file: Path, served: FakeFleet) -> None:
+    async with memory_router(served, **_all_keys(file)) as router:
+        await router.post("/v1/completions", {"prompt": "x"}, **_bearer(ALICE))
+        await router.post("/v1/responses", {"input": "x"}, **_bearer(BOB))
+    assert [request.key_name for request in served.requests] == ["alice", "bob"]
 
 
 async def test_a_stored_response_is_there_for_the_name_that_asked_and_for_admins_only(

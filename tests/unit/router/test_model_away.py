@@ -52,6 +52,16 @@ def failures(counted: dict[str, float]) -> dict[str, float]:
     }
 
 
+async def test_a_shard_that_is_gone_still_has_the_model_that_it_served(fleet: FakeFleet) -> None:
+    async with memory_router(fleet, admin_key="operator") as router:
+        lose(fleet.shards[1])
+        answer = await router.get("/admin/shards", Authorization="Bearer operator")
+        told = [(shard["state"], shard["model"]) for shard in answer.json()["shards"]]
+        assert told == [("serving", INFO.model), ("gone", "other")]
+        states = await metrics_of(router, "penstock_router_shard_state")
+        assert '{model="other",shard="other:1",state="gone"}' in states
+
+
 @pytest.fixture
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     with caplog.at_level(logging.INFO, "penstock.requests"):

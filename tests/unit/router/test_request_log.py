@@ -20,6 +20,7 @@ from penstock_client.types import Adapter, AttemptRecord
 from penstock_common.logs import JsonFormatter, TextFormatter
 from penstock_router.observe.request_log_line import fields_of, log_request
 from penstock_router.observe.request_record import RequestRecord, Usage
+from penstock_router.routes.base import ROUTER
 
 # How long examples take says more of the machine than of the code.
 ANY_PACE = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -85,6 +86,23 @@ def test_a_line_has_what_there_is_to_say() -> None:
         "tokens_per_s": 34.0,
         "failover_gap_ms": 250.0,
     }
+
+
+@pytest.mark.parametrize("log_clients", [False, True])
+async def test_the_address_of_a_client_is_logged_where_it_is_asked_for_and_nowhere_else(
+    fleet: FakeFleet, log_clients: bool
+) -> None:
+    records: list[RequestRecord] = []
+    async with memory_router(fleet, log_clients=log_clients) as router:
+        router.app[ROUTER].records.on_end.append(records.append)
+        body = b'{"prompt": "Hello"}'
+        await router.request("POST", "/v1/completions", body, address="10.0.0.9")
+    (record,) = records
+    assert fields_of(record).get("client") == ("10.0.0.9" if log_clients else None)
+
+
+def test_the_words_have_the_address_if_it_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    assert " client 10.0.0.9 request mine" in text_of(record_of(client="10.0.0.9"), caplog)
 
 
 def text_of(record: RequestRecord, caplog: pytest.LogCaptureFixture) -> str:
@@ -162,7 +180,8 @@ def test_what_is_not_known_is_left_out() -> None:
 def test_the_document_has_each_field_and_no_other() -> None:
     section = OBSERVABILITY.read_text().partition("### A request's line")[2].partition("\n##")[0]
     documented = set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE))
-    assert documented == {*fields_of(failed_over()), "error"}
+    record = dataclasses.replace(failed_over(), client="10.0.0.9")
+    assert documented == {*fields_of(record), "error"}
 
 
 @ANY_PACE

@@ -615,15 +615,6 @@ async def test_a_store_that_is_locked_for_too_long_says_so(
     assert len(failures) == 1
 
 
-async def test_a_file_that_went_away_is_the_store_s_trouble_and_no_defect(
-    store: ResponseStore, path: str
-) -> None:
-    await put(store, "resp_1")
-    os.unlink(path + "-wal")
-    with pytest.raises(StoreUnavailable, match=r"responses\.sqlite: .*No such file"):
-        await put(store, "resp_2")
-
-
 async def test_no_more_calls_wait_for_the_disk_than_there_is_room_for(
     store: ResponseStore, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

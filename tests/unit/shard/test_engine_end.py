@@ -10,7 +10,7 @@ import pytest
 
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.child_process import ChildProcess
-from penstock_shard.server.supervisor import EngineSupervisor
+from penstock_shard.server.supervisor import EngineFailed, EngineSupervisor
 
 
 class Process:
@@ -27,6 +27,20 @@ class Process:
 
     async def wait(self) -> int:
         return await self.status
+
+
+async def test_an_engine_that_never_was_ready_counts_as_one_that_died() -> None:
+    async def start() -> ChildProcess:
+        process = Process()
+        process.reader.feed_eof()
+        process.status.set_result(1)
+        return ChildProcess(process.reader, process.writer, process.kill, process.wait)
+
+    supervisor = EngineSupervisor(ShardConfig(max_restarts=1), start)
+    with pytest.raises(EngineFailed):
+        await supervisor.run()
+    counted = "penstock_shard_engine_restarts_total"
+    assert supervisor.metrics.registry.get_sample_value(counted) == 1
 
 
 async def test_a_supervisor_that_is_cancelled_while_its_engine_ends_starts_no_other() -> None:

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from support.engines import make_engine, make_request, runner_info
 
+from penstock_common.certificates.expiry import CertificateDates
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
 from penstock_shard.ipc.codes import Code
@@ -37,7 +38,7 @@ def port() -> int:
         port: int = probe.getsockname()[1]
     config = ShardConfig(runner="fake", metrics_port=port)
     engine = EngineSupervisor(config)
-    serve_metrics(engine, config)
+    serve_metrics(engine, config, CertificateDates())
     return port
 
 
@@ -176,7 +177,7 @@ async def test_what_the_engine_has_not_queued_waits_for_something_else(
     supervisor: EngineSupervisor,
 ) -> None:
     registry = CollectorRegistry()
-    registry.register(ShardCollector(supervisor, ShardConfig()))
+    registry.register(ShardCollector(supervisor, ShardConfig(), CertificateDates()))
     for name in ("a", "b"):
         supervisor.submit(submit(name), lambda output: None)
     supervisor._ready = None
@@ -213,7 +214,9 @@ def test_a_refusal_is_counted_by_its_code() -> None:
 def test_how_the_engine_stands_is_asked_for_when_somebody_looks() -> None:
     supervisor = EngineSupervisor(ShardConfig(served_model_names=("named",)))
     registry = CollectorRegistry()
-    registry.register(ShardCollector(supervisor, ShardConfig(served_model_names=("named",))))
+    registry.register(
+        ShardCollector(supervisor, ShardConfig(served_model_names=("named",)), CertificateDates())
+    )
     assert registry.get_sample_value("penstock_shard_serving") == 0
     supervisor.load = messages.Load(running=3, referenced_blocks=7, preemptions_total=2)
     assert registry.get_sample_value("penstock_shard_running") == 3
@@ -226,7 +229,7 @@ def test_how_the_engine_stands_is_asked_for_when_somebody_looks() -> None:
 def test_what_a_token_and_a_sequence_take_is_as_the_runner_says() -> None:
     supervisor = EngineSupervisor(ShardConfig())
     registry = CollectorRegistry()
-    registry.register(ShardCollector(supervisor, ShardConfig()))
+    registry.register(ShardCollector(supervisor, ShardConfig(), CertificateDates()))
     names = ("kv_bytes_per_token", "kv_bytes_per_sequence", "kv_sequences", "state_bytes", "states")
 
     def sizes() -> list[float | None]:
@@ -258,7 +261,7 @@ def test_what_a_token_and_a_sequence_take_is_as_the_runner_says() -> None:
 def test_copies_of_blocks_are_counted() -> None:
     supervisor = EngineSupervisor(ShardConfig())
     registry = CollectorRegistry()
-    registry.register(ShardCollector(supervisor, ShardConfig()))
+    registry.register(ShardCollector(supervisor, ShardConfig(), CertificateDates()))
     supervisor.load = messages.Load(
         copied_blocks=5,
         saved_blocks_total=6,

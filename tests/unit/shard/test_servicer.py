@@ -288,6 +288,8 @@ async def test_a_process_that_cannot_be_made_is_a_failed_start_and_not_the_end(
     with pytest.raises(EngineFailed, match="3 engines failed in a row: it cannot be started"):
         await asyncio.wait_for(supervisor.run(), 5)
     assert caplog.text.count("the engine cannot be started") == 3
+    counted = "penstock_shard_engine_restarts_total"
+    assert supervisor.metrics.registry.get_sample_value(counted) == 3
 
 
 async def test_no_engine_is_started_for_a_shard_that_drains(

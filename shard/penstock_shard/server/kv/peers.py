@@ -51,6 +51,10 @@ class KvPeers:
         self._looked_up_at_s = -_LOOK_UP_S
         self._looking_up = asyncio.Lock()
 
+    def look_at_certificates(self) -> None:
+        """Load the files of TLS if they have changed, also while nothing connects."""
+        self._connector.credentials()
+
     async def fetch(
         self, source: str, namespace: bytes, prefix: PrefixNames, num_known: int
     ) -> AsyncGenerator[memoryview, None]:

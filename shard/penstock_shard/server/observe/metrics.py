@@ -64,7 +64,9 @@ class ShardMetrics:
             "again.",
             _PREEMPTIONS,
         )
-        self._restarts = self._counter("engine_restarts", "Engines that died or were killed.")
+        self._restarts = self._counter(
+            "engine_restarts", "Engines that died, were killed or could not start."
+        )
 
     def _add_tokens(self) -> None:
         self._prompt_tokens = self._counter(

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from penstock_common.certificates.expiry import CertificateDates
 from penstock_common.kv_cache_labels import KV_CACHE_HELP, KV_CACHE_LABELS, kv_cache_labels
 from penstock_common.metric_aliases import translate
 from penstock_common.version import VERSION
@@ -19,7 +20,7 @@ from penstock_shard.server.observe.metrics_port import serve_in_threads
 from penstock_shard.server.supervisor import EngineSupervisor
 
 
-def serve_metrics(engine: EngineSupervisor, config: ShardConfig) -> None:
+def serve_metrics(engine: EngineSupervisor, config: ShardConfig, dates: CertificateDates) -> None:
     """Serve metrics on `config.metrics_port` in threads, for as long as the process runs.
 
     Raises:
@@ -27,7 +28,7 @@ def serve_metrics(engine: EngineSupervisor, config: ShardConfig) -> None:
     """
     assert config.metrics_port is not None
     registry = CollectorRegistry()
-    registry.register(ShardCollector(engine, config))
+    registry.register(ShardCollector(engine, config, dates))
     serve_in_threads(registry, config.host, config.metrics_port)
 
 
@@ -37,13 +38,20 @@ class ShardCollector(Collector):
     different moments.
     """
 
-    def __init__(self, engine: EngineSupervisor, config: ShardConfig) -> None:
+    def __init__(
+        self, engine: EngineSupervisor, config: ShardConfig, dates: CertificateDates
+    ) -> None:
         self._engine = engine
         self._config = config
+        self._dates = dates
 
     def collect(self) -> Iterator[Metric]:
         engine, config = self._engine, self._config
-        families = chain(engine.metrics.registry.collect(), engine_state(engine, config))
+        families = chain(
+            engine.metrics.registry.collect(),
+            engine_state(engine, config),
+            certificates(self._dates),
+        )
         return translate(families, config.metrics_names, model=config.model_name)
 
 
@@ -68,6 +76,20 @@ def engine_state(engine: EngineSupervisor, config: ShardConfig) -> Iterator[Metr
     )
     yield from _images(engine)
     yield _info(engine, config)
+
+
+def certificates(dates: CertificateDates) -> Iterator[Metric]:
+    """Say when the certificates in use expire; nothing without TLS."""
+    family = GaugeMetricFamily(
+        "penstock_shard_certificate_expires_timestamp_seconds",
+        "When the certificates in use expire (Unix time), by the flag that names their file: "
+        "--tls-cert-file, of a chain the first that does; --tls-client-ca-file and "
+        "--kv-peer-ca-file, of several authorities the last.",
+        labels=("flag",),
+    )
+    for flag, expires_at in dates.expires_at.items():
+        family.add_metric([flag], expires_at)
+    yield family
 
 
 def _waiting(num_waiting: int, num_queued: int) -> Metric:
