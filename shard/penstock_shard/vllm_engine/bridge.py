@@ -19,7 +19,7 @@ from penstock_shard.ipc.messages import (
     Started,
     StepOutputs,
 )
-from penstock_shard.ipc.request import Request
+from penstock_shard.ipc.request import FinishReason, Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.vllm_engine.load import LoadCount
 from penstock_shard.vllm_engine.outputs import Progress, read_output
@@ -91,11 +91,15 @@ class Bridge:
             inbox = await self._inbox.get()
             for request in inbox.requests:
                 await self._add(request)
-            aborted = [core_id(*each) for each in inbox.aborts]
-            gone = [name for name in aborted if self._known.pop(name, None) is not None]
-            if gone:
-                await self._core.abort(gone)
-                self._tell([])
+            await self._abort(inbox.aborts)
+
+    async def _abort(self, aborts: list[tuple[str, int]]) -> None:
+        """End these requests, of which vLLM says nothing more."""
+        names = [core_id(*each) for each in aborts]
+        gone = {name: self._known.pop(name) for name in names if name in self._known}
+        if gone:
+            await self._core.abort(list(gone))
+            self._tell([_aborted(progress) for progress in gone.values()])
 
     async def _add(self, request: Request) -> None:
         name = core_id(request.request_id, request.attempt)
@@ -141,3 +145,9 @@ class Bridge:
 
     def _tell(self, outputs: list[Output]) -> None:
         self._send(StepOutputs(outputs, self._counts.load(self._known.values())))
+
+
+def _aborted(progress: Progress) -> Output:
+    request = progress.request
+    key = request.request_id, request.attempt
+    return Output(*key, progress.num_output, [], finish=FinishReason.ABORTED)

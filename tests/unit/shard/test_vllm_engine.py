@@ -332,13 +332,14 @@ async def test_a_request_goes_to_the_core_and_its_tokens_come_back_until_it_ends
         assert (loads[-1].referenced_blocks, loads[-1].decode_tokens_total) == (50, 2)
 
 
-async def test_nothing_comes_of_a_request_that_was_aborted() -> None:
+async def test_a_request_that_was_aborted_ends_as_such_and_nothing_more_comes_of_it() -> None:
     async with Running() as running:
         await running.submit(request())
         await running.submit(aborts=[("r", 0), ("unknown", 0)])
         assert running.core.aborted == ["r/0"]
         await running.step(given(new_token_ids=[30]))
-        assert running.outputs == []
+        (output,) = running.outputs
+        assert (output.request_id, output.finish) == ("r", FinishReason.ABORTED)
 
 
 async def test_two_attempts_of_one_request_are_two_in_the_core() -> None:
