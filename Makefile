@@ -45,7 +45,9 @@ AGENTS := .venv-clients/agents
 CHAT_TEMPLATES := .venv-clients/chat-templates
 # And tests of other projects.
 SUITES := .venv-clients/suites
-SOAKED_WITH := $(TESTED_WITH) $(SDKS)/.done $(HARNESSES)/.done $(CHAT_TEMPLATES)/.done $(SUITES)/.done $(if $(shell command -v npm),$(NODE)/.done $(AGENTS)/.done)
+SOAKED_WITH := $(TESTED_WITH) $(SDKS)/.done $(HARNESSES)/.done $(CHAT_TEMPLATES)/.done $(SUITES)/.done $(VLLM)/.done $(if $(shell command -v npm),$(NODE)/.done $(AGENTS)/.done)
+# An engine of another project, with a torch of its own.
+VLLM := .venv-clients/vllm
 # What reads environments and writes down what is in them.
 AUDIT := .venv-clients/audit
 # Most of their modules are never imported: compiling them all takes a third of the time, which uv does
@@ -190,6 +192,11 @@ $(HARNESSES)/.done: tests/clients/harnesses.txt | $(VENV)/.dev
 	@packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 		$(BIN)/python -c "$$packages" > $$($(HARNESSES)/bin/python -c "$$packages")/dev.pth
 	@$(call quietly_into,$(HARNESSES)) -r $<
+	@touch $@
+
+$(VLLM)/.done: tests/engines/vllm.txt tests/engines/install_vllm.py | $(BIN)/python
+	@echo "Installing vLLM's build for processors into $(VLLM): about 700 MB to download."
+	@$(with_extra_index)$(BIN)/python tests/engines/install_vllm.py $(VLLM) 'torch==2.13.0+cpu'
 	@touch $@
 
 $(SCHEMA_SUITE)/.done: tests/conformance/suite.txt | $(BIN)/python

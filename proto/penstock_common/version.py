@@ -4,7 +4,8 @@ is missing.
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+import sys
+from importlib.metadata import distributions
 from pathlib import Path
 
 # The name in `pyproject.toml`.
@@ -14,14 +15,16 @@ _LONGEST_REASON = 300
 
 
 def _version() -> str:
-    """Read the version of what is installed, or of the checkout that is on the path."""
-    try:
-        return version(DISTRIBUTION)
-    except PackageNotFoundError:
-        import tomllib
+    """Read the version of what is installed here, or of the checkout that this file is in."""
+    here = Path(__file__).resolve().parents[1]
+    found = next(iter(distributions(name=DISTRIBUTION, path=[str(here), *sys.path])), None)
+    if found is not None:
+        return found.version
+    import tomllib
 
-        project = Path(__file__).parents[2] / "pyproject.toml"
-        return str(tomllib.loads(project.read_text("utf-8"))["project"]["version"])
+    return str(
+        tomllib.loads((here.parent / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    )
 
 
 VERSION = _version()

@@ -9,6 +9,7 @@ from penstock_common.flags import OneLineParser, as_size, parser_of, read_flags
 from penstock_common.shared_flags import tracing_of
 from penstock_common.tls import TlsFilesUnusable, check_server_files
 from penstock_shard.config import ShardConfig, name_refusal
+from penstock_shard.vllm_engine.engine_arguments import check_engine
 
 
 def parse_config(argv: abc.Sequence[str]) -> ShardConfig:
@@ -24,6 +25,7 @@ def parse_config(argv: abc.Sequence[str]) -> ShardConfig:
     _check_devices(parser, config)
     _check_tls(parser, config)
     _check_adapters(parser, config)
+    _check_engine(parser, config)
     if not config.enable_chunked_prefill:
         parser.error("--no-enable-chunked-prefill: long prompts are always computed in chunks")
     _check_sizes(parser, config)
@@ -62,6 +64,17 @@ def _check_tls(parser: OneLineParser, config: ShardConfig) -> None:
             check_server_files(cert, key, client_ca)
     except TlsFilesUnusable as error:
         parser.error(f"TLS: {error}")
+
+
+def _check_engine(parser: OneLineParser, config: ShardConfig) -> None:
+    if config.engine == "penstock":
+        if config.engine_python is not None or config.engine_args:
+            parser.error("--engine-python and --engine-arg: give --engine vllm")
+        return
+    try:
+        check_engine(config)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def _check_adapters(parser: OneLineParser, config: ShardConfig) -> None:

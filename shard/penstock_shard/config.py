@@ -41,6 +41,14 @@ def adapter(text: str) -> tuple[str, str]:
     return name, source
 
 
+def engine_arg(text: str) -> tuple[str, str]:
+    """The name and the value of an engine's argument."""
+    name, given, value = text.partition("=")
+    if not (name.isidentifier() and given):
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {short(text)}")
+    return name, value
+
+
 def name_refusal(name: str, model_names: Collection[str]) -> str:
     """Say why an adapter cannot have this name; empty if it can."""
     if not 1 <= len(name) <= MAX_ADAPTER_NAME_CHARACTERS:
@@ -139,6 +147,23 @@ class ShardConfig(ObservingConfig):
     )
 
     runner: str = flag("model", "what computes tokens", group="engine", choices=("model", "fake"))
+    engine: str = flag(
+        "penstock",
+        "whose engine computes; vllm: that of an environment of its own (--engine-python)",
+        choices=("penstock", "vllm"),
+    )
+    engine_python: str | None = flag(
+        None, "the Python of the environment that has vLLM", metavar="PATH"
+    )
+    # (name, value)
+    engine_args: tuple[tuple[str, str], ...] = flag(
+        (),
+        "an argument of vLLM's own engine; may be repeated",
+        name="--engine-arg",
+        metavar="NAME=VALUE",
+        read=engine_arg,
+        gather=tuple,
+    )
     device: str = flag("auto", "default: cuda where there is one", choices=("auto", "cpu", "cuda"))
     dtype: str = flag(
         "auto",

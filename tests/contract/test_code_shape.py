@@ -22,6 +22,7 @@ EDGES = {
     "penstock_router.text.tokenizer": "the tokenizers library raises bare Exception",
     "penstock_router.generation.deltas": "what fails where deltas arrive goes to who waits",
     "penstock_router.observe.request_record": "a defect of who tells of requests must not cost one",
+    "penstock_shard.vllm_engine.main": "what vLLM and all below it raise is of no common kind",
     "penstock_router.server.sse": "the status line is sent: an error event is the last resort",
     "penstock_router.offload.text_process": "a defect costs the body it shows on, not the process",
     "penstock_router.images.decoder_process": "Pillow raises anything for what is broken",

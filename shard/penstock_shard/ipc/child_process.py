@@ -34,8 +34,9 @@ async def start_child(
     output: int | None = None,
     arguments: Sequence[str] = (),
     descriptors: Sequence[int] = (),
+    python: str = sys.executable,
 ) -> ChildProcess:
-    """Run a module of Python's, whose first argument is its end of the socket.
+    """Run a module of `python`'s, whose first argument is its end of the socket.
 
     It gets the variables `needed` of our environment and those that are `added`, and `descriptors`
     under the same numbers; it writes to `output`, a file descriptor or a constant of
@@ -45,14 +46,14 @@ async def start_child(
     try:
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", module, str(theirs.fileno()), *arguments),
+                *(python, "-m", module, str(theirs.fileno()), *arguments),
                 pass_fds=[theirs.fileno(), *descriptors],
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 # A terminal's signals must reach the server only, which drains.
                 start_new_session=True,
-                env={**added, **child_environment(*needed)},
+                env={**child_environment(*needed), **added},
             )
         reader, writer = await asyncio.open_connection(sock=ours)
     except BaseException:  # whatever it was, a process that was started ends itself upon this

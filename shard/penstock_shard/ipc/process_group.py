@@ -14,13 +14,17 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NoReturn
 
 # From Linux's <sys/prctl.h>.
 _PR_SET_CHILD_SUBREAPER = 36
 # A device's driver may take its time to end a process.
 _PATIENCE_S = 30.0
 _LOOK_S = 0.05
+# For trackers of resources to remove what others left.
+_TRACKERS_S = 2.0
 
 
 class ProcessesRemain(OSError):
@@ -36,49 +40,75 @@ def adopt_orphans() -> None:
 
 
 def kill_group(group: int) -> None:
-    """Kill each process of a group that is left."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
+    """Kill each process of a group that is left. Python's trackers of resources end by themselves
+    then: they remove the shared memory that the others left.
+    """
+    _kill(_living(group), and_trackers=False)
 
 
 async def end_group(group: int, patience_s: float = _PATIENCE_S) -> None:
     """Kill what is left of a group whose leader has ended and was reaped, until nothing is. Raises
     `ProcessesRemain` if something still is after so many seconds.
     """
-    until_s = time.monotonic() + patience_s
-    while left := await asyncio.to_thread(_left_of, group):
-        if time.monotonic() > until_s:
+    begun_s = time.monotonic()
+    while left := await asyncio.to_thread(_reap_and_list, group):
+        passed_s = time.monotonic() - begun_s
+        if passed_s > patience_s:
             names = ", ".join(map(str, sorted(left)))
             raise ProcessesRemain(
                 f"processes that were killed did not end in {patience_s:g} s: {names}"
             )
-        kill_group(group)
+        _kill(left, and_trackers=passed_s > _TRACKERS_S)
         await asyncio.sleep(_LOOK_S)
 
 
-def _left_of(group: int) -> list[int]:
-    """The processes of a group that have not ended. Reaps those of ours that have."""
+def end_own_group() -> NoReturn:
+    """End this process with all others of its group, at once."""
+    others = [each for each in _living(os.getpgid(0)) if each != os.getpid()]
+    _kill(others, and_trackers=False)
+    os._exit(0)
+
+
+def _kill(processes: Iterable[int], *, and_trackers: bool) -> None:
+    for process in processes:
+        if and_trackers or not _is_tracker(process):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+
+
+def _reap_and_list(group: int) -> list[int]:
+    """Reap those of ours that have ended. Returns what has not."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
+    return _living(group)
+
+
+def _living(group: int) -> list[int]:
+    """List the processes of a group that have not ended; where that cannot be, the group itself."""
     if sys.platform == "linux":
-        return [pid for pid in map(int, _numbers()) if _is_living_member(pid, group)]
+        numbers = (int(name) for name in os.listdir("/proc") if name.isdecimal())
+        return [process for process in numbers if _is_living_member(process, group)]
     try:
         os.killpg(group, 0)
     except (ProcessLookupError, PermissionError):
         return []
-    return [group]
+    return [-group]
 
 
-def _numbers() -> list[str]:
-    return [name for name in os.listdir("/proc") if name.isdecimal()]
+def _is_living_member(process: int, group: int) -> bool:
+    # The name before these may hold anything, brackets and spaces too.
+    fields = _read(process, "stat").rpartition(b")")[2].split()
+    return len(fields) > 2 and int(fields[2]) == group and fields[0] not in (b"Z", b"X")
 
 
-def _is_living_member(pid: int, group: int) -> bool:
+def _is_tracker(process: int) -> bool:
+    return b"multiprocessing.resource_tracker" in _read(process, "cmdline")
+
+
+def _read(process: int, name: str) -> bytes:
+    """Empty if it has ended."""
     try:
-        status = Path(f"/proc/{pid}/stat").read_bytes()
+        return Path(f"/proc/{process}/{name}").read_bytes()
     except OSError:
-        return False
-    # The name before it may hold anything, brackets and spaces too.
-    state, _, group_of_it = status.rpartition(b")")[2].split()[:3]
-    return int(group_of_it) == group and state not in (b"Z", b"X")
+        return b""

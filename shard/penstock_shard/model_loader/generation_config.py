@@ -9,19 +9,22 @@ from typing import Any
 from penstock_shard.checkpoint.untrusted.files import read_object
 from penstock_shard.errors import ModelError, first_line
 from penstock_shard.ipc.sampling_ranges import usable_defaults
-from penstock_shard.models.loaded_model import ModelFacts
 
 
 def generation_defaults(
-    model_dir: Path, facts: ModelFacts, progress: Callable[[str], None]
+    model_dir: Path,
+    stated: tuple[int, ...] | None,
+    vocab_size: int,
+    progress: Callable[[str], None],
 ) -> tuple[tuple[int, ...], dict[str, float]]:
-    """The model's eos ids, and its default sampling values.
+    """The model's eos ids, and its default sampling values. `stated` are the ids of its
+    configuration, None if it has none.
 
     A line of `progress` names each value that cannot be served. Raises ModelError if the file
     cannot be read.
     """
     generation = _read(model_dir)
-    eos_token_ids, outside = _eos_token_ids(generation, facts)
+    eos_token_ids, outside = _eos_token_ids(generation, stated, vocab_size)
     if outside:
         progress(f"eos_token_id: {outside} are not in the vocabulary; left out")
     defaults, unusable = usable_defaults(_stated_sampling(generation))
@@ -31,15 +34,15 @@ def generation_defaults(
 
 
 def _eos_token_ids(
-    generation: dict[str, Any], facts: ModelFacts
+    generation: dict[str, Any], configured: tuple[int, ...] | None, vocab_size: int
 ) -> tuple[tuple[int, ...], list[int]]:
     """Eos ids from generation_config.json, else from the configuration, () if none has any; and
     apart those outside the vocabulary, as banning them before min_tokens would index out of range.
     """
     stated = as_ids(generation.get("eos_token_id"))
     if stated is None:
-        stated = facts.eos_token_ids or ()
-    usable = tuple(token_id for token_id in stated if 0 <= token_id < facts.vocab_size)
+        stated = configured or ()
+    usable = tuple(token_id for token_id in stated if 0 <= token_id < vocab_size)
     return usable, [token_id for token_id in stated if token_id not in usable]
 
 

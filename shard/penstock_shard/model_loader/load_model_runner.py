@@ -124,7 +124,9 @@ def _info(
     """The runner's `RunnerInfo`. Raises ModelError if the model's files cannot be read."""
     loaded, checks, weights_hash = load.loaded, load.checks, load.weights_hash
     model, ops = loaded.model, loaded.ops
-    eos_token_ids, defaults = generation_defaults(model_dir, loaded.facts, progress)
+    eos_token_ids, defaults = generation_defaults(
+        model_dir, loaded.facts.eos_token_ids, loaded.facts.vocab_size, progress
+    )
     embedding = _embedding(config, model_dir, model, progress)
     ranks = config.tensor_parallel_size
     return RunnerInfo(

@@ -12,6 +12,7 @@ import errno
 import functools
 import logging
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 
 import grpc
@@ -35,7 +36,7 @@ from penstock_shard.kv_transfer.shared_memory import make_shared_memory, map_sha
 from penstock_shard.server import proto_codec
 from penstock_shard.server.adapter_list import open_adapter_list
 from penstock_shard.server.auth import KeyCheck
-from penstock_shard.server.engine_process import Standby, start_engine
+from penstock_shard.server.engine_process import Standby, StartProcess, VllmEngines, start_engine
 from penstock_shard.server.kv.peers import KvPeers
 from penstock_shard.server.kv.service import KvTransferServicer
 from penstock_shard.server.kv.transfers import BlockTransfers
@@ -74,7 +75,9 @@ async def serve(config: ShardConfig) -> int:
     except TlsFilesUnusable as error:
         _complain(f"--kv-peer-ca-file: {error}")
         return USAGE_STATUS
-    start = functools.partial(start_engine, memory)
+    start: StartProcess = functools.partial(start_engine, memory)
+    if config.engine == "vllm":
+        start = VllmEngines(config.engine_python or sys.executable).start
     standby = _standby(config, start)
     engine = EngineSupervisor(
         config,

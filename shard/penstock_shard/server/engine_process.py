@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 from collections.abc import Awaitable, Callable
 
+import penstock_common
+import penstock_shard
 from penstock_common.child_environment import HUB
 from penstock_shard.ipc import messages
 from penstock_shard.ipc.child_process import ChildProcess, start_child
@@ -22,7 +26,7 @@ async def start_engine(
     of KV blocks. Raises `OSError` where the system refuses, for lack of memory or descriptors say.
     """
     # OpenMP threads that spin while they wait would take the processor from other threads.
-    added = {"OMP_WAIT_POLICY": "PASSIVE"}
+    added = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
     arguments = [messages.NO_HOST_MEMORY if host_memory is None else str(host_memory)]
     return await start_child(
         "penstock_shard.engine.main",
@@ -31,6 +35,31 @@ async def start_engine(
         arguments=[*arguments, messages.IMPORT_FIRST] if imports_first else arguments,
         descriptors=() if host_memory is None else [host_memory],
     )
+
+
+class VllmEngines:
+    """Starts engine processes in the environment that has vLLM.
+
+    Nothing of penstock is installed there: links to our packages are on its path, so engine and
+    server are of one version.
+    """
+
+    def __init__(self, python: str) -> None:
+        self._python = python
+        self._packages = tempfile.TemporaryDirectory(prefix="penstock-engine-")
+        for package in (penstock_shard, penstock_common):
+            (place,) = package.__path__
+            os.symlink(place, os.path.join(self._packages.name, package.__name__))
+
+    async def start(self) -> ChildProcess:
+        """Raises OSError where there is no such Python, or the system refuses a process."""
+        return await start_child(
+            "penstock_shard.vllm_engine.main",
+            *HUB,
+            *("VLLM_", "RAY_", "FLASHINFER_", "TVM_"),
+            added={"PYTHONPATH": self._packages.name},
+            python=self._python,
+        )
 
 
 class Standby:

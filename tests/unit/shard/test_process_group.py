@@ -114,7 +114,33 @@ print(psutil.Process().children(recursive=True))
 
 
 async def test_what_does_not_end_is_named_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_group, "_left_of", lambda group: [group + 1, group])
-    monkeypatch.setattr(process_group, "kill_group", lambda group: None)
+    monkeypatch.setattr(process_group, "_reap_and_list", lambda group: [group + 1, group])
+    monkeypatch.setattr(process_group, "_kill", lambda processes, and_trackers: None)
     with pytest.raises(ProcessesRemain, match=r"did not end in 0\.1 s: 7, 8"):
         await end_group(7, 0.1)
+
+
+async def test_shared_memory_of_killed_processes_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = """
+import socket, sys, time
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=4096)
+socket.socket(fileno=int(sys.argv[1])).sendall(memory.name.encode().ljust(32))
+time.sleep(600)
+"""
+    (tmp_path / "with_memory.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    child = await start_child("with_memory")
+    name = (await child.reader.readexactly(32)).decode().strip()
+    assert name in os.listdir("/dev/shm")
+    (leader,) = [each for each in psutil.Process().children() if "with_memory" in each.cmdline()]
+    async with asyncio.timeout(20):
+        # It has begun once it is a program of its own.
+        while not any(map(process_group._is_tracker, members_of(leader.pid))):
+            await asyncio.sleep(0.01)
+        child.kill()
+        await child.wait()
+    child.writer.transport.abort()
+    assert name not in os.listdir("/dev/shm")

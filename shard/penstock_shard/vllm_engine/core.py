@@ -1,0 +1,86 @@
+"""vLLM's engine core in processes of its own: what is imported of vLLM, and all that is called.
+
+Level: the client of the core, below `AsyncLLM`. Outputs come by the step, and no task stands for a
+request.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+# Set before vLLM is imported. Its logging would close ours; a child that is forked would keep our
+# link open; no statistics of use are sent; no plugins run.
+ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_CONFIGURE_LOGGING": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "",
+}
+
+
+def configure(arguments: Mapping[str, Any]) -> Any:
+    """vLLM's configuration. Raises ValueError, TypeError, OSError, as it finds the arguments."""
+    os.environ.update(ENVIRONMENT)
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    return AsyncEngineArgs(**arguments).create_engine_config()
+
+
+def version() -> str:
+    """The version of vLLM that is installed here."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+class VllmCore:
+    """Processes that schedule and compute. Made within a running event loop; blocks it while the
+    model is loaded.
+    """
+
+    def __init__(self, config: Any) -> None:
+        from vllm.renderers import renderer_from_config
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.engine.core_client import EngineCoreClient
+        from vllm.v1.engine.input_processor import InputProcessor
+        from vllm.v1.executor import Executor
+
+        self._make_sampling = SamplingParams
+        self._client = EngineCoreClient.make_async_mp_client(
+            vllm_config=config,
+            executor_class=Executor.get_class(config),
+            # Without statistics the core says nothing of a step that gives no token.
+            log_stats=True,
+        )
+        self._inputs = InputProcessor(config, renderer_from_config(config))
+
+    async def add(
+        self,
+        core_id: str,
+        prompt: Mapping[str, Any],
+        sampling: Mapping[str, Any],
+        bad_words: list[list[int]],
+        priority: int,
+    ) -> None:
+        """Raises ValueError for what vLLM does not take."""
+        params = self._make_sampling(**sampling)
+        request = self._inputs.process_inputs(
+            core_id, dict(prompt), params, ("generate",), priority=priority
+        )
+        if bad_words:
+            request.sampling_params._bad_words_token_ids = bad_words
+        await self._client.add_request_async(request)
+
+    async def abort(self, core_ids: list[str]) -> None:
+        """Nothing more comes of these requests."""
+        await self._client.abort_requests_async(core_ids)
+
+    async def step(self) -> Any:
+        """The next step's `EngineCoreOutputs`. Raises an error of vLLM's when the core is dead."""
+        return await self._client.get_output_async()
+
+    def check_alive(self) -> None:
+        """Raises an error of vLLM's when the core is dead, which it may be between steps."""
+        self._client.ensure_alive()

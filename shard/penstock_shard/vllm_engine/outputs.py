@@ -1,0 +1,71 @@
+"""What vLLM's core gave in a step -> outputs of a shard. Takes vLLM's objects by their fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.logprobs import Logprobs
+from penstock_shard.ipc.messages import Error, Output
+from penstock_shard.ipc.request import FinishReason, Request
+
+_FINISH = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.ABORTED,
+}
+
+
+@dataclass(slots=True)
+class Progress:
+    """A request in the core, and what came of it."""
+
+    request: Request
+    num_output: int
+    num_scored: int = 0
+    # Whether the core began to compute it, and whether the server was told.
+    is_started: bool = False
+
+
+def read_output(progress: Progress, given: Any) -> Output:
+    """The output of one request, from vLLM's `EngineCoreOutput`."""
+    request = progress.request
+    token_ids = list(given.new_token_ids)
+    output = Output(request.request_id, request.attempt, progress.num_output, token_ids)
+    progress.num_output += len(token_ids)
+    if given.new_logprobs is not None:
+        output.logprobs = _logprobs(*given.new_logprobs[:3], top_n=request.logprobs or 0)
+    if given.new_prompt_logprobs_tensors is not None:
+        columns = [each.numpy() for each in given.new_prompt_logprobs_tensors[:3]]
+        output.prompt_logprobs = _logprobs(*columns, top_n=request.prompt_logprobs or 0)
+        output.prompt_logprobs_start = 1 + progress.num_scored
+        progress.num_scored += len(columns[0])
+    if given.prefill_stats is not None:
+        output.cached_tokens = given.prefill_stats.num_cached_tokens
+    if given.finish_reason is not None:
+        _end(output, str(given.finish_reason), given.stop_reason)
+    return output
+
+
+def _end(output: Output, reason: str, stop_reason: Any) -> None:
+    output.finish = _FINISH.get(reason)
+    if output.finish is None:
+        output.error = Error(Code.INTERNAL, f"vLLM ended this request: {reason}")
+    elif output.finish is FinishReason.STOP:
+        last = output.token_ids[-1] if output.token_ids else None
+        output.stop_token_id = stop_reason if isinstance(stop_reason, int) else last
+
+
+def _logprobs(ids: Any, logprobs: Any, ranks: Any, *, top_n: int) -> Logprobs:
+    """Columns of rows that hold the chosen token first, and then the best ones."""
+    best = slice(1, 1 + top_n)
+    return Logprobs(
+        chosen=logprobs[:, 0].tolist(),
+        ranks=ranks.tolist(),
+        top_n=top_n,
+        best_ids=bytearray(np.ascontiguousarray(ids[:, best], dtype="<u4").tobytes()),
+        best_logprobs=bytearray(np.ascontiguousarray(logprobs[:, best], dtype="<f4").tobytes()),
+    )

@@ -1,0 +1,228 @@
+"""vLLM's own core behind a shard, with its build for processors: `make soak` installs it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.processes import Shard, is_alive, running, wait_until
+
+from penstock_client import (
+    Constraint,
+    ConstraintKind,
+    FinishReason,
+    GenerationRequest,
+    NotServed,
+    Output,
+    SamplingParams,
+    ShardClient,
+    ShardUnavailable,
+)
+
+ENVIRONMENT = Path(__file__).parents[2] / ".venv-clients" / "vllm"
+PYTHON = ENVIRONMENT / "bin" / "python"
+START_S = 240.0
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make soak does that"),
+]
+
+
+def start(folder: Path, *flags: str) -> Shard:
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
+    sizes = ("--max-num-seqs", "8", "--max-model-len", "512", "--dtype", "float32")
+    engine = ("--engine", "vllm", "--engine-python", str(PYTHON), "--enforce-eager")
+    return Shard(folder / "log", *engine, *sizes, "--runner", "model", *flags)
+
+
+def family(shard: Shard) -> list[psutil.Process]:
+    """The processes of its engine, which is vLLM's here, and of what that started."""
+    everyone = psutil.Process(shard.process.pid).children(recursive=True)
+    return [each for each in everyone if "vllm" in " ".join(each.cmdline()).lower()]
+
+
+def named(shard: Shard, name: str) -> psutil.Process:
+    return next(each for each in family(shard) if name in " ".join(each.cmdline()))
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shard]:
+    shard = start(tmp_path_factory.mktemp("vllm"))
+    try:
+        shard.wait_healthy(START_S)
+        yield shard
+    finally:
+        shard.close()
+
+
+@pytest.fixture
+async def client(shard: Shard) -> AsyncIterator[ShardClient]:
+    async with ShardClient(shard.address) as client:
+        yield client
+
+
+GREEDY = SamplingParams(temperature=0.0)
+PROMPT = list(range(40, 60))
+
+
+async def outputs_of(client: ShardClient, request: GenerationRequest) -> list[Output]:
+    return [output async for output in client.generate(request)]
+
+
+async def tokens_of(client: ShardClient, request: GenerationRequest) -> list[int]:
+    return [i for output in await outputs_of(client, request) for i in output.token_ids]
+
+
+def asked(sampling: SamplingParams = GREEDY, **fields: Any) -> GenerationRequest:
+    given = {"max_tokens": 16, "ignore_eos": True, **fields}
+    return GenerationRequest(PROMPT, sampling, **given)
+
+
+# ---- What it computes --------------------------------------------------------------------------
+
+
+async def test_tokens_and_log_probabilities_are_those_of_penstocks_own_engine(
+    client: ShardClient, tmp_path: Path
+) -> None:
+    request = asked(logprobs=2, prompt_logprobs=1)
+    own = Shard(tmp_path / "log", "--runner", "model", "--dtype", "float32")
+    with running(own):
+        async with ShardClient(own.address) as other:
+            theirs, ours = await outputs_of(client, request), await outputs_of(other, request)
+            for who in (client, other):
+                info = await who.info()
+                assert (info.model, info.eos_token_ids) == ("penstock-toy", info.eos_token_ids)
+            assert (await client.info()).weights_hash == (await other.info()).weights_hash
+    assert [i for each in theirs for i in each.token_ids] == [i for o in ours for i in o.token_ids]
+    for name in ("logprobs", "prompt_logprobs"):
+        found, expected = (_columns(each, name) for each in (theirs, ours))
+        assert found["top_token_ids"] == expected["top_token_ids"]
+        for column in ("chosen", "top_logprobs"):
+            assert found[column] == pytest.approx(expected[column], abs=2e-3)
+
+
+def _columns(outputs: list[Output], name: str) -> dict[str, list[Any]]:
+    parts = [part for output in outputs if (part := getattr(output, name)) is not None]
+    return {
+        "chosen": [x for part in parts for x in part.chosen],
+        "top_token_ids": [x for part in parts for x in part.top_token_ids],
+        "top_logprobs": [x for part in parts for x in part.top_logprobs],
+    }
+
+
+async def test_each_parameter_does_what_it_says(client: ShardClient) -> None:
+    plain = await tokens_of(client, asked())
+    first = plain[0]
+    banned = await tokens_of(client, asked(SamplingParams(temperature=0.0, bad_words=((first,),))))
+    assert first not in banned
+    pushed = SamplingParams(temperature=0.0, logit_bias={77: 100.0})
+    assert set(await tokens_of(client, asked(pushed))) == {77}
+    allowed = SamplingParams(temperature=0.0, allowed_token_ids=(80, 81))
+    assert set(await tokens_of(client, asked(allowed))) <= {80, 81}
+    (stopped,) = [
+        o for o in await outputs_of(client, asked(stop_token_ids=[first])) if o.finish_reason
+    ]
+    assert (stopped.finish_reason, stopped.stop_token_id) == (FinishReason.STOP, first)
+    later = await tokens_of(client, asked(stop_token_ids=[first], min_tokens=5))
+    assert first not in later[:5]
+    seeded = asked(SamplingParams(temperature=1.5, seed=2**64 - 3))
+    assert await tokens_of(client, seeded) == await tokens_of(client, seeded)
+
+
+async def test_greedy_tokens_go_on_after_the_output_that_a_request_brings(
+    client: ShardClient,
+) -> None:
+    whole = await tokens_of(client, asked())
+    rest = asked(output_token_ids=whole[:7])
+    outputs = await outputs_of(client, rest)
+    assert outputs[0].first_position == 7
+    assert [i for each in outputs for i in each.token_ids] == whole[7:]
+
+
+async def test_what_it_does_not_serve_is_refused_by_name_and_ends_alone(
+    client: ShardClient,
+) -> None:
+    refused = {
+        "regex": asked(constraint=Constraint(ConstraintKind.REGEX, "a+")),
+        "typical_p": asked(SamplingParams(temperature=1.0, typical_p=0.5)),
+        "temperature": asked(SamplingParams(temperature=5.0)),
+        "logit_bias": asked(SamplingParams(logit_bias=dict.fromkeys(range(1100), 1.0))),
+        "presence_penalty": asked(SamplingParams(presence_penalty=1.0), output_token_ids=[50]),
+    }
+    whole = asyncio.create_task(tokens_of(client, asked(max_tokens=64)))
+    for field, request in refused.items():
+        with pytest.raises(NotServed, match=field):
+            await tokens_of(client, request)
+    assert len(await whole) == 64
+
+
+async def test_nothing_runs_a_second_after_all_have_left(client: ShardClient) -> None:
+    async def read_one(number: int) -> None:
+        request = dataclasses.replace(asked(max_tokens=400), prompt_token_ids=[5, 6, number])
+        async for _ in client.generate(request):
+            return
+
+    await asyncio.gather(*(read_one(number) for number in range(6)))
+    async with asyncio.timeout(1.0):
+        async for load in client.watch_load():
+            if not load.running and not load.waiting:
+                return
+
+
+# ---- How it ends -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", ["EngineCore", "Worker", "penstock_shard.vllm_engine.main"])
+async def test_whatever_dies_of_it_all_of_it_ends_and_another_serves(
+    shard: Shard, client: ShardClient, victim: str
+) -> None:
+    await tokens_of(client, asked(max_tokens=1))
+    before = family(shard)
+    stream = asyncio.create_task(tokens_of(client, asked(max_tokens=400)))
+    await asyncio.sleep(0.5)
+    named(shard, victim).send_signal(signal.SIGKILL)
+    with pytest.raises(ShardUnavailable):
+        await stream
+    await asyncio.to_thread(_wait_for_end, before)
+    await asyncio.to_thread(shard.wait_healthy, START_S)
+    assert len(await tokens_of(client, asked())) == 16
+
+
+def _wait_for_end(processes: list[psutil.Process]) -> None:
+    over = "all of vLLM's processes have ended"
+    wait_until(lambda: not any(map(is_alive, processes)), timeout_s=30, what=over)
+
+
+def test_nothing_is_left_of_it_when_its_server_is_killed(tmp_path: Path) -> None:
+    others = _shared_memory()
+    shard = start(tmp_path)
+    try:
+        shard.wait_healthy(START_S)
+        before = family(shard)
+        shared = _shared_memory() - others
+        assert shared
+        shard.process.send_signal(signal.SIGKILL)
+        _wait_for_end(before)
+        wait_until(
+            lambda: (
+                not {name for name in shared if name.startswith("psm_")}
+                & set(os.listdir("/dev/shm"))
+            ),
+            timeout_s=10,
+            what="its shared memory is removed",
+        )
+    finally:
+        shard.close()
+
+
+def _shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("psm_")}
