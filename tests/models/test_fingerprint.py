@@ -10,8 +10,11 @@ import importlib.metadata
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from contract.sources import PACKAGES, Module, imports, product_modules
 from models.driver import load
 
@@ -149,3 +152,14 @@ def test_the_fingerprint_names_all_that_decides_about_bits(
         monkeypatch.setattr(f"penstock_shard.model_loader.fingerprint.{name}", "5.99.0")
         others.append(named())
     assert len({first, *others}) == 11
+
+
+def test_kernels_of_layers_are_hashed_on_a_gpu_whatever_computes_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fingerprint, "_device", lambda device: (str(device),))
+    backend = SimpleNamespace(name="flash_attn")
+    ops: Any = SimpleNamespace(device=torch.device("cuda"), backend=backend, weights="bfloat16")
+    assert fingerprint._kernels(ops)[0] == fingerprint._triton_hash()
+    ops.device = torch.device("cpu")
+    assert fingerprint._triton_hash() not in fingerprint._kernels(ops)

@@ -94,7 +94,8 @@ def _kernels(ops: Ops) -> tuple[str, ...]:
     """Hash of the kernels, with the compiler's version and the device for Triton's."""
     if isinstance(ops, CpuOps) and ops.weights == "bfloat16" and ops.kernels.uses_tiles:
         return (kernel_hash(), "tiles")
-    if ops.backend.name != "triton":
+    # On a GPU layers are computed by Triton's kernels, whatever computes attention.
+    if ops.device.type == "cpu" and ops.backend.name != "triton":
         return (kernel_hash(),)
     return (_triton_hash(), importlib.metadata.version("triton"), *_device(ops.device))
 
