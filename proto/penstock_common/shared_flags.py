@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -66,14 +67,22 @@ def key(variable: str, help: str, *, default: str | None = None, group: str = ""
     )
 
 
-def add_api_key(group: argparse._ActionsContainer, about: str) -> None:
+# Variables of keys: which a router asks for, and which shards do unless it is the same.
+API_KEY = ("PENSTOCK_API_KEY",)
+SHARD_API_KEY = ("PENSTOCK_SHARD_API_KEY", *API_KEY)
+
+
+def add_api_key(
+    group: argparse._ActionsContainer, about: str, variables: Sequence[str] = API_KEY
+) -> None:
     """--api-key of a tool; one from the environment is checked as one that is given."""
+    named = " or ".join(variables)
     group.add_argument(
         "--api-key",
-        default=os.environ.get("PENSTOCK_API_KEY"),
-        type=functools.partial(usable_key, source="a key (or PENSTOCK_API_KEY)"),
+        default=next((os.environ[name] for name in variables if name in os.environ), None),
+        type=functools.partial(usable_key, source=f"a key (or {named})"),
         metavar="KEY",
-        help=f"{about} (default: PENSTOCK_API_KEY)",
+        help=f"{about} (default: {named})",
     )
 
 
