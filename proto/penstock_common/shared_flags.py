@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from penstock_common.flags import OneLineParser, flag, one_of, usable_key
+from penstock_common.flags import OneLineParser, first_set, flag, one_of, usable_key
 from penstock_common.logs import FORMATS
 from penstock_common.tracing.trace_export import ENDPOINT_VARIABLE, TracingConfig, read_tracing
 
@@ -54,15 +54,18 @@ def model_name(model: str | None) -> str:
     return path.name.removesuffix(".gguf") or model
 
 
-def key(variable: str, help: str, *, default: str | None = None, group: str = "") -> Any:
+def key(
+    variables: str | Sequence[str], help: str, *, default: str | None = None, group: str = ""
+) -> Any:
     """A flag for a key that a variable of the environment may give too."""
+    variables = (variables,) if isinstance(variables, str) else variables
     return flag(
         default,
-        help if "default" in help else f"{help} (default: {variable})",
+        help if "default" in help else f"{help} (default: {' or '.join(variables)})",
         group=group,
         metavar="KEY",
         read=usable_key,
-        variable=variable,
+        variables=variables,
         secret=True,
     )
 
@@ -79,7 +82,7 @@ def add_api_key(
     named = " or ".join(variables)
     group.add_argument(
         "--api-key",
-        default=next((os.environ[name] for name in variables if name in os.environ), None),
+        default=os.environ.get(first_set(variables) or ""),
         type=functools.partial(usable_key, source=f"a key (or {named})"),
         metavar="KEY",
         help=f"{about} (default: {named})",

@@ -15,6 +15,7 @@ from penstock_common.flags import flag, short, size, size_with_unit
 from penstock_common.request_bounds import MAX_ADAPTER_NAME_CHARACTERS
 from penstock_common.shared_flags import (
     OBSERVING,
+    SHARD_API_KEY,
     SHARD_PORT,
     ObservingConfig,
     key,
@@ -91,7 +92,7 @@ class ShardConfig(ObservingConfig):
 
     host: str = flag("127.0.0.1", "address", group="server")
     port: int = _port(SHARD_PORT, "port")
-    api_key: str | None = key("PENSTOCK_API_KEY", "refuse calls without it")
+    api_key: str | None = key(SHARD_API_KEY, "refuse calls without it")
     tls_cert_file: str | None = flag(
         None,
         "speak TLS with this certificate, read again when it changes",

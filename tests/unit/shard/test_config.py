@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock_common.shared_flags import SHARD_API_KEY
 from penstock_shard.cli import parse_config
 from penstock_shard.config import ShardConfig
 
@@ -18,7 +19,8 @@ def test_a_step_has_a_row_of_logits_for_each_sequence_and_each_draft() -> None:
 
 
 def test_no_flags_are_the_defaults_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+    for name in SHARD_API_KEY:
+        monkeypatch.delenv(name, raising=False)
     assert parse_config([]) == ShardConfig()
 
 
@@ -38,6 +40,10 @@ def test_the_key_comes_from_the_environment_when_no_flag_gives_it(
 ) -> None:
     monkeypatch.setenv("PENSTOCK_API_KEY", "env")
     assert parse_config([]).api_key == "env"
+    assert parse_config(["--api-key", "flag"]).api_key == "flag"
+    # As the router sends it.
+    monkeypatch.setenv("PENSTOCK_SHARD_API_KEY", "of shards")
+    assert parse_config([]).api_key == "of shards"
     assert parse_config(["--api-key", "flag"]).api_key == "flag"
 
 
