@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import socket
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from penstock_common.shared_flags import (
     model_name,
 )
 
+_ALL_ADDRESSES = ("", "0.0.0.0", "::")
 _count = functools.partial(flag, at_least=1)
 _port = functools.partial(flag, at_least=0, at_most=65535)
 
@@ -413,8 +415,11 @@ class ShardConfig(ObservingConfig):
 
     @property
     def log_name(self) -> str:
-        """The name of this shard in its own log; empty where its port is not known yet."""
-        return f"{self.host}:{self.port}" if self.port else ""
+        """The name of this shard in its own log; empty where its port is not known yet. One that
+        listens on all addresses has its machine's: in a container the name that others know.
+        """
+        host = socket.gethostname() if self.host in _ALL_ADDRESSES else self.host
+        return f"{host}:{self.port}" if self.port else ""
 
     @property
     def serves_adapters(self) -> bool:

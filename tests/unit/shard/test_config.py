@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,14 @@ def test_an_empty_key_in_the_environment_does_not_serve_without_one(
         parse_config([])
     assert ended.value.code == 2
     assert "PENSTOCK_API_KEY: a key is printable ASCII, not empty" in capsys.readouterr().err
+
+
+def test_a_shard_on_all_addresses_has_its_machines_name_in_its_log() -> None:
+    """Of a container all addresses would be the same in every log."""
+    here = socket.gethostname()
+    for host in ("0.0.0.0", "::"):
+        assert parse_config(["--host", host, "--port", "5"]).log_name == f"{here}:5"
+    assert parse_config(["--host", "10.0.0.5", "--port", "5"]).log_name == "10.0.0.5:5"
 
 
 def test_the_model_is_served_under_its_first_name() -> None:
