@@ -42,11 +42,11 @@ _VARIABLES = {
 }
 
 
-def program(name: str) -> str:
+def program(name: str, package: str = "prometheus") -> str:
     """Skips the test without it, or fails it where all must run: CI sets CI."""
     found = shutil.which(name)
     if found is None:
-        missing = f"no {name}; it is in Debian's package prometheus"
+        missing = f"no {name}; it is in Debian's package {package}"
         if os.environ.get("CI"):
             pytest.fail(missing)
         pytest.skip(missing)
@@ -343,6 +343,26 @@ def test_the_alert_rules_and_the_configuration_are_valid() -> None:
         command = [program("promtool"), "check", what, str(DEPLOY / "prometheus" / name)]
         checked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
         assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_examples_of_the_configuration_are_valid_too(tmp_path: Path) -> None:
+    """An Alertmanager, and a router with HTTPS: lines to be taken out of their comments."""
+    text = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
+    examples = re.compile(
+        r"^( *)# (?=alerting:|  alertm|    - static|        - tar|scheme:|tls_)", re.M
+    )
+    written, count = examples.subn(r"\1", text)
+    assert count == 6
+    (tmp_path / "ca.crt").write_text("")
+    written = written.replace("/etc/prometheus", str(tmp_path))
+    (tmp_path / "prometheus.yml").write_text(written)
+    shutil.copy(DEPLOY / "prometheus" / "alerts.yml", tmp_path)
+    command = [program("promtool"), "check", "config", str(tmp_path / "prometheus.yml")]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    config = yaml.safe_load(written)
+    assert config["alerting"]["alertmanagers"]
+    assert config["scrape_configs"][0]["scheme"] == "https"
 
 
 def test_router_and_shards_agree_on_how_many_tokens_there_were(watched: Watched) -> None:
