@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import http.client
 import json
@@ -18,12 +19,12 @@ from penstock_cli.arguments import (
     shard_or_router,
     shard_tls,
 )
-from penstock_cli.router_errors import ASK_AS_ROUTER, NEEDS_KEY, reason, refusal
+from penstock_cli.router_errors import ASK_AS_ROUTER, SHARD_NEEDS_KEY, reason, refusal
 from penstock_client.errors import PenstockError, Unauthenticated
 from penstock_client.rpc.shard_client import ShardClient
 from penstock_client.types import LoadReport, ShardInfo
 from penstock_common.logs import escape
-from penstock_common.shared_flags import SHARD_PORT, add_api_key
+from penstock_common.shared_flags import API_KEY, SHARD_API_KEY, SHARD_PORT, add_api_key
 from penstock_common.tls import Tls
 from penstock_proto.transport import SPEAKS_HTTP
 
@@ -33,6 +34,15 @@ _Rows = list[tuple[str, object]]
 
 
 def main(arguments: Sequence[str]) -> int:
+    parser = _parser(SHARD_API_KEY)
+    args = parser.parse_args(arguments)
+    if is_router(args.target):
+        # The key for shards is not for a router.
+        return _show_router(args.target, _parser(API_KEY).parse_args(arguments).api_key)
+    return _show_shard(args.target, args.api_key, shard_tls(parser, args))
+
+
+def _parser(key_variables: Sequence[str]) -> argparse.ArgumentParser:
     parser = parser_for(
         "info", "Show what a shard serves, and how busy it is, or which models a router serves."
     )
@@ -45,19 +55,16 @@ def main(arguments: Sequence[str]) -> int:
         help="HOST:PORT of a shard, or the http:// or https:// address of a router "
         "(default: %(default)s)",
     )
-    add_api_key(parser, "API key to send")
+    add_api_key(parser, "API key to send; a router is not sent a shard's", key_variables)
     add_shard_tls(parser)
-    args = parser.parse_args(arguments)
-    if is_router(args.target):
-        return _show_router(args.target, args.api_key)
-    return _show_shard(args.target, args.api_key, shard_tls(parser, args))
+    return parser
 
 
 def _show_shard(address: str, api_key: str | None, tls: Tls | None) -> int:
     try:
         info, load = asyncio.run(_ask(address, api_key, tls))
     except PenstockError as error:
-        remedy = NEEDS_KEY if isinstance(error, Unauthenticated) else ""
+        remedy = SHARD_NEEDS_KEY if isinstance(error, Unauthenticated) else ""
         told = str(error).replace(SPEAKS_HTTP, ASK_AS_ROUTER + address)
         return _failed(f"{told}{remedy}")
     _print(_rows(info, load))

@@ -29,7 +29,7 @@ from penstock_client.fleet.shard_state import ShardState
 from penstock_client.types import FinishReason, GenerationRequest, Objective, ShardInfo
 from penstock_common.logs import escape
 from penstock_common.request_bounds import GREEDY_TEMPERATURE
-from penstock_common.shared_flags import add_api_key
+from penstock_common.shared_flags import SHARD_API_KEY, add_api_key
 
 _DESCRIPTION = """\
 Generate again what an audit log recorded, and compare token by token. Exit status: 0 when every
@@ -99,7 +99,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="HOST:PORT,...",
         help="shards to do it on",
     )
-    add_api_key(parser, "API key to send")
+    add_api_key(parser, "API key to send", SHARD_API_KEY)
     add_shard_tls(parser)
     parser.add_argument("--key-file", metavar="FILE", help="the log's key, if it has one")
     parser.add_argument(

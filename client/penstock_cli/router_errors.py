@@ -16,6 +16,7 @@ ASK_AS_ROUTER = "an HTTP server answers there: ask a router as http://"
 # What a connection that the other side closes without a word raises here.
 _CLOSED = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
 NEEDS_KEY = "; give the right one with --api-key or PENSTOCK_API_KEY"
+SHARD_NEEDS_KEY = NEEDS_KEY.replace("PENSTOCK_", "PENSTOCK_SHARD_")
 # OpenSSL's codes of a certificate that is not valid yet, and of one that has expired.
 _WRONG_TIME = (9, 10)
 # Of an error that a server can send any length of.

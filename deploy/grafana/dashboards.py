@@ -235,6 +235,18 @@ OVERVIEW = Dashboard(
                     "A model that is down, or was scaled to zero, is at 0.",
                 ),
                 Panel(
+                    "Shards that do not serve",
+                    "short",
+                    (
+                        (
+                            f'max by (shard, state) ({R}shard_state{{state!="serving"}})',
+                            "{{shard}} {{state}}",
+                        ),
+                    ),
+                    "Each for as long as it is loading, draining or gone. Empty: all serve.",
+                    stacked=True,
+                ),
+                Panel(
                     "The event loop's lag",
                     "s",
                     (
@@ -253,6 +265,44 @@ OVERVIEW = Dashboard(
                         ),
                     ),
                     stacked=True,
+                ),
+            ),
+        ),
+        Row(
+            "What is kept and what is seen",
+            (
+                Panel(
+                    "Calls of the response store that failed",
+                    "short",
+                    (
+                        (
+                            f"sum by (instance) ({rate(R + 'store_failures_total')})",
+                            "{{instance}}",
+                        ),
+                    ),
+                    "Per second. Each is a response that was not stored, or not found.",
+                    stacked=True,
+                ),
+                Panel(
+                    "Audit records that were lost",
+                    "short",
+                    (
+                        (
+                            f"sum by (instance) ({rate(R + 'audit_dropped_total')})",
+                            "{{instance}}",
+                        ),
+                    ),
+                    "Per second.",
+                    stacked=True,
+                ),
+                Panel(
+                    "Scraped by Prometheus",
+                    "bool_yes_no",
+                    (
+                        ('up{job="penstock-router"}', "router {{instance}}"),
+                        ('up{job="penstock-shard"}', "shard {{instance}}"),
+                    ),
+                    "No: its other panels are empty, and alerts about it cannot fire.",
                 ),
             ),
         ),
@@ -337,6 +387,31 @@ SHARDS = Dashboard(
                     "short",
                     by_instance("preemptions_total", per_second=True),
                     "Sequences per second. More than a few mean that KV memory is short.",
+                ),
+                Panel(
+                    "KV blocks for the disk",
+                    "short",
+                    (
+                        (
+                            rate(f"{S}kv_disk_saved_blocks_total{INSTANCE}"),
+                            "{{instance}} written",
+                        ),
+                        (
+                            rate(f"{S}kv_disk_dropped_blocks_total{INSTANCE}"),
+                            "{{instance}} not taken",
+                        ),
+                    ),
+                    "Per second, with --kv-disk. A disk that is full or fails takes none.",
+                ),
+                Panel(
+                    "KV blocks of peers and disks that were no good",
+                    "short",
+                    (
+                        (rate(f"{S}kv_refused_blocks_total{INSTANCE}"), "{{instance}} peers"),
+                        (rate(f"{S}kv_disk_damaged_blocks_total{INSTANCE}"), "{{instance}} disk"),
+                    ),
+                    "Per second; their tokens are computed. Above 0 something is not sound.",
+                    stacked=True,
                 ),
                 Panel(
                     "Waiting for the first step",
@@ -448,7 +523,7 @@ def _variables(dashboard: Dashboard) -> list[dict[str, Any]]:
 def scoped(query: str, by: Sequence[str] = _SCOPE) -> str:
     """The query about what was chosen: each of its series gets these labels."""
     chosen = ",".join(f'{name}=~"${name}"' for name in by)
-    labelled = re.sub(rf"\b(?:{R}|{S})\w+", rf"\g<0>{{{chosen}}}", query)
+    labelled = re.sub(rf"\b(?:(?:{R}|{S})\w+|up(?={{))", rf"\g<0>{{{chosen}}}", query)
     return labelled.replace("}{", ",").replace("{}", "")
 
 

@@ -93,8 +93,9 @@ class FlagOptions(TypedDict, total=False):
     # The value of a text, where the field's type does not say it; raises `ArgumentTypeError`.
     read: Callable[[str], Any]
     choices: Sequence[str]
-    # A variable of the environment that gives the value where the flag does not.
-    variable: str
+    # Variables of the environment, of which the first that is set gives the value where the flag
+    # does not.
+    variables: Sequence[str]
     # The flag may be repeated, and this makes the field of all its values.
     gather: Callable[[list[Any]], Any]
     # It takes one value or more; the field is a tuple of them.
@@ -152,12 +153,12 @@ def read_flags(config: type[Any], parser: OneLineParser, argv: Sequence[str]) ->
     given = vars(parser.parse_args(argv))
     for field in flags_of(config):
         how = field.metadata
-        text = os.environ.get(how.get("variable", ""))
-        if field.name not in given and text is not None:
+        variable = first_set(how.get("variables", ()))
+        if field.name not in given and variable is not None:
             try:
-                given[field.name] = how["read"](text)
+                given[field.name] = how["read"](os.environ[variable])
             except argparse.ArgumentTypeError as error:
-                parser.error(f"{how['variable']}: {error}")
+                parser.error(f"{variable}: {error}")
         if field.name in given and ("gather" in how or "several" in how):
             given[field.name] = how.get("gather", tuple)(given[field.name])
     return given
@@ -312,6 +313,11 @@ def one_of(names: Iterable[str]) -> Callable[[str], str]:
 def choice(names: Collection[str]) -> dict[str, Any]:
     """What argparse is told of a flag whose value is one of these."""
     return {"type": one_of(names), "metavar": f"{{{','.join(names)}}}"}
+
+
+def first_set(variables: Iterable[str]) -> str | None:
+    """The first of these variables that the environment has."""
+    return next((name for name in variables if name in os.environ), None)
 
 
 def usable_key(text: str, source: str = "a key") -> str:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from penstock_common.flags import OneLineParser, flag, one_of, usable_key
+from penstock_common.flags import OneLineParser, first_set, flag, one_of, usable_key
 from penstock_common.logs import FORMATS
 from penstock_common.tracing.trace_export import ENDPOINT_VARIABLE, TracingConfig, read_tracing
 
@@ -53,27 +54,38 @@ def model_name(model: str | None) -> str:
     return path.name.removesuffix(".gguf") or model
 
 
-def key(variable: str, help: str, *, default: str | None = None, group: str = "") -> Any:
+def key(
+    variables: str | Sequence[str], help: str, *, default: str | None = None, group: str = ""
+) -> Any:
     """A flag for a key that a variable of the environment may give too."""
+    variables = (variables,) if isinstance(variables, str) else variables
     return flag(
         default,
-        help if "default" in help else f"{help} (default: {variable})",
+        help if "default" in help else f"{help} (default: {' or '.join(variables)})",
         group=group,
         metavar="KEY",
         read=usable_key,
-        variable=variable,
+        variables=variables,
         secret=True,
     )
 
 
-def add_api_key(group: argparse._ActionsContainer, about: str) -> None:
+# Variables of keys: which a router asks for, and which shards do unless it is the same.
+API_KEY = ("PENSTOCK_API_KEY",)
+SHARD_API_KEY = ("PENSTOCK_SHARD_API_KEY", *API_KEY)
+
+
+def add_api_key(
+    group: argparse._ActionsContainer, about: str, variables: Sequence[str] = API_KEY
+) -> None:
     """--api-key of a tool; one from the environment is checked as one that is given."""
+    named = " or ".join(variables)
     group.add_argument(
         "--api-key",
-        default=os.environ.get("PENSTOCK_API_KEY"),
-        type=functools.partial(usable_key, source="a key (or PENSTOCK_API_KEY)"),
+        default=os.environ.get(first_set(variables) or ""),
+        type=functools.partial(usable_key, source=f"a key (or {named})"),
         metavar="KEY",
-        help=f"{about} (default: PENSTOCK_API_KEY)",
+        help=f"{about} (default: {named})",
     )
 
 

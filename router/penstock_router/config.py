@@ -165,7 +165,7 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         "keys with names, scopes, limits and expiry dates, as `penstock keys` makes them; read "
         "again when it changes (default: PENSTOCK_API_KEYS_FILE)",
         read=str,
-        variable="PENSTOCK_API_KEYS_FILE",
+        variables=("PENSTOCK_API_KEYS_FILE",),
     )
     cors_origins: tuple[str, ...] = flag(
         (),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import socket
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -15,12 +16,14 @@ from penstock_common.flags import flag, short, size, size_with_unit
 from penstock_common.request_bounds import MAX_ADAPTER_NAME_CHARACTERS
 from penstock_common.shared_flags import (
     OBSERVING,
+    SHARD_API_KEY,
     SHARD_PORT,
     ObservingConfig,
     key,
     model_name,
 )
 
+_ALL_ADDRESSES = ("", "0.0.0.0", "::")
 _count = functools.partial(flag, at_least=1)
 _port = functools.partial(flag, at_least=0, at_most=65535)
 
@@ -99,7 +102,7 @@ class ShardConfig(ObservingConfig):
 
     host: str = flag("127.0.0.1", "address", group="server")
     port: int = _port(SHARD_PORT, "port")
-    api_key: str | None = key("PENSTOCK_API_KEY", "refuse calls without it")
+    api_key: str | None = key(SHARD_API_KEY, "refuse calls without it")
     tls_cert_file: str | None = flag(
         None,
         "speak TLS with this certificate, read again when it changes",
@@ -437,8 +440,11 @@ class ShardConfig(ObservingConfig):
 
     @property
     def log_name(self) -> str:
-        """The name of this shard in its own log; empty where its port is not known yet."""
-        return f"{self.host}:{self.port}" if self.port else ""
+        """The name of this shard in its own log; empty where its port is not known yet. One that
+        listens on all addresses has its machine's: in a container the name that others know.
+        """
+        host = socket.gethostname() if self.host in _ALL_ADDRESSES else self.host
+        return f"{host}:{self.port}" if self.port else ""
 
     @property
     def serves_adapters(self) -> bool:

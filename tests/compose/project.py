@@ -97,11 +97,11 @@ class Project:
         self.compose("down", "--volumes", "--timeout", "5")
 
 
-def documented_commands(path: Path, heading: str) -> list[list[str]]:
-    """The commands of each block of a section: those after `$ ` of a console, a whole `sh`."""
+def documented_commands(path: Path, heading: str, whole: str = "sh") -> list[list[str]]:
+    """The commands of each block of a section: those after `$ ` of a console, a `whole` one."""
     section = path.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     assert section, f"{path}: no section {heading}"
-    blocks = re.findall(r"```(console|sh)\n(.*?)```", section, re.DOTALL)
+    blocks = re.findall(rf"```(console|{whole})\n(.*?)```", section, re.DOTALL)
     return [
         [line[2:] for line in text.splitlines() if line.startswith("$ ")]
         if kind == "console"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from compose.project import SERVICES, SHARDS, Project, documented_commands
 from integration.images import ROOT, system
 from integration.manifests import read_compose
 from integration.test_metrics import program
+from support.certificates import Authority
 from support.checkouts import at_revision
 from support.processes import ask, wait_until
 
@@ -156,6 +159,66 @@ def test_two_models_are_served_at_once(project: Project) -> None:
         )
         status, text = ask(f"{url}/v1/completions", body)
         assert (status, json.loads(text)["model"]) == (200, name)
+
+
+def test_keys_a_store_an_audit_log_and_https_as_the_document_says(
+    project: Project, tmp_path: Path
+) -> None:
+    settings = ROOT / "deploy" / ".env"
+    assert not settings.exists(), "it is somebody's: move it away"
+    authority = Authority(tmp_path, "ca")
+    pair = authority.issue("localhost")
+    shutil.copy(pair.cert, tmp_path / "router.crt")
+    shutil.copy(pair.key, tmp_path / "router.key")
+    shutil.copy(authority.file, tmp_path / "ca.crt")
+    blocks = documented_commands(README, "With keys, a store and an audit log")
+    told, keys, running, https = (
+        # Files that the document has in its folder.
+        block.replace("< $file", f"< {tmp_path}/$file").replace(
+            "> audit.log", f"> {tmp_path}/audit.log"
+        )
+        for [block] in blocks
+    )
+    url = f"http://127.0.0.1:{project.port}"
+    try:
+        with timed("keys, a store and an audit log"):
+            operator, alice = re.findall(r"^psk-\S+", project.run_documented([told, keys]), re.M)
+        assert ask(f"{url}/v1/models")[0] == 401
+        assert ask(f"{url}/admin/shards", headers=bearer(alice))[0] == 403
+        assert ask(f"{url}/admin/shards", headers=bearer(operator))[0] == 200
+        body = {"model": "penstock-toy", "input": "The sea", "max_output_tokens": 4}
+        stored = json.loads(ask(f"{url}/v1/responses", body, bearer(alice))[1])
+        said = project.run_documented([running])
+        assert "penstock-toy" in said
+        assert "responses.db" in said
+        assert len((tmp_path / "audit.log").read_text().splitlines()) == 1
+        project.compose("restart", "router")
+        project.wait_healthy()
+        assert ask(f"{url}/v1/responses/{stored['id']}", headers=bearer(alice))[0] == 200
+        with timed("https"):
+            project.run_documented([https])
+        assert project.inspect("router")["State"]["Health"]["Status"] == "healthy"
+        context = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+        url = f"https://localhost:{project.port}/v1/models"
+        assert ask(url, headers=bearer(alice), context=context)[0] == 200
+    finally:
+        settings.unlink(missing_ok=True)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def test_the_commands_of_the_runbook_for_compose_work_as_typed(project: Project) -> None:
+    blocks = documented_commands(ROOT / "docs" / "runbook.md", "How to type the commands", "bash")
+    (commands,) = (text for [text] in blocks if text.startswith("COMPOSE="))
+    before = project.container("shard-0"), project.inspect("shard-0")["State"]["StartedAt"]
+    with timed("a shard that hangs"):
+        said = project.run_documented([commands])
+    assert "penstock-toy" in said
+    project.wait_healthy()
+    assert project.container("shard-0") == before[0]
+    assert project.inspect("shard-0")["State"]["StartedAt"] > before[1]
 
 
 # ---- what ends -----------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ def test_variables_offer_what_those_before_them_leave(path: Path) -> None:
     [
         ("penstock_shard_running", f"penstock_shard_running{CHOSEN}}}"),
         ('rate(penstock_router_x{a="b"}[5m])', f'rate(penstock_router_x{CHOSEN},a="b"}}[5m])'),
+        ('up{job="a"} == 0', f'up{CHOSEN},job="a"}} == 0'),
         ("sum by (model) (up) or vector(0)", "sum by (model) (up) or vector(0)"),
     ],
 )

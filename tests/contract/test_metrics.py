@@ -25,7 +25,8 @@ SCRAPED = {"instance", "job", "le", "namespace", "release"}
 def series() -> dict[str, set[str]]:
     """What may be named, and its labels."""
     families = [*router_families(), *shard_families()]
-    return {name: {*family.labels} | SCRAPED for family in families for name in family.series}
+    ours = {name: {*family.labels} | SCRAPED for family in families for name in family.series}
+    return {**ours, "up": SCRAPED}
 
 
 def dashboard(path: Path) -> dict[str, Any]:
@@ -45,7 +46,13 @@ def queries() -> Iterator[tuple[str, str]]:
             yield f"{path.stem}: {variable['name']}", variable["query"]["query"]
     rules = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())
     for rule in rules["groups"][0]["rules"]:
-        yield rule["alert"], rule["expr"]
+        yield rule["alert"], _without_made_labels(rule["expr"])
+
+
+def _without_made_labels(query: str) -> str:
+    """What `label_replace` makes is no label of a series."""
+    made = re.findall(r'label_replace\(.*?, "(\w+)", "\$1"', query)
+    return re.sub(rf"\bon \(({'|'.join(made)})\)", "on ()", query) if made else query
 
 
 def faults(query: str) -> Iterator[str]:
@@ -86,7 +93,11 @@ def labelled() -> Iterator[tuple[str, str, set[str]]]:
     rules = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())
     for rule in rules["groups"][0]["rules"]:
         said = " ".join(rule["annotations"].values())
-        yield rule["alert"], rule["expr"], set(re.findall(r"\$labels\.(\w+)", said))
+        yield (
+            rule["alert"],
+            _without_made_labels(rule["expr"]),
+            set(re.findall(r"\$labels\.(\w+)", said)),
+        )
 
 
 def shown(query: str) -> set[str]:

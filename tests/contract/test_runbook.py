@@ -11,7 +11,7 @@ import pytest
 import yaml
 from contract.sources import ROOT
 
-from penstock_cli import keys
+from penstock_cli import info, keys
 from penstock_client.audit_log import AuditLog
 from penstock_common.flags import parser_of
 from penstock_router.config import RouterConfig
@@ -44,6 +44,15 @@ def test_an_entry_says_what_it_means_where_to_look_and_what_to_do(alert: str) ->
     assert re.findall(r"^- ", do, re.MULTILINE)
 
 
+@pytest.mark.parametrize("alert", RULES)
+def test_numbers_that_an_alert_says_are_rounded(alert: str) -> None:
+    said = " ".join(RULES[alert]["annotations"].values())
+    shown = [part for part in re.findall(r"\{\{(.*?)\}\}", said) if "$value" in part]
+    # A duration of a minute and more is whole by itself.
+    rounded = r' (printf "%\.[01]f" \$value|\$value \| humanizeDuration|if lt \$value 0\.0) '
+    assert [part for part in shown if not re.fullmatch(rounded, part)] == []
+
+
 def test_the_page_of_metrics_has_each_alert_with_its_entry() -> None:
     listed = re.findall(r"^\| \[`(\w+)`\]\(runbook\.md#(\w+)\)", METRICS_PAGE, re.MULTILINE)
     assert sorted(listed) == sorted((alert, alert.lower()) for alert in RULES)
@@ -59,10 +68,12 @@ def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def test_flags_of_the_runbook_exist() -> None:
-    parsers = [parser_of(config, "", "") for config in (RouterConfig, ShardConfig)]
-    there = {name for parser in [*parsers, keys._parser()] for name in flags_of(parser)}
-    # Commands of others.
-    there |= {"--previous"}
+    configured = [parser_of(config, "", "") for config in (RouterConfig, ShardConfig)]
+    parsers = [*configured, info._parser(()), keys._parser()]
+    there = {name for parser in parsers for name in flags_of(parser)}
+    # Commands of others: docker, kubectl, journalctl, systemctl.
+    there |= {"--profile", "--no-log-prefix", "--no-color", "--detach", "--no-deps", "--format"}
+    there |= {"--previous", "--grace-period", "--unit", "--output", "--property", "--live"}
     named = set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", PAGE))
     assert len(named) > 15
     assert named - there == set()

@@ -26,7 +26,9 @@ from integration.images import Image
 from support.processes import free_port, is_alive, wait_until
 
 # Where an image has files that are written or mounted.
-_IMAGE_PATHS = ("/opt/penstock", "/var/cache/penstock", "/etc/penstock")
+_IMAGE_PATHS = ("/opt/penstock", "/var/cache/penstock", "/var/lib/penstock", "/etc/penstock")
+
+_Ended = subprocess.CompletedProcess[str]
 
 # As the kubelet asks over HTTPS: whoever answers.
 ANY_CERTIFICATE = ssl.create_default_context()
@@ -202,6 +204,12 @@ class Container:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
+
+    def execute(self, *words: str, without: str = "", timeout_s: float = 30.0) -> _Ended:
+        """As `docker exec`: a command of `penstock` beside it; `without` a variable."""
+        env = {name: value for name, value in self._env.items() if name != without}
+        argv = self._localise(words)
+        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout_s)
 
     def _run_probe(self, argv: Sequence[str], timeout_s: float) -> bool:
         try:

@@ -40,7 +40,7 @@ KINDS = {
     "penstock_router": {name for name in PLANTED if name.startswith("PENSTOCK_")} | OUTSIDE,
     "multiprocessing.resource_tracker": OUTSIDE,
     "multiprocessing.spawn": OUTSIDE,
-    "penstock_shard": {"PENSTOCK_API_KEY", "HF_TOKEN"} | OUTSIDE,
+    "penstock_shard": {"PENSTOCK_API_KEY", "PENSTOCK_SHARD_API_KEY", "HF_TOKEN"} | OUTSIDE,
     "penstock_shard.engine.main": {"HF_TOKEN", "https_proxy"},
     RANK: set[str](),
     "penstock_shard.structured_output.check_process": set[str](),

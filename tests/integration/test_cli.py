@@ -10,13 +10,13 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from support.processes import Router, free_port, is_alive, wait_until
+from support.processes import Router, Shard, free_port, is_alive, running, wait_until
 
 from penstock_cli.main import run as run_command
 
@@ -25,10 +25,15 @@ PENSTOCK = [sys.executable, "-m", "penstock_cli.main"]
 
 
 def _run(
-    *arguments: str, stdin: str = "", timeout_s: float = 60
+    *arguments: str, stdin: str = "", timeout_s: float = 60, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*PENSTOCK, *arguments], input=stdin, capture_output=True, text=True, timeout=timeout_s
+        [*PENSTOCK, *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, **(env or {})},
     )
 
 
@@ -115,6 +120,26 @@ def test_info_and_health_of_a_shard(pair) -> None:
     assert _run("health", pair.shard.address).returncode == 0
     assert _run("health", pair.url).returncode == 0
     assert _run("health", pair.url, "--live").returncode == 0
+
+
+def test_info_sends_a_shard_the_key_for_shards_and_a_router_the_other(tmp_path: Path) -> None:
+    """As the router that stands before them is told: by two variables."""
+    keys = {"PENSTOCK_SHARD_API_KEY": "of-shards", "PENSTOCK_API_KEY": "of-clients"}
+    shard = Shard(tmp_path / "shard", "--api-key", "of-shards")
+    flags = ("--shard-api-key", "of-shards", "--api-key", "of-clients")
+    router = Router(tmp_path / "router", [shard.address], *flags)
+    with running(shard, router):
+        for target in (shard.address, router.url):
+            run = _run("info", target, env=keys)
+            assert (run.returncode, run.stderr) == (0, "")
+            assert "penstock-toy" in run.stdout
+        run = _run("info", shard.address, env={"PENSTOCK_API_KEY": "of-shards"})
+        assert run.returncode == 0, "where both are the same one is enough"
+        run = _run("info", shard.address, "--api-key", "of-nobody", env=keys)
+        assert "give the right one with --api-key or PENSTOCK_SHARD_API_KEY" in run.stderr
+        # What is for shards is not shown to a router, whoever that is.
+        del keys["PENSTOCK_API_KEY"]
+        assert "missing or wrong API key" in _run("info", router.url, env=keys).stderr
 
 
 def test_info_of_a_router_says_how_its_model_is_read(pair) -> None:

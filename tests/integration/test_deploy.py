@@ -8,6 +8,7 @@ rendered chart, its entry point from the Dockerfile, and run as local processes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 import tomllib
@@ -86,6 +87,51 @@ def test_the_compose_services_answer_and_their_health_checks_flip_on_kill(tmp_pa
         assert (router.stop(), first.stop()) == (0, 0)
 
 
+def test_a_compose_router_has_keys_a_store_and_an_audit_log_as_its_document_says(
+    tmp_path: Path,
+) -> None:
+    """By the lines that the document adds to the file of settings."""
+    document = (DEPLOY / "README.md").read_text()
+    lines = re.findall(r"^(PENSTOCK_\w+)=(.*)$", document, re.MULTILINE)
+    told = dict(lines) | {"PENSTOCK_SHARD_API_KEY": "a key of shards"}
+    # HTTPS comes after that.
+    assert told.pop("PENSTOCK_ROUTER_URL").startswith("https:")
+    del told["PENSTOCK_CA_FILE"]
+    services = read_compose(
+        DEPLOY / "compose.yaml", {**told, "PENSTOCK_SHARD_ARGS": " ".join(FAKE)}, "cpu"
+    )
+    del services["shard-1"]
+    (state,) = services["router"]["volumes"]
+    digest = key_file_format.digest_of(KEY.encode())
+    entry = key_file_format.KeyEntry(name="operator", digest=digest, scopes=("admin",))
+    file = told["PENSTOCK_API_KEYS_FILE"]
+    assert file.startswith(state.partition(":")[2])
+    workloads = [
+        dataclasses.replace(each, files={file: key_file_format.add_entry("", entry)})
+        if each.host == "router"
+        else each
+        for each in compose_workloads(services, images())
+    ]
+    with running(workloads, tmp_path) as containers:
+        router, shard = containers["router"], containers["shard-0"]
+        check_answers(router, KEY)
+        assert router.status("/v1/models") == 401
+        body = {"model": "penstock-toy", "input": "x", "max_output_tokens": 4}
+        stored = ask(router, "/v1/responses", body, KEY)
+        assert stored["store"] is True
+        assert ask(router, f"/v1/responses/{stored['id']}", None, KEY)["id"] == stored["id"]
+        (listed, *_) = ask(router, "/admin/shards", None, KEY)["shards"]
+        assert listed["state"] == "serving"
+        # Who has no key of the shards gets nothing from one.
+        info = ("penstock", "info", "shard-0:50051")
+        assert router.execute(*info).returncode == 0
+        refused = router.execute(*info, without="PENSTOCK_SHARD_API_KEY")
+        assert "missing or wrong API key" in refused.stderr
+        assert (router.stop(), shard.stop()) == (0, 0)
+        written = tmp_path / "router" / "var" / "lib" / "penstock"
+        assert {"responses.db", "audit.log"} <= {path.name for path in written.iterdir()}
+
+
 PROFILES = ("cpu", "gpu", "monitoring")
 
 
@@ -153,8 +199,9 @@ def test_the_settings_of_compose_stand_in_its_document_and_in_its_head() -> None
     file = (DEPLOY / "compose.yaml").read_text()
     head, _, body = file.partition("\nname:")
     document = (DEPLOY / "README.md").read_text()
-    settings = set(re.findall(r"\$\{(\w+)", body))
-    assert len(settings) >= 12
+    settings = set(re.findall(r"\$\{(\w+)|^ +(PENSTOCK_\w+):$", body, re.MULTILINE))
+    settings = {name for pair in settings for name in pair if name}
+    assert len(settings) >= 18
     assert {
         name for name in settings if f"#   {name}" not in head and f", {name}" not in head
     } == set()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import tarfile
@@ -26,11 +28,24 @@ def alerts_of(release: str) -> Resource:
     return spec
 
 
+JOBS = {"ServiceMonitor": "penstock-router", "PodMonitor": "penstock-shard"}
+
+
+def test_jobs_have_the_names_that_alerts_and_dashboards_ask_for() -> None:
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    assert {job["job_name"] for job in config["scrape_configs"]} == {*JOBS.values()}
+    texts = [*DEPLOY.glob("prometheus/*.yml"), *DEPLOY.glob("grafana/dashboards/*.json")]
+    asked = re.findall(r'\bup\{[^}]*job=\\?"([^"\\]+)', "\n".join(map(Path.read_text, texts)))
+    assert {*asked} <= {*JOBS.values()}
+    assert asked
+
+
 def test_what_monitors_scrape_is_labelled_with_the_release() -> None:
     for kind, key in (("ServiceMonitor", "endpoints"), ("PodMonitor", "podMetricsEndpoints")):
         (monitor,) = of_kind(rendered("monitoring"), kind)
         (endpoint,) = monitor["spec"][key]
-        assert endpoint["relabelings"] == [{"targetLabel": "release", "replacement": "demo"}]
+        labels = {each["targetLabel"]: each["replacement"] for each in endpoint["relabelings"]}
+        assert labels == {"release": "demo", "job": JOBS[kind]}
 
 
 # ---- alerts ------------------------------------------------------------------------------------
@@ -104,7 +119,29 @@ def test_a_model_that_scales_to_zero_is_not_down_when_it_has_no_shard() -> None:
     }
     # Of two models the one that may have no shard, by all of its names.
     away = r'model!~"|qwen|Qwen/Qwen3-0\\.6B"'
-    assert [name for name, expr in expressions.items() if away in expr] == ["PenstockModelDown"]
+    named = {name for name, expr in expressions.items() if away in expr}
+    assert named == {"PenstockModelDown", "PenstockModelFlaps"}
+
+
+def test_alerts_lead_to_the_runbook_where_it_is_published() -> None:
+    """In the chart by a value, elsewhere by the command in the file's head."""
+    url = "https://docs.example.com/penstock/runbook.html"
+    values = CASES["alerts and dashboards"]
+    rules = {**values["monitoring"]["rules"], "runbookUrl": url}
+    rendered = render({"monitoring": {**values["monitoring"], "rules": rules}}, "demo")
+    (found,) = of_kind(rendered, "PrometheusRule")
+    file = DEPLOY / "prometheus" / "alerts.yml"
+    (command,) = re.findall(r"^# +(sed -i .*) alerts.yml$", file.read_text(), re.MULTILINE)
+    written = subprocess.run(
+        [*shlex.split(command.replace(" -i", "")), str(file)], capture_output=True, check=True
+    )
+    for groups in (found["spec"]["groups"], yaml.safe_load(written.stdout)["groups"]):
+        links = {
+            rule["alert"]: rule["annotations"]["runbook"]
+            for group in groups
+            for rule in group["rules"]
+        }
+        assert links == {alert: f"{url}#{alert.lower()}" for alert in links}
 
 
 def test_alerts_without_monitors_are_refused_as_nothing_would_have_their_labels() -> None:

@@ -42,11 +42,11 @@ _VARIABLES = {
 }
 
 
-def program(name: str) -> str:
+def program(name: str, package: str = "prometheus") -> str:
     """Skips the test without it, or fails it where all must run: CI sets CI."""
     found = shutil.which(name)
     if found is None:
-        missing = f"no {name}; it is in Debian's package prometheus"
+        missing = f"no {name}; it is in Debian's package {package}"
         if os.environ.get("CI"):
             pytest.fail(missing)
         pytest.skip(missing)
@@ -345,6 +345,26 @@ def test_the_alert_rules_and_the_configuration_are_valid() -> None:
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+def test_the_examples_of_the_configuration_are_valid_too(tmp_path: Path) -> None:
+    """An Alertmanager, and a router with HTTPS: lines to be taken out of their comments."""
+    text = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
+    examples = re.compile(
+        r"^( *)# (?=alerting:|  alertm|    - static|        - tar|scheme:|tls_)", re.M
+    )
+    written, count = examples.subn(r"\1", text)
+    assert count == 6
+    (tmp_path / "ca.crt").write_text("")
+    written = written.replace("/etc/prometheus", str(tmp_path))
+    (tmp_path / "prometheus.yml").write_text(written)
+    shutil.copy(DEPLOY / "prometheus" / "alerts.yml", tmp_path)
+    command = [program("promtool"), "check", "config", str(tmp_path / "prometheus.yml")]
+    checked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    config = yaml.safe_load(written)
+    assert config["alerting"]["alertmanagers"]
+    assert config["scrape_configs"][0]["scheme"] == "https"
+
+
 def test_router_and_shards_agree_on_how_many_tokens_there_were(watched: Watched) -> None:
     url = watched.router.url + "/metrics"
     wait_until(
@@ -374,15 +394,42 @@ def total(url: str, name: str) -> float:
 BUSY = 'penstock_router_requests_total{outcome="stop",model="m"}'
 FAILING = 'penstock_router_requests_total{outcome="error",model="m"}'
 SERVING = 'penstock_router_model_shards_serving{model="m"}'
-SHARD = 'penstock_router_shard_state{shard="s",model="m",state="serving"}'
+SHARD = 'penstock_router_shard_state{shard="s:1",model="m",state="serving"}'
 DAY_S = 86400
 OF_A_ROUTER = 'penstock_router_certificate_expires_timestamp_seconds{flag="--tls-cert-file"}'
 OF_A_SHARD = (
     'penstock_shard_certificate_expires_timestamp_seconds{instance="s",flag="--tls-cert-file"}'
 )
 FOUND_DIFFERENT = 'penstock_router_fleet_events_total{event="verified",reason="different"}'
+OTHER = 'penstock_router_model_shards_serving{model="other"}'
+
+
+def again(*samples: object) -> str:
+    """These samples, a minute apart, for an hour."""
+    return " ".join(map(str, samples * (60 // len(samples) + 1)))
+
+
+def state_of(shard: str, state: str) -> str:
+    return f'penstock_router_shard_state{{shard="{shard}",model="m",state="{state}"}}'
+
+
+def lost_now_and_then(shard: str, lost: str = "gone") -> dict[str, str]:
+    """A minute of ten."""
+    is_there, is_away = (1,) * 9, ("stale",) * 9
+    return {
+        state_of(shard, "serving"): again(*is_there, "stale"),
+        state_of(shard, lost): again(*is_away, 1),
+    }
+
+
 TROUBLE: dict[str, dict[str, str]] = {
-    "PenstockModelDown": {'penstock_router_model_shards_serving{model="other"}': "0x60"},
+    "PenstockModelDown": {OTHER: "0x60"},
+    # As the only shard that dies every few minutes, at which most requests fail.
+    "PenstockModelFlaps": {
+        OTHER: again(1, 1, 0),
+        'penstock_router_requests_total{outcome="stop",model="other"}': "0+40x60",
+        'penstock_router_requests_total{outcome="error",model="other"}': "0+50x60",
+    },
     # No model is known: of those there is no series.
     "PenstockNoShardServes": {
         "penstock_router_shards_serving": "0x60",
@@ -409,8 +456,12 @@ TROUBLE: dict[str, dict[str, str]] = {
     },
     "PenstockRouterLate": {"penstock_router_loop_lag_worst_seconds": "0.7x60"},
     "PenstockShardNotServing": {
-        'penstock_router_shard_state{shard="t",model="",state="gone"}': "1x60"
+        'penstock_router_shard_state{shard="t:1",model="",state="gone"}': "1x60",
+        # It is scraped no more either.
+        'up{job="penstock-shard",instance="t:2"}': "0x60",
     },
+    "PenstockShardFlaps": lost_now_and_then("t:1"),
+    "PenstockShardNotScraped": {'up{job="penstock-shard",instance="t:2"}': "0x60"},
     "PenstockEngineDied": {"penstock_shard_engine_restarts_total": "0+1x60"},
     # Times of these tests begin at 0.
     "PenstockCertificateExpiring": {OF_A_SHARD: f"{13 * DAY_S}x60"},
@@ -426,6 +477,9 @@ WELL = {
     "penstock_router_shards_serving": "2x60",
     SERVING: "2x60",
     SHARD: "1x60",
+    'up{job="penstock-shard",instance="s:2"}': "1x60",
+    # Another program of that machine.
+    'up{job="node",instance="s:9100"}': "0x60",
     BUSY: "0+90x60",
     'penstock_router_requests_total{outcome="refused",model="m"}': "0+50x60",
     FAILING: "0+1x60",
@@ -436,10 +490,10 @@ WELL = {
     "penstock_router_sequences_queued": "3x60",
     # Much waits, and less and less.
     "penstock_router_shard_waiting": "300-2x60",
-    "penstock_shard_engine_restarts_total": "0x30 1x30",
+    "penstock_shard_engine_restarts_total": "0x45 1x15",
     "penstock_router_loop_lag_worst_seconds": "0.02x60",
     # Once, and it went on.
-    "penstock_router_store_failures_total": "0x30 1x30",
+    "penstock_router_store_failures_total": "0x45 1x15",
     "penstock_router_audit_dropped_total": "0x60",
     FOUND_DIFFERENT: "0x60",
     "penstock_shard_kv_refused_blocks_total": "0x60",
@@ -499,7 +553,14 @@ def check_rules(folder: Path, cases: list[dict[str, Any]]) -> None:
     assert checked.returncode == 0, (checked.stdout + checked.stderr)[-3000:]
 
 
-def case(series: dict[str, str], firing: dict[str, int], labels: str = "") -> dict[str, Any]:
+def case(
+    series: dict[str, str],
+    firing: dict[str, int],
+    labels: str = "",
+    *,
+    every: str = "1m",
+    at: str = "50m",
+) -> dict[str, Any]:
     """What fires after most of the hour: each alert with how many there are of it, which is
     counted, as what an alert says is for people.
     """
@@ -508,8 +569,8 @@ def case(series: dict[str, str], firing: dict[str, int], labels: str = "") -> di
     samples = [
         {"labels": f'{{alertname="{name}"}}', "value": count} for name, count in firing.items()
     ]
-    test = {"expr": query, "eval_time": "50m", "exp_samples": samples}
-    return {"interval": "1m", "input_series": inputs, "promql_expr_test": [test]}
+    test = {"expr": query, "eval_time": at, "exp_samples": samples}
+    return {"interval": every, "input_series": inputs, "promql_expr_test": [test]}
 
 
 class Broken:
@@ -558,8 +619,9 @@ class Broken:
 
 def hurried(rules: str) -> str:
     """Alerts with half a second for each minute."""
+    rules = re.sub(r":(\d+)s\]", lambda found: f":{int(found[1]) * 500 // 60}ms]", rules)
     times = re.compile(r"(?<=[\[ ])(\d+)m(?=[\]:\n])")
-    return times.sub(lambda found: f"{500 * int(found[1])}ms", rules).replace(":30s]", ":250ms]")
+    return times.sub(lambda found: f"{500 * int(found[1])}ms", rules)
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-# A name with its braces, of ours or under the names of other servers.
-_SERIES = re.compile(r"\b((?:penstock_\w+|tgi_\w+|vllm:\w+))\s*(\{[^}]*\})?")
+# A name with its braces, of ours, under the names of other servers, or of a target.
+_SERIES = re.compile(r"\b(penstock_\w+|tgi_\w+|vllm:\w+|up(?={))\s*(\{[^}]*\})?")
 _MATCHER = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
 _GROUPING = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)")
 

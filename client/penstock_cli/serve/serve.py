@@ -31,6 +31,7 @@ from penstock_common.listening import listen
 from penstock_common.port_holder import holder_of, why_not
 from penstock_common.shared_flags import (
     SERVING,
+    SHARD_API_KEY,
     SHARD_PORT,
     USAGE_STATUS,
     ListeningConfig,
@@ -52,7 +53,7 @@ _LOOPBACK = "127.0.0.1"
 _HERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 # The variables that each reads, beyond those that every process gets.
-_SHARD_VARIABLES = ("PENSTOCK_API_KEY", "PENSTOCK_KV_PEER_KEY", *HUB, *TRACES)
+_SHARD_VARIABLES = (*SHARD_API_KEY, "PENSTOCK_KV_PEER_KEY", *HUB, *TRACES)
 _ROUTER_VARIABLES = (
     *("PENSTOCK_API_KEY", "PENSTOCK_API_KEYS_FILE", "PENSTOCK_ADMIN_KEY", "PENSTOCK_RESUME_KEY"),
     *("PENSTOCK_SHARD_", *TRACES),

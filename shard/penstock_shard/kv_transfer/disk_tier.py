@@ -231,6 +231,10 @@ class DiskTier:
         except OSError as error:
             if self._clock() - self._complained_s >= _PAUSE_S:
                 self._complained_s = self._clock()
-                logger.warning("KV blocks on disk: %s; requests are computed without", error)
+                logger.warning(
+                    "KV blocks on disk %s: %s; requests are computed without",
+                    self._segments.directory,
+                    error.strerror or error,
+                )
             return False
         return True

@@ -93,7 +93,7 @@ class Segments:
             ValueError: `max_bytes` is less than a segment with the largest record.
             OSError: the directory cannot be read.
         """
-        self._directory = directory
+        self.directory = directory
         self._header = _header(namespace)
         self._arena = arena
         self._max_bytes = max_bytes
@@ -216,7 +216,7 @@ class Segments:
     def _create(self) -> _Segment:
         newest = self._segments[-1].created_ms if self._segments else 0
         created_ms = max(self._now_ms(), newest + 1)
-        path = self._directory / f"{created_ms:016d}{_SUFFIX}"
+        path = self.directory / f"{created_ms:016d}{_SUFFIX}"
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         segment = _Segment(path, created_ms, 0)
         self._segments.append(segment)

@@ -73,7 +73,9 @@ class _Config(_Base):
     pairs: tuple[tuple[str, ...], ...] = flag(
         (), "pairs", name="--pair", read=lambda text: tuple(text.split("=")), gather=tuple
     )
-    secret: str | None = flag(None, "its key", read=usable_key, variable="IT_KEY", secret=True)
+    secret: str | None = flag(
+        None, "its key", read=usable_key, variables=("UNSET_KEY", "IT_KEY"), secret=True
+    )
     lines: bool = flag(False, "lines", group="logs", negatable=True)
     memory: int = flag(
         2**28, "memory", group="limits", alias="--mem", read=size_with_unit, at_least=1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
+from penstock_common.shared_flags import SHARD_API_KEY
 from penstock_shard.cli import parse_config
 from penstock_shard.config import ShardConfig
 
@@ -18,7 +20,8 @@ def test_a_step_has_a_row_of_logits_for_each_sequence_and_each_draft() -> None:
 
 
 def test_no_flags_are_the_defaults_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+    for name in SHARD_API_KEY:
+        monkeypatch.delenv(name, raising=False)
     assert parse_config([]) == ShardConfig()
 
 
@@ -39,6 +42,10 @@ def test_the_key_comes_from_the_environment_when_no_flag_gives_it(
     monkeypatch.setenv("PENSTOCK_API_KEY", "env")
     assert parse_config([]).api_key == "env"
     assert parse_config(["--api-key", "flag"]).api_key == "flag"
+    # As the router sends it.
+    monkeypatch.setenv("PENSTOCK_SHARD_API_KEY", "of shards")
+    assert parse_config([]).api_key == "of shards"
+    assert parse_config(["--api-key", "flag"]).api_key == "flag"
 
 
 def test_an_empty_key_in_the_environment_does_not_serve_without_one(
@@ -49,6 +56,14 @@ def test_an_empty_key_in_the_environment_does_not_serve_without_one(
         parse_config([])
     assert ended.value.code == 2
     assert "PENSTOCK_API_KEY: a key is printable ASCII, not empty" in capsys.readouterr().err
+
+
+def test_a_shard_on_all_addresses_has_its_machines_name_in_its_log() -> None:
+    """Of a container all addresses would be the same in every log."""
+    here = socket.gethostname()
+    for host in ("0.0.0.0", "::"):
+        assert parse_config(["--host", host, "--port", "5"]).log_name == f"{here}:5"
+    assert parse_config(["--host", "10.0.0.5", "--port", "5"]).log_name == "10.0.0.5:5"
 
 
 def test_the_model_is_served_under_its_first_name() -> None:
