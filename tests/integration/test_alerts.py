@@ -67,14 +67,18 @@ class Watch:
         except AssertionError as error:
             raise AssertionError(f"{error}; fires: {self.firing()}") from None
 
-    def fires(self, alert: tuple[str, str], cause: Callable[[], None]) -> None:
-        """Let it happen again and again until the alert is there, and nothing but it comes."""
+    def fires(
+        self, alert: tuple[str, str], cause: Callable[[], None], *, slowly: tuple[str, str]
+    ) -> None:
+        """Let it happen again and again until the alert is there, and nothing but it comes, and
+        `slowly`: on a busy machine a restart takes as long as a quarter of an hour in these rules.
+        """
         for _ in range(12):
             cause()
             time.sleep(2 * SCRAPE_S)
             now = self.firing()
-            assert now <= {alert}
-            if now:
+            assert now <= {alert, slowly}
+            if alert in now:
                 return
         raise AssertionError(f"{alert} does not fire")
 
@@ -115,7 +119,8 @@ def test_a_shard_that_crashes_again_and_again_is_named_though_its_model_is_serve
     fleet.restart("first")
     # Once is no fault.
     watch.stays_quiet(2)
-    watch.fires(lost, lambda: fleet.restart("first"))
+    away = ("PenstockShardNotServing", fleet.shards["first"].address)
+    watch.fires(lost, lambda: fleet.restart("first"), slowly=away)
     watch.wait_for("an hour later it is well", timeout_s=60)
 
 
@@ -140,7 +145,12 @@ def test_a_model_whose_only_engine_dies_again_and_again_is_named(
         while time.monotonic() < until_s:
             seen |= watch.firing()
             time.sleep(SCRAPE_S)
-    assert seen - {("PenstockModelDown", "single")} == {("PenstockModelFlaps", "single"), died}
+    # If it is slow to come back.
+    slowly = {
+        ("PenstockModelDown", "single"),
+        ("PenstockShardNotServing", fleet.shards["only"].address),
+    }
+    assert seen - slowly == {("PenstockModelFlaps", "single"), died}
     watch.wait_for("it goes on")
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from support.processes import is_alive, wait_until
@@ -478,7 +479,7 @@ async def test_one_that_makes_no_sense_is_replaced(monkeypatch: pytest.MonkeyPat
         await checker.check(_regex("a"))
         [process] = _processes()
         with monkeypatch.context() as patched:
-            patched.setattr(checker_module, "Answer", int)
+            patched.setattr(checker_module, "_ANSWERS", msgspec.msgpack.Decoder(int))
             with pytest.raises(CheckFailed):
                 await asyncio.wait_for(checker.check(_regex("b")), 60)
         assert not is_alive(process)

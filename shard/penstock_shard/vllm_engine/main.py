@@ -70,7 +70,7 @@ async def _serve(link: EngineEnd, config: ShardConfig) -> int:
     loop = asyncio.get_running_loop()
     bridges: list[Bridge] = []
     # From now on, so that the end of the server is noticed while the model is loaded too.
-    receive = threading.Thread(target=_receive, args=(link, loop, bridges), daemon=True)
+    receive = threading.Thread(target=_read_inboxes, args=(link, loop, bridges), daemon=True)
     receive.start()
     beats = threading.Thread(target=_beat, args=(link, bridges), daemon=True)
     beats.start()
@@ -108,7 +108,9 @@ def _reason(error: Exception) -> str:
     return " ".join((lines[1] if len(lines) > 1 else first_line(error)).split())[:500]
 
 
-def _receive(link: EngineEnd, loop: asyncio.AbstractEventLoop, bridges: list[Bridge]) -> NoReturn:
+def _read_inboxes(
+    link: EngineEnd, loop: asyncio.AbstractEventLoop, bridges: list[Bridge]
+) -> NoReturn:
     """Hand on what the server sends; end with all that was started once it is gone."""
     while isinstance(message := link.receive(), Inbox):
         for bridge in bridges:

@@ -40,7 +40,8 @@ INFO = dataclasses.replace(
     adapters=(Adapter("lora", "f00d", "/adapters/lora", 8),),
 )
 # Of a fleet's own: where a request goes. No shard hears of them.
-OF_THE_FLEET = {"tokenizer_hash", "exact", "numerics", "session", "shard"}
+# The name of a key is for the audit log.
+OF_THE_FLEET = {"tokenizer_hash", "exact", "numerics", "session", "shard", "key_name"}
 # Only in the message: for logs, traces and turns, and to be refused where it is not served.
 OF_THE_MESSAGE: dict[str, Any] = {
     "label": "mine",
