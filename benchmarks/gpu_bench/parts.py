@@ -20,7 +20,7 @@ _LEAST_LEN = 1024
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How much work the parts do."""
+    """Amounts of work that the parts do."""
 
     steps: int
     seconds: float

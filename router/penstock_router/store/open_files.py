@@ -30,7 +30,7 @@ class OpenFiles:
     """The files of one database that this process has open."""
 
     def __init__(self, path: str) -> None:
-        """Of a database that is open at this absolute path. Raises `OSError`."""
+        """Note the files of a database that is open at this absolute path. Raises `OSError`."""
         self._identities = {path + ending: _identity(path + ending) for ending in _ENDINGS}
 
     def check(self) -> None:

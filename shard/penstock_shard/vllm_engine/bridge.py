@@ -82,7 +82,7 @@ class Bridge:
         self._inbox.put_nowait(inbox)
 
     def beat(self) -> Beat:
-        """How long the core has said nothing while it has something to do."""
+        """Tell how long the core has said nothing while it has something to do."""
         silent_s = time.monotonic() - self._last_s if self._known else 0.0
         return Beat(silent_s, _EXPECTED_STEP_S)
 

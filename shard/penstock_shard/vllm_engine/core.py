@@ -74,7 +74,7 @@ class VllmCore:
         await self._client.add_request_async(request)
 
     async def abort(self, core_ids: list[str]) -> None:
-        """Nothing more comes of these requests."""
+        """End these requests; nothing more comes of them."""
         await self._client.abort_requests_async(core_ids)
 
     async def step(self) -> Any:

@@ -1,4 +1,4 @@
-"""What a shard tells of a model that vLLM serves: by penstock's own reading of its files, so that a
+"""Facts that a shard tells of a model that vLLM serves: by penstock's own reading of its files, so that a
 shard with another engine tells the same of it.
 """
 

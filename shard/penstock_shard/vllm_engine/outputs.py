@@ -1,4 +1,4 @@
-"""What vLLM's core gave in a step -> outputs of a shard. Takes vLLM's objects by their fields."""
+"""Outputs of a shard from what vLLM's core gave in a step. Takes vLLM's objects by their fields."""
 
 from __future__ import annotations
 
