@@ -1,5 +1,5 @@
-"""Facts that a shard tells of a model that vLLM serves: by penstock's own reading of its files, so that a
-shard with another engine tells the same of it.
+"""Facts that a shard tells of a model that vLLM serves: by penstock's own reading of its files, so
+that a shard with another engine tells the same of it.
 """
 
 from __future__ import annotations
