@@ -45,9 +45,9 @@ AGENTS := .venv-clients/agents
 CHAT_TEMPLATES := .venv-clients/chat-templates
 # And tests of other projects.
 SUITES := .venv-clients/suites
-SOAKED_WITH := $(TESTED_WITH) $(SDKS)/.done $(HARNESSES)/.done $(CHAT_TEMPLATES)/.done $(SUITES)/.done $(VLLM)/.done $(if $(shell command -v npm),$(NODE)/.done $(AGENTS)/.done)
 # An engine of another project, with a torch of its own.
 VLLM := .venv-clients/vllm
+SOAKED_WITH := $(TESTED_WITH) $(SDKS)/.done $(HARNESSES)/.done $(CHAT_TEMPLATES)/.done $(SUITES)/.done $(VLLM)/.done $(if $(shell command -v npm),$(NODE)/.done $(AGENTS)/.done)
 # What reads environments and writes down what is in them.
 AUDIT := .venv-clients/audit
 # Most of their modules are never imported: compiling them all takes a third of the time, which uv does

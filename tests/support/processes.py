@@ -25,19 +25,32 @@ from penstock_common.tls import Tls
 START_TIMEOUT_S = 60.0
 
 
-# Below those that Linux gives to connections by itself (32768 and up): nobody gets it by chance
-# before it is listened on.
-_PORTS = range(10_000, 32_000)
+def _ports_of_this_worker() -> range:
+    """Return ports that neither Linux (32768 and up) nor another process of these tests gives away
+    between `free_port` and the listening.
+    """
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    size = 22_000 // count
+    return range(10_000 + number * size, 10_000 + (number + 1) * size)
+
+
+_PORTS = _ports_of_this_worker()
+_given_ports: set[int] = set()
 
 
 def free_port(in_a_row: int = 1) -> int:
-    """The first of so many."""
-    while True:
-        first = random.SystemRandom().choice(_PORTS)
+    """Return the first of so many ports in a row that are free and that nobody was given before."""
+    for _ in range(10_000):
+        first = random.SystemRandom().choice(_PORTS[:-in_a_row])
+        ports = range(first, first + in_a_row)
         with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
-            for port in range(first, first + in_a_row):
+            for port in ports:
                 probes.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
+            if _given_ports.isdisjoint(ports):
+                _given_ports.update(ports)
+                return first
+    raise AssertionError(f"no {in_a_row} ports in a row are free within {_PORTS}")
 
 
 def wait_until(condition: Callable[[], bool], *, timeout_s: float, what: str) -> float:
