@@ -169,8 +169,8 @@ FAULTS = [
     ),
     Fault(
         "What is worn out of a constraint while an output is followed ends it",
-        "PendingMatchers._state",
-        becomes("self._compiler.compile_alone(constraint)", "beginning"),
+        "state_after_output",
+        becomes("compiler.compile_alone(constraint)", "beginning"),
         caught_by="test_what_is_worn_out_while_an_output_is_followed_costs_that_output_nothing",
     ),
     Fault(

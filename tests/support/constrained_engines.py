@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.engine.matchers import PendingMatchers, compiling_threads
+from penstock_shard.engine.matchers import PendingMatchers
 from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import Constraint, Request
 from penstock_shard.kv_cache.block_manager import BlockManager
@@ -17,6 +17,7 @@ from penstock_shard.scheduler.slow_masks import SlowMasks
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.structured_output.compiler import Compiler
+from penstock_shard.structured_output.following import compiling_threads
 from penstock_shard.worker.base import Runner
 from penstock_shard.worker.fake_runner import FakeRunner
 from support.compilers import EOS_IDS, VOCAB_SIZE, tokenizer, two_ended_compiler

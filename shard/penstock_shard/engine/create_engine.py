@@ -10,7 +10,7 @@ from penstock_common.clock import Clock
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine.block_moves import BlockMoves
 from penstock_shard.engine.engine import Engine
-from penstock_shard.engine.matchers import PendingMatchers, compiling_threads
+from penstock_shard.engine.matchers import PendingMatchers
 from penstock_shard.engine.pending_fetches import PendingFetches
 from penstock_shard.engine.pending_images import PendingImages
 from penstock_shard.engine.pending_reads import PendingReads
@@ -31,6 +31,7 @@ from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.scheduler.step_time import StepTime
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.structured_output.compiler import Compiler, TokenizerUnusable
+from penstock_shard.structured_output.following import compiling_threads
 from penstock_shard.worker.base import Runner
 
 logger = logging.getLogger(__name__)

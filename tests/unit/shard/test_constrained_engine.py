@@ -25,11 +25,12 @@ from support.compilers import (
 )
 from support.constrained_engines import ConstrainedEngine, constrained, text, tokens
 
-from penstock_shard.engine.matchers import Discarded, PendingMatchers, compiling_threads
+from penstock_shard.engine.matchers import PendingMatchers
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.request import Constraint, FinishReason, Request, ThinkingBudget
 from penstock_shard.sequence import Sequence
 from penstock_shard.structured_output.compiler import Compiler
+from penstock_shard.structured_output.following import Discarded, compiling_threads
 from penstock_shard.structured_output.pace import Pace
 from penstock_shard.structured_output.refusal import ConstraintRefused
 

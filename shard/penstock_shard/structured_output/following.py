@@ -1,0 +1,146 @@
+"""States of constraints, advanced past the output that was delivered before."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+
+from llguidance import LLMatcher
+
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.messages import Error
+from penstock_shard.ipc.request import Request
+from penstock_shard.structured_output.compiler import Compiler, is_worn_out
+from penstock_shard.structured_output.distinct.distinct import Distinct
+from penstock_shard.structured_output.matcher_state import (
+    ConstraintState,
+    failure_of,
+    fill_mask,
+    is_mismatch,
+)
+from penstock_shard.structured_output.refusal import ConstraintRefused
+
+logger = logging.getLogger(__name__)
+
+# A matcher's limit of work for consuming tokens is renewed at each mask. A mask after this many
+# delivered tokens uses little of that limit even with a highly ambiguous regex, and computes few
+# masks, which cost more than consuming tokens.
+_TOKENS_A_MASK = 16
+_NICE = 10
+
+
+def _stand_back() -> None:
+    """Lower this thread's priority below that of steps, where the system has one per thread."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+def compiling_threads(count: int) -> ThreadPoolExecutor:
+    """Threads that stand back behind the one that steps."""
+    return ThreadPoolExecutor(count, thread_name_prefix="constraints", initializer=_stand_back)
+
+
+class OutputRefused(Exception):
+    """A request's delivered output does not match its constraint."""
+
+
+class OutputExhausts(Exception):
+    """Following a request's delivered output exceeds the matcher's limits."""
+
+
+class Discarded(Exception):
+    """The request ended while its matcher was made."""
+
+
+def state_after_output(
+    compiler: Compiler, request: Request, is_discarded: threading.Event
+) -> ConstraintState:
+    """Make the state of a request's constraint after the output that it brings.
+
+    Raises:
+        ConstraintRefused: the constraint cannot be compiled.
+        OutputRefused: the output is no beginning of what the constraint allows.
+        OutputExhausts: following it exceeds the matcher's limits.
+        Discarded: the event was set meanwhile.
+    """
+    constraint = request.constraint
+    assert constraint is not None
+    beginning = compiler.compile(constraint, goes_on=bool(request.output))
+    matcher = beginning.deep_copy()
+    distinct = compiler.distinct(constraint, matcher)
+    output = array("I", request.output).tolist()
+    try:
+        _follow(matcher, distinct, output, is_discarded, _TOKENS_A_MASK)
+    except (OutputRefused, OutputExhausts):
+        if not is_worn_out(beginning):
+            raise
+        # Requests with the same constraint share a lexer and its limits, which others may have
+        # used up. Compiled alone, with a mask before each token, it repeats how the tokens were
+        # drawn.
+        matcher = compiler.compile_alone(constraint)
+        distinct = compiler.distinct(constraint, matcher)
+        _follow(matcher, distinct, output, is_discarded, 1)
+    state = ConstraintState(request, matcher, distinct, compiler.pace(constraint))
+    if state.pace.is_slow:
+        fill_mask(state, compiler.tokenizer.vocab_size)
+    return state
+
+
+def error_of(request: Request, reason: BaseException) -> Error:
+    """The error that ends a request for which `state_after_output` raised this."""
+    assert request.constraint is not None
+    kind = request.constraint.kind
+    if isinstance(reason, OutputRefused):
+        return Error(Code.INVALID_ARGUMENT, str(reason), "output_token_ids")
+    if isinstance(reason, OutputExhausts):
+        return Error(Code.OUT_OF_RANGE, f"{kind}: {reason}", kind)
+    if isinstance(reason, ConstraintRefused):
+        return Error(Code.INVALID_ARGUMENT, str(reason), kind)
+    logger.error("request %s: its constraint failed", request.request_id, exc_info=reason)
+    return Error(Code.INTERNAL, f"{kind}: it cannot be compiled: {type(reason).__name__}", kind)
+
+
+def _follow(
+    matcher: LLMatcher,
+    distinct: Distinct | None,
+    output: list[int],
+    is_discarded: threading.Event,
+    tokens_a_mask: int,
+) -> None:
+    """Advance the matcher past an output, and check that it can fill a mask there. Raises
+    OutputRefused, OutputExhausts, Discarded.
+    """
+    for start in range(0, len(output), tokens_a_mask):
+        if is_discarded.is_set():
+            raise Discarded
+        _compute_mask(matcher)
+        some = output[start : start + tokens_a_mask]
+        if not _consume(matcher, distinct, some):
+            raise _unfollowed(matcher)
+    _compute_mask(matcher)
+
+
+def _unfollowed(matcher: LLMatcher) -> OutputRefused | OutputExhausts:
+    if is_mismatch(matcher):
+        return OutputRefused(
+            "output_token_ids: they are no beginning of what the constraint allows"
+        )
+    return OutputExhausts(failure_of(matcher))
+
+
+def _consume(matcher: LLMatcher, distinct: Distinct | None, token_ids: list[int]) -> bool:
+    # One by one: each holds the interpreter lock, which a step needs, for some milliseconds where a
+    # grammar is ambiguous.
+    if distinct is None:
+        return all(matcher.consume_token(each) for each in token_ids)
+    return all(distinct.consume([each], matcher) for each in token_ids)
+
+
+def _compute_mask(matcher: LLMatcher) -> None:
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        raise OutputExhausts(failure_of(matcher))
