@@ -15,8 +15,6 @@ import pytest
 from support.processes import Shard, is_alive, running, wait_until
 
 from penstock_client import (
-    Constraint,
-    ConstraintKind,
     FinishReason,
     GenerationRequest,
     NotServed,
@@ -152,7 +150,6 @@ async def test_what_it_does_not_serve_is_refused_by_name_and_ends_alone(
     client: ShardClient,
 ) -> None:
     refused = {
-        "regex": asked(constraint=Constraint(ConstraintKind.REGEX, "a+")),
         "typical_p": asked(SamplingParams(temperature=1.0, typical_p=0.5)),
         "temperature": asked(SamplingParams(temperature=5.0)),
         "logit_bias": asked(SamplingParams(logit_bias=dict.fromkeys(range(1100), 1.0))),

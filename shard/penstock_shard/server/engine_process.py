@@ -41,13 +41,17 @@ class VllmEngines:
     """Starts engine processes in the environment that has vLLM.
 
     Nothing of penstock is installed there: links to our packages are on its path, so engine and
-    server are of one version.
+    server are of one version. So is llguidance, whose compiled part fits any Python: the one that
+    vLLM brings reads some grammars otherwise.
     """
 
     def __init__(self, python: str) -> None:
+        # Nothing else here needs it: constraints are checked in another process.
+        import llguidance
+
         self._python = python
         self._packages = tempfile.TemporaryDirectory(prefix="penstock-engine-")
-        for package in (penstock_shard, penstock_common):
+        for package in (penstock_shard, penstock_common, llguidance):
             (place,) = package.__path__
             os.symlink(place, os.path.join(self._packages.name, package.__name__))
 

@@ -25,7 +25,9 @@ from penstock_shard.vllm_engine.load import LoadCount
 from penstock_shard.vllm_engine.outputs import Progress, read_output
 from penstock_shard.vllm_engine.requests import (
     CannotServe,
+    Continuation,
     core_id,
+    grammar_of,
     prompt_of,
     sampling_of,
 )
@@ -47,6 +49,7 @@ class Core(Protocol):
         prompt: Mapping[str, Any],
         sampling: Mapping[str, Any],
         bad_words: list[list[int]],
+        grammar: str,
         priority: int,
         /,
     ) -> None: ...
@@ -61,8 +64,15 @@ class Core(Protocol):
 class Bridge:
     """Runs on one event loop. `send` may be called by any thread."""
 
-    def __init__(self, core: Core, info: RunnerInfo, send: Callable[[FromEngine], None]) -> None:
+    def __init__(
+        self,
+        core: Core,
+        info: RunnerInfo,
+        continuation: Continuation,
+        send: Callable[[FromEngine], None],
+    ) -> None:
         self._core = core
+        self._continuation = continuation
         self._info = info
         self._send = send
         self._known: dict[str, Progress] = {}
@@ -105,10 +115,11 @@ class Bridge:
         name = core_id(request.request_id, request.attempt)
         was_idle = not self._known
         try:
-            sampling = sampling_of(request)
+            sampling = sampling_of(request, self._continuation)
             self._known[name] = progress = Progress(request, len(request.output) // 4)
             bad_words = [list(each) for each in request.sampling.bad_words]
-            await self._core.add(name, prompt_of(request), sampling, bad_words, request.priority)
+            late = bad_words, grammar_of(request), request.priority
+            await self._core.add(name, prompt_of(request), sampling, *late)
         except CannotServe as refusal:
             self._refuse(request, refusal.error)
         except ValueError as error:

@@ -21,11 +21,17 @@ ENVIRONMENT: Mapping[str, str] = {
 
 
 def configure(arguments: Mapping[str, Any]) -> Any:
-    """vLLM's configuration. Raises ValueError, TypeError, OSError, as it finds the arguments."""
+    """Make vLLM's configuration, with a scheduler of ours. Raises ValueError, TypeError, OSError,
+    as vLLM finds the arguments.
+    """
     os.environ.update(ENVIRONMENT)
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    return AsyncEngineArgs(**arguments).create_engine_config()
+    config = AsyncEngineArgs(**arguments).create_engine_config()
+    overlaps = config.scheduler_config.async_scheduling
+    name = "OverlappingScheduler" if overlaps else "StepwiseScheduler"
+    config.scheduler_config.scheduler_cls = f"penstock_shard.vllm_engine.scheduler.{name}"
+    return config
 
 
 def version() -> str:
@@ -42,12 +48,13 @@ class VllmCore:
 
     def __init__(self, config: Any) -> None:
         from vllm.renderers import renderer_from_config
-        from vllm.sampling_params import SamplingParams
+        from vllm.sampling_params import SamplingParams, StructuredOutputsParams
         from vllm.v1.engine.core_client import EngineCoreClient
         from vllm.v1.engine.input_processor import InputProcessor
         from vllm.v1.executor import Executor
 
         self._make_sampling = SamplingParams
+        self._make_grammar = StructuredOutputsParams
         self._client = EngineCoreClient.make_async_mp_client(
             vllm_config=config,
             executor_class=Executor.get_class(config),
@@ -55,6 +62,8 @@ class VllmCore:
             log_stats=True,
         )
         self._inputs = InputProcessor(config, renderer_from_config(config))
+        # Its older worker takes a whole prompt for what came before the first step.
+        self.keeps_output = bool(config.use_v2_model_runner)
 
     async def add(
         self,
@@ -62,20 +71,28 @@ class VllmCore:
         prompt: Mapping[str, Any],
         sampling: Mapping[str, Any],
         bad_words: list[list[int]],
+        grammar: str,
         priority: int,
     ) -> None:
-        """Raises ValueError for what vLLM does not take."""
+        """Add a request. Raises ValueError for what vLLM does not take."""
         params = self._make_sampling(**sampling)
         request = self._inputs.process_inputs(
             core_id, dict(prompt), params, ("generate",), priority=priority
         )
+        # Its own reading of these is of texts, for which it has no tokenizer.
         if bad_words:
             request.sampling_params._bad_words_token_ids = bad_words
+        if grammar:
+            request.sampling_params.structured_outputs = self._make_grammar(grammar=grammar)
         await self._client.add_request_async(request)
 
     async def abort(self, core_ids: list[str]) -> None:
         """End these requests; nothing more comes of them."""
         await self._client.abort_requests_async(core_ids)
+
+    async def preempt_all(self) -> None:
+        """Have all that runs begin anew with what it has, from no cached prefix."""
+        await self._client.reset_prefix_cache_async(reset_running_requests=True)
 
     async def step(self) -> Any:
         """The next step's `EngineCoreOutputs`. Raises an error of vLLM's when the core is dead."""

@@ -13,7 +13,15 @@ from penstock_shard.checkpoint.weights_hash import hash_weights
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.model_loader.generation_config import as_ids, generation_defaults
-from penstock_shard.vllm_engine.requests import CAPABILITIES
+
+
+def defaults_of(
+    model_dir: Path, given: Any, progress: Callable[[str], None]
+) -> tuple[tuple[int, ...], dict[str, float]]:
+    """The model's eos ids, and its default sampling values. Raises ModelError."""
+    model = given.model_config
+    stated = as_ids(getattr(model.hf_text_config, "eos_token_id", None))
+    return generation_defaults(model_dir, stated, model.get_vocab_size(), progress)
 
 
 def describe(
@@ -21,13 +29,11 @@ def describe(
     model_dir: Path,
     given: Any,
     version: str,
-    progress: Callable[[str], None],
+    defaults: tuple[tuple[int, ...], dict[str, float]],
+    capabilities: frozenset[str],
 ) -> RunnerInfo:
     """Facts of a loaded model, with `given` vLLM's configuration of it. Raises ModelError."""
     model, cache = given.model_config, given.cache_config
-    vocab_size = model.get_vocab_size()
-    stated = as_ids(getattr(model.hf_text_config, "eos_token_id", None))
-    eos_token_ids, defaults = generation_defaults(model_dir, stated, vocab_size, progress)
     return RunnerInfo(
         architecture=model.architectures[0],
         weights_hash=hash_weights(
@@ -35,17 +41,17 @@ def describe(
             config_only=config.load_format == "dummy",
             with_code=config.trust_remote_code,
         ),
-        vocab_size=vocab_size,
+        vocab_size=model.get_vocab_size(),
         max_model_len=model.max_model_len,
-        eos_token_ids=eos_token_ids,
-        default_sampling=defaults,
+        eos_token_ids=defaults[0],
+        default_sampling=defaults[1],
         block_size=cache.block_size,
         pools=(cache.num_gpu_blocks,),
         dtype=str(model.dtype).removeprefix("torch."),
         kv_dtype=str(cache.cache_dtype),
         device=given.device_config.device_type,
         attention_backend=f"vllm {version}",
-        capabilities=CAPABILITIES,
+        capabilities=capabilities,
         max_steps_ahead=1,
         shape=model_shape(model_dir),
     )

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from penstock_common.logs import set_up_logging
 from penstock_shard.checkpoint.model_source import resolve_model
@@ -35,10 +35,15 @@ from penstock_shard.ipc.messages import (
     Start,
 )
 from penstock_shard.ipc.process_group import end_own_group
+from penstock_shard.ipc.request import CONSTRAINT_KINDS
+from penstock_shard.structured_output.compiler import Compiler, TokenizerUnusable
 from penstock_shard.vllm_engine.bridge import Bridge
+from penstock_shard.vllm_engine.continuation_check import find_continuation
 from penstock_shard.vllm_engine.core import VllmCore, configure, version
-from penstock_shard.vllm_engine.describe import describe
+from penstock_shard.vllm_engine.core_settings import CoreSettings, add_settings
+from penstock_shard.vllm_engine.describe import defaults_of, describe
 from penstock_shard.vllm_engine.engine_arguments import engine_arguments
+from penstock_shard.vllm_engine.requests import CAPABILITIES
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +80,9 @@ async def _serve(link: EngineEnd, config: ShardConfig) -> int:
     beats = threading.Thread(target=_beat, args=(link, bridges), daemon=True)
     beats.start()
     core, ready = _load(config, progress)
-    bridge = Bridge(core, ready.info, link.send)
+    progress("checking how requests go on from output")
+    continuation = await find_continuation(core, ready.info)
+    bridge = Bridge(core, ready.info, continuation, link.send)
     bridges.append(bridge)
     link.send(ready)
     try:
@@ -95,11 +102,34 @@ def _load(config: ShardConfig, progress: Callable[[str], None]) -> tuple[VllmCor
     progress("importing vLLM and loading the model, which takes a minute")
     try:
         given = configure(engine_arguments(config, source.path))
+        defaults = defaults_of(source.path, given, progress)
+        settings = _settings(config, files["tokenizer.json"], source.path, given, defaults[0])
+        add_settings(given, settings)
         core = VllmCore(given)
     except Exception as error:
         raise ModelError(f"vLLM: {_reason(error)}") from error
-    info = describe(config, source.path, given, version(), progress)
+    lacks = frozenset[str]() if settings.tokenizer_dir else CONSTRAINT_KINDS
+    info = describe(config, source.path, given, version(), defaults, CAPABILITIES - lacks)
     return core, Ready(info, files, tokenizer_hash(files), source.revision)
+
+
+def _settings(
+    config: ShardConfig, tokenizer: bytes, model_dir: Path, given: Any, eos: tuple[int, ...]
+) -> CoreSettings:
+    vocab_size, limits = given.model_config.get_vocab_size(), config.constraint_limits
+    try:
+        Compiler(tokenizer, vocab_size, eos, limits)
+    except TokenizerUnusable as error:
+        logger.warning("outputs cannot be constrained: %s", error)
+        return CoreSettings()
+    return CoreSettings(
+        str(model_dir),
+        vocab_size,
+        eos,
+        limits.timeout_s,
+        limits.memory_bytes,
+        config.constraint_threads,
+    )
 
 
 def _reason(error: Exception) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from penstock_shard.ipc.codes import Code
@@ -12,6 +13,7 @@ from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.messages import Error, Output
 from penstock_shard.ipc.request import FinishReason, Request
 
+_ERRORS = msgspec.json.Decoder(Error)
 _FINISH = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -53,7 +55,13 @@ def read_output(progress: Progress, given: Any) -> Output:
 def _end(output: Output, reason: str, stop_reason: Any) -> None:
     output.finish = _FINISH.get(reason)
     if output.finish is None:
-        output.error = Error(Code.INTERNAL, f"vLLM ended this request: {reason}")
+        # What was drawn against a constraint, say.
+        output.token_ids = []
+        output.logprobs = None
+        # Such a text is the core's `grammars.py`'s.
+        is_told = isinstance(stop_reason, str)
+        unknown = Error(Code.INTERNAL, f"vLLM ended this request: {reason}")
+        output.error = _ERRORS.decode(stop_reason) if is_told else unknown
     elif output.finish is FinishReason.STOP:
         last = output.token_ids[-1] if output.token_ids else None
         output.stop_token_id = stop_reason if isinstance(stop_reason, int) else last

@@ -5,28 +5,48 @@ request that raises in vLLM's worker ends the engine for all.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import Error
-from penstock_shard.ipc.request import Request
+from penstock_shard.ipc.request import CONSTRAINT_KINDS, Request
 
 # What requests may ask of it; see `server/validation.py`.
 CAPABILITIES = frozenset(
     (
+        *sorted(CONSTRAINT_KINDS),
         *("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty"),
         *("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
         *("min_tokens", "logprobs", "prompt_logprobs", "priority"),
     )
 )
+# In vLLM's extra arguments: how many tokens at the end of a prompt are output.
+OUTPUT_TOKENS = "penstock_output_tokens"
 # vLLM's worker checks these during a step, and its engine does not survive that.
 _MOST_BIASED = 1024
 _MOST_ALLOWED = 1024
 _MOST_STOPS_BELOW_MINIMUM = 128
 _MOST_BAD_WORDS = 128
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.01, 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """The way requests go on after output that they bring: as vLLM's output, or as a part of the
+    prompt; and fields that would be honoured wrongly then.
+    """
+
+    as_output: bool
+    lacks: frozenset[str]
+
+
+# What vLLM counts output for, if that came as a part of the prompt.
+COUNTED = ("presence_penalty", "frequency_penalty", "bad_words")
+AS_PROMPT = Continuation(as_output=False, lacks=frozenset(COUNTED))
 
 
 class CannotServe(Exception):
@@ -57,37 +77,50 @@ def prompt_of(request: Request) -> dict[str, Any]:
     return prompt
 
 
-def sampling_of(request: Request) -> dict[str, Any]:
+def grammar_of(request: Request) -> str:
+    """The text that stands for the request's constraint in vLLM, which `grammars.py` reads; "" if
+    it has none.
+    """
+    if request.constraint is None:
+        return ""
+    return msgspec.json.encode(msgspec.structs.replace(request, prompt=b"")).decode()
+
+
+def sampling_of(request: Request, continuation: Continuation) -> dict[str, Any]:
     """Keyword arguments of vLLM's `SamplingParams`. Raises `CannotServe`."""
-    _check(request)
+    _check(request, continuation)
     sampling, given = request.sampling, len(request.output) // 4
-    stops = sorted(request.stop_token_ids)
+    as_prompt = 0 if continuation.as_output else given
+    # A constraint tells where these may end it, and how many tokens it takes at least.
+    reluctant = request.reluctant_stop_ids if request.constraint else frozenset[int]()
+    min_tokens = 0 if request.constraint else request.min_tokens
     return {
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
-        "seed": _seed(sampling.seed, given),
+        "seed": _seed(sampling.seed, as_prompt),
         "repetition_penalty": sampling.repetition_penalty,
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "logit_bias": dict(sampling.logit_bias) or None,
         "allowed_token_ids": list(sampling.allowed_token_ids) or None,
-        "max_tokens": request.max_tokens - given,
-        "min_tokens": max(0, request.min_tokens - given),
-        "stop_token_ids": stops,
+        "max_tokens": request.max_tokens - as_prompt,
+        "min_tokens": max(0, min_tokens - as_prompt),
+        "stop_token_ids": sorted(request.stop_token_ids | reluctant),
         # Ids that end a sequence are all among those above.
         "ignore_eos": True,
         "logprobs": request.logprobs,
         "prompt_logprobs": request.prompt_logprobs,
         "detokenize": False,
         "skip_clone": True,
+        "extra_args": {OUTPUT_TOKENS: given} if given and continuation.as_output else None,
     }
 
 
 def _seed(seed: int, given: int) -> int:
-    """A seed that vLLM takes, a signed number. Its generator begins anew with a continuation, which
-    gets a seed of its own: the distribution is kept, the tokens are not.
+    """A seed that vLLM takes, a signed number. If so many tokens of output are given as prompt, its
+    generator begins anew, and gets a seed of its own: the distribution is kept, tokens are not.
     """
     if given:
         digest = hashlib.blake2b(f"{seed}:{given}".encode(), digest_size=8).digest()
@@ -97,7 +130,7 @@ def _seed(seed: int, given: int) -> int:
     return 0 if signed == -1 else signed
 
 
-def _check(request: Request) -> None:
+def _check(request: Request, continuation: Continuation) -> None:
     """Raises `CannotServe`."""
     sampling = request.sampling
     temperature = sampling.temperature
@@ -115,19 +148,20 @@ def _check(request: Request) -> None:
         if count > most:
             raise CannotServe(field, count, f"at most {most}")
     if request.output:
-        _check_continuation(request)
+        _check_continuation(request, continuation)
 
 
-def _check_continuation(request: Request) -> None:
-    """Refuse what would go on wrongly from an output that vLLM takes for a part of the prompt."""
+def _check_continuation(request: Request, continuation: Continuation) -> None:
+    """Refuse what would go on wrongly from the output that a request brings."""
     sampling = request.sampling
     counted = {
         "presence_penalty": sampling.presence_penalty,
         "frequency_penalty": sampling.frequency_penalty,
         "bad_words": len(sampling.bad_words),
+        "min_tokens": 0 if request.constraint else request.min_tokens,
     }
     if request.prompt_logprobs is not None:
         raise CannotServe("prompt_logprobs", request.prompt_logprobs, "a continuation has none")
     for field, value in counted.items():
-        if value:
+        if value and field in continuation.lacks:
             raise CannotServe(field, value, "a continuation has none")

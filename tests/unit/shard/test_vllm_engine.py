@@ -22,7 +22,13 @@ from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.vllm_engine.bridge import Bridge
 from penstock_shard.vllm_engine.engine_arguments import engine_arguments
 from penstock_shard.vllm_engine.outputs import Progress, read_output
-from penstock_shard.vllm_engine.requests import CAPABILITIES, CannotServe, prompt_of, sampling_of
+from penstock_shard.vllm_engine.requests import AS_PROMPT, CAPABILITIES, CannotServe, prompt_of
+from penstock_shard.vllm_engine.requests import sampling_of as sampling_with
+
+
+def sampling_of(request: Request) -> dict[str, Any]:
+    return sampling_with(request, AS_PROMPT)
+
 
 INFO = RunnerInfo(
     architecture="Fake",
@@ -120,6 +126,7 @@ def test_every_field_of_a_request_that_vllm_honours_reaches_it() -> None:
         "prompt_logprobs": 1,
         "detokenize": False,
         "skip_clone": True,
+        "extra_args": None,
     }
     assert prompt_of(asked) == {
         "type": "token",
@@ -263,7 +270,7 @@ class FakeCore:
         self.is_dead = False
 
     async def add(
-        self, name: str, prompt: Any, sampling: Any, bad_words: Any, priority: int
+        self, name: str, prompt: Any, sampling: Any, bad_words: Any, grammar: str, priority: int
     ) -> None:
         if prompt["prompt_token_ids"] == [99]:
             raise ValueError("no such prompt\nsecond line")
@@ -286,7 +293,7 @@ class Running:
     def __init__(self) -> None:
         self.core: Any = FakeCore()
         self.sent: list[FromEngine] = []
-        self.bridge = Bridge(self.core, INFO, self.sent.append)
+        self.bridge = Bridge(self.core, INFO, AS_PROMPT, self.sent.append)
 
     async def __aenter__(self) -> Running:
         self.task = asyncio.create_task(self.bridge.run())

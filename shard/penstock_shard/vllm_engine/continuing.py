@@ -1,0 +1,66 @@
+"""Changes to vLLM's scheduler: output that a request brings stays output, and constraints are
+penstock's. `scheduler.py` has the classes that vLLM imports.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from penstock_shard.checkpoint.tokenizer_files import read_tokenizer_files
+from penstock_shard.config import ConstraintLimits
+from penstock_shard.structured_output.compiler import Compiler
+from penstock_shard.structured_output.following import compiling_threads
+from penstock_shard.vllm_engine.core_settings import CoreSettings, read_settings
+from penstock_shard.vllm_engine.grammars import Grammars
+from penstock_shard.vllm_engine.requests import OUTPUT_TOKENS
+
+
+def keep_output(request: Any) -> None:
+    """Move the output that a request brings from the end of its prompt to where vLLM has output
+    after a preemption, so that penalties and minimal lengths count it.
+    """
+    given = (request.sampling_params.extra_args or {}).get(OUTPUT_TOKENS, 0)
+    if given:
+        request._output_token_ids.extend(request.prompt_token_ids[-given:])
+        request.prompt_token_ids = request.prompt_token_ids[:-given]
+        request.num_prompt_tokens -= given
+
+
+class Continuing:
+    """Goes before a scheduler of vLLM's among the bases of a class."""
+
+    def __init__(self, *arguments: Any, **fields: Any) -> None:
+        super().__init__(*arguments, **fields)
+        settings = read_settings(fields["vllm_config"])
+        self._grammars = _grammars(settings)
+        if self._grammars is not None:
+            threads = compiling_threads(settings.constraint_threads)
+            self._grammars.install(fields["structured_output_manager"], threads)
+
+    def add_request(self, request: Any) -> None:
+        """Take a request, its output before it apart from its prompt."""
+        keep_output(request)
+        super().add_request(request)  # type: ignore[misc]
+
+    def update_from_output(self, *arguments: Any, **fields: Any) -> Any:
+        """Give the outputs of a step by client, each end with its reason."""
+        given = super().update_from_output(*arguments, **fields)  # type: ignore[misc]
+        if self._grammars is not None:
+            for each in given.values():
+                self._grammars.explain(each.outputs)
+        return given
+
+
+def _grammars(settings: CoreSettings) -> Grammars | None:
+    if not settings.tokenizer_dir:
+        return None
+    compiler = Compiler(
+        read_tokenizer_files(Path(settings.tokenizer_dir))["tokenizer.json"],
+        settings.vocab_size,
+        settings.eos_token_ids,
+        ConstraintLimits(settings.timeout_s, settings.memory_bytes),
+    )
+    # Now, when no request waits for it.
+    _ = compiler.vocabulary
+    return Grammars(compiler)

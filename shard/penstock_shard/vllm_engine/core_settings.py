@@ -1,0 +1,35 @@
+"""Settings of ours that vLLM's configuration carries to the process of its core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+_NAME = "penstock"
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSettings:
+    """Facts that constraints need there. Without a `tokenizer_dir` none are served."""
+
+    tokenizer_dir: str = ""
+    vocab_size: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    timeout_s: float = 0.0
+    memory_bytes: int = 0
+    constraint_threads: int = 1
+
+
+_SETTINGS = msgspec.json.Decoder(CoreSettings)
+
+
+def add_settings(vllm_config: Any, settings: CoreSettings) -> None:
+    """Put them into vLLM's configuration, as text: vLLM hashes it as JSON."""
+    vllm_config.additional_config[_NAME] = msgspec.json.encode(settings).decode()
+
+
+def read_settings(vllm_config: Any) -> CoreSettings:
+    """Find them there."""
+    return _SETTINGS.decode(vllm_config.additional_config[_NAME])

@@ -1,0 +1,119 @@
+"""Constraints in vLLM's core: penstock's compiler and matchers in the place of vLLM's own.
+
+A request brings its constraint, its stop ids and the output before as one text, which vLLM carries
+for a grammar. So what is valid, where it may end and what it may cost are the same with any engine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Executor
+from typing import Any
+
+import msgspec
+from llguidance.numpy import allocate_token_bitmask
+
+from penstock_shard.ipc.codes import Code
+from penstock_shard.ipc.messages import Error
+from penstock_shard.ipc.request import Request
+from penstock_shard.structured_output.compiler import Compiler
+from penstock_shard.structured_output.following import (
+    OutputExhausts,
+    OutputRefused,
+    error_of,
+    state_after_output,
+)
+from penstock_shard.structured_output.matcher_state import ConstraintState, fill_mask
+from penstock_shard.structured_output.refusal import ConstraintRefused
+from penstock_shard.vllm_engine.requests import core_id
+
+_REQUESTS = msgspec.json.Decoder(Request)
+
+
+class Grammar:
+    """The constraint of one request: vLLM's `StructuredOutputGrammar`. No drafts are served with
+    this engine, so nothing is ever taken back.
+    """
+
+    def __init__(self, state: ConstraintState, request: Request, grammars: Grammars) -> None:
+        self._state = state
+        self._request = request
+        self._grammars = grammars
+        self._has_ended = False
+
+    def accept_tokens(self, name: str, token_ids: Iterable[int]) -> bool:
+        """Take tokens that were drawn; False ends the request with an error."""
+        state = self._state
+        for token_id in token_ids:
+            if state.error:
+                break
+            if self._request.ends_with(token_id):
+                self._has_ended = True
+                return True
+            state.append(token_id)
+        if state.error:
+            self._grammars.fail(name, Error(Code.OUT_OF_RANGE, state.error))
+        return not state.error
+
+    def fill_bitmask(self, bitmask: Any, row: int) -> None:
+        """Write what may follow: int32 [rows, words of the vocabulary], a tensor in memory."""
+        if self._state.mask is None:
+            fill_mask(self._state, self._grammars.vocab_size)
+        # Without a mask the constraint cannot go on, and the request ends with the next token.
+        mask = self._state.mask
+        bitmask.numpy()[row] = -1 if mask is None else mask
+
+    def is_terminated(self) -> bool:
+        """Tell whether nothing more follows."""
+        return self._has_ended
+
+
+class Grammars:
+    """The constraints of a core: vLLM's `StructuredOutputBackend`."""
+
+    def __init__(self, compiler: Compiler) -> None:
+        self._compiler = compiler
+        self.vocab_size = compiler.tokenizer.vocab_size
+        # Reasons of requests that vLLM ends in its next step.
+        self._failures: dict[str, Error] = {}
+
+    def install(self, manager: Any, threads: Executor) -> None:
+        """Have vLLM's `StructuredOutputManager` compile here."""
+        manager.backend = self
+        manager.executor = threads
+
+    def compile_grammar(self, kind: object, spec: str, stop_token_ids: object = None) -> Grammar:
+        """Compile what `requests.grammar_of` made, and go to after the output before. Any thread
+        may call it.
+
+        Raises what `state_after_output` raises, whereupon vLLM ends the request.
+        """
+        request = _REQUESTS.decode(spec)
+        try:
+            state = state_after_output(self._compiler, request, threading.Event())
+        except (ConstraintRefused, OutputRefused, OutputExhausts) as reason:
+            self.fail(core_id(request.request_id, request.attempt), error_of(request, reason))
+            raise
+        return Grammar(state, request, self)
+
+    def allocate_token_bitmask(self, num_rows: int) -> Any:
+        """Masks of so many rows: int32 [rows, words of the vocabulary], a tensor in memory."""
+        import torch
+
+        return torch.from_numpy(allocate_token_bitmask(num_rows, self.vocab_size))
+
+    def destroy(self) -> None:
+        """Nothing is to be released."""
+
+    def fail(self, name: str, error: Error) -> None:
+        """Note why the core ends a request."""
+        self._failures[name] = error
+
+    def explain(self, outputs: Iterable[Any]) -> None:
+        """Write the reasons of requests that ended with an error into their outputs."""
+        for output in outputs:
+            if output.finish_reason is not None:
+                error = self._failures.pop(output.request_id, None)
+                if error is not None:
+                    output.stop_reason = msgspec.json.encode(error).decode()
