@@ -36,7 +36,7 @@ TENSOR_ROOMS = tuple(
         *("attention", "checkpoint", "device", "distributed", "images", "kernels"),
         *("load_cache", "lora", "model_loader", "models", "ops", "selfcheck", "worker"),
     )
-)
+) + ("penstock_shard.vllm_engine.grammars",)
 # These of them stay free of torch: what runs without it needs them.
 FREE_OF_TENSORS = (
     "penstock_shard.worker.base",
