@@ -30,13 +30,15 @@ HTTP_USERS = (
     *("penstock_router.images.images", "penstock_router.images.fetcher"),
 )
 # Rooms of the shard that have tensors.
-TENSOR_ROOMS = tuple(
-    f"penstock_shard.{room}."
-    for room in (
-        *("attention", "checkpoint", "device", "distributed", "images", "kernels"),
-        *("load_cache", "lora", "model_loader", "models", "ops", "selfcheck", "worker"),
-    )
-) + ("penstock_shard.vllm_engine.grammars",)
+_ROOMS = (
+    *("attention", "checkpoint", "device", "distributed", "images", "kernels"),
+    *("load_cache", "lora", "model_loader", "models", "ops", "selfcheck", "worker"),
+)
+TENSOR_ROOMS = (
+    *(f"penstock_shard.{room}." for room in _ROOMS),
+    # Gives vLLM its masks.
+    "penstock_shard.vllm_engine.grammars",
+)
 # These of them stay free of torch: what runs without it needs them.
 FREE_OF_TENSORS = (
     "penstock_shard.worker.base",
