@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator
@@ -15,10 +16,13 @@ import pytest
 from support.processes import Shard, is_alive, running, wait_until
 
 from penstock_client import (
+    Constraint,
+    ConstraintKind,
     FinishReason,
     GenerationRequest,
     NotServed,
     Output,
+    RequestRefused,
     SamplingParams,
     ShardClient,
     ShardUnavailable,
@@ -115,6 +119,57 @@ def _columns(outputs: list[Output], name: str) -> dict[str, list[Any]]:
         "top_token_ids": [x for part in parts for x in part.top_token_ids],
         "top_logprobs": [x for part in parts for x in part.top_logprobs],
     }
+
+
+_OBJECT = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "string"}}}
+_CONSTRAINTS = [
+    Constraint(ConstraintKind.REGEX, "[a-c]{5}x|[d-f]{9}"),
+    Constraint(ConstraintKind.CHOICE, options=("yes", "no", "not at all")),
+    Constraint(ConstraintKind.JSON_SCHEMA, json.dumps({**_OBJECT, "required": ["a", "b"]})),
+    Constraint(ConstraintKind.JSON_OBJECT),
+    Constraint(ConstraintKind.GRAMMAR, 'start: ("a" | "b" start "c")'),
+    # Read in so many ways that it ends with an error.
+    Constraint(ConstraintKind.GRAMMAR, 'start: e\ne: e e | "a" | "b" | " " | e "c" e'),
+    Constraint(ConstraintKind.REGEX, "("),
+]
+
+
+async def _told(client: ShardClient, request: GenerationRequest) -> tuple[list[int], str]:
+    """The tokens, and the error that they end with."""
+    tokens: list[int] = []
+    try:
+        async for output in client.generate(request):
+            tokens += output.token_ids
+    except RequestRefused as error:
+        return tokens, str(error)
+    return tokens, ""
+
+
+async def test_constraints_mean_on_it_what_they_mean_on_penstocks_own_engine(
+    client: ShardClient, tmp_path: Path
+) -> None:
+    own = Shard(tmp_path / "log", "--runner", "model", "--dtype", "float32")
+    with running(own):
+        async with ShardClient(own.address) as other:
+            for constraint in _CONSTRAINTS:
+                for least in (0, 5):
+                    request = GenerationRequest(
+                        PROMPT, GREEDY, constraint=constraint, max_tokens=150, min_tokens=least
+                    )
+                    theirs, ours = await _told(client, request), await _told(other, request)
+                    assert theirs == ours, constraint
+
+
+async def test_a_constraint_goes_on_from_the_output_that_a_request_brings(
+    client: ShardClient,
+) -> None:
+    for constraint in _CONSTRAINTS[:5]:
+        request = GenerationRequest(PROMPT, GREEDY, constraint=constraint, max_tokens=60)
+        whole, _ = await _told(client, request)
+        rest = dataclasses.replace(request, output_token_ids=whole[:2])
+        assert (await _told(client, rest))[0] == whole[2:], constraint
+    wrong = dataclasses.replace(request, constraint=_CONSTRAINTS[0], output_token_ids=[77, 78])
+    assert "no beginning of what the constraint allows" in (await _told(client, wrong))[1]
 
 
 async def test_each_parameter_does_what_it_says(client: ShardClient) -> None:

@@ -141,7 +141,9 @@ def create_scheduler(
 def create_matchers(
     loaded: LoadedRunner, config: ShardConfig, on_done: Callable[[], None]
 ) -> PendingMatchers | None:
-    """None if the model's tokenizer is of a kind that constraints do not support."""
+    """Make what compiles constraints; None if the model's tokenizer is of a kind that they do not
+    support.
+    """
     info = loaded.runner.info
     try:
         compiler = Compiler(

@@ -75,7 +75,6 @@ def _trials(info: RunnerInfo, plain: list[int]) -> dict[str, Request]:
             {},
         ),
         "min_tokens": (greedy, {"min_tokens": _CUT + 4, "stop_token_ids": frozenset(plain)}),
-        "seed": (SamplingParams(temperature=1.0, seed=11), {}),
     }
     return {name: _trial(info, name, each, **more) for name, (each, more) in fields.items()}
 

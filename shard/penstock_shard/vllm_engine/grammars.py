@@ -40,6 +40,7 @@ class Grammar:
         self._state = state
         self._request = request
         self._grammars = grammars
+        self._num_output = len(request.output) // 4
         self._has_ended = False
 
     def accept_tokens(self, name: str, token_ids: Iterable[int]) -> bool:
@@ -52,8 +53,10 @@ class Grammar:
                 self._has_ended = True
                 return True
             state.append(token_id)
+            self._num_output += 1
         if state.error:
-            self._grammars.fail(name, Error(Code.OUT_OF_RANGE, state.error))
+            text = f"{state.error} at output position {self._num_output}"
+            self._grammars.fail(name, Error(Code.OUT_OF_RANGE, text))
         return not state.error
 
     def fill_bitmask(self, bitmask: Any, row: int) -> None:
