@@ -9,7 +9,8 @@ of one log joined with `cat`, oldest first, are one log. What this cannot prove:
 - Whole lines cut off the end leave a shorter log that is in order. Compare with a copy elsewhere.
 
 Records that could not be written (a full disk, a full queue) use up sequence numbers too: a number
-that is missing where the chain holds is a record that the writer dropped.
+that is missing where the chain holds is a record that the writer dropped. If nothing is written
+behind them before the process ends, its last words count them: the next one takes their numbers.
 
 Prompts are written only when asked for. Otherwise their length is, and a hash under the key: a
 plain hash of a short prompt can be guessed by trying, and a salt beside it would not change that.
@@ -30,6 +31,7 @@ import math
 import os
 import re
 import secrets
+import shlex
 import stat
 import threading
 import time
@@ -169,6 +171,7 @@ class AuditLog:
         self._prompt_key = key or secrets.token_bytes(_MAX_KEY_BYTES)
         self._file = _RotatingFile(Path(path), max_bytes, keep)
         self._sequence, self._chain = self._file.mark
+        self._written = self._sequence
         self._changed = threading.Condition()
         self._queue: deque[tuple[int, AuditRecord, int]] = deque()
         self._queued_tokens = 0
@@ -208,12 +211,12 @@ class AuditLog:
             self._closed = True
             self._changed.notify()
         self._thread.join(timeout_s)
-        if not self._thread.is_alive():
-            return
-        with self._changed:
-            left = [sequence for sequence, _, _ in self._queue]
-            self._queue.clear()
-        self._drop(left, f"its disk did not take them within {timeout_s:g} s")
+        if self._thread.is_alive():
+            with self._changed:
+                left = [sequence for sequence, _, _ in self._queue]
+                self._queue.clear()
+            self._drop(left, f"its disk did not take them within {timeout_s:g} s")
+        self._tell_of_end()
 
     def _drop(self, sequences: Sequence[int], why: str) -> None:
         """Count, and say so once a minute at most."""
@@ -233,6 +236,17 @@ class AuditLog:
                 self._file.path,
                 self._dropped_total,
                 why,
+            )
+
+    def _tell_of_end(self) -> None:
+        """Say which records are missing behind the last one: no number will tell."""
+        with self._changed:
+            lost = sum(number > self._written for number in self._missing)
+        if lost:
+            logger.error(
+                "audit log %s ends without its last %d records; its numbers do not show that, as "
+                "the next start goes on with %d",
+                *(self._file.path, lost, self._written + 1),
             )
 
     # ---- in the thread ----
@@ -260,7 +274,7 @@ class AuditLog:
         except (TypeError, ValueError, OverflowError, OSError) as error:
             self._drop([sequence], str(error))
         else:
-            self._chain = chain
+            self._chain, self._written = chain, sequence
             self._tell_of_gap(sequence)
 
     def _tell_of_gap(self, written: int) -> None:
@@ -355,8 +369,26 @@ class _RotatingFile:
             os.close(self._fd)
             self._fd = None
 
+    def _check_place(self, fd: int) -> None:
+        """Raises `OSError`, with what to do, if the file at the path is no longer the open one."""
+        opened = os.fstat(fd)
+        try:
+            found = os.stat(self.path, follow_symlinks=False)
+        except FileNotFoundError:
+            what = "was removed"
+        else:
+            if (found.st_dev, found.st_ino) == (opened.st_dev, opened.st_ino):
+                return
+            what = "is another file now"
+        copied = f"cp -p /proc/{os.getpid()}/fd/{fd} {shlex.quote(str(self.path))}"
+        raise OSError(
+            f"the file {what} while it is written to; before a restart put back what is open, or "
+            f"it is lost: {copied}"
+        )
+
     def _open(self) -> int:
         if self._fd is not None:
+            self._check_place(self._fd)
             return self._fd
         fd = _open_private(self.path)
         try:

@@ -285,6 +285,10 @@ def _reported(path: str) -> Iterator[None]:
     except OSError as error:
         raise StoreUnusable(f"response store {path}: {error.strerror}") from None
     except sqlite3.OperationalError as error:
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+            raise StoreUnusable(
+                f"response store {path}: {error}; make room, and start again"
+            ) from None
         raise StoreUnusable(
             f"response store {path}: {error}; it has to be a file, in a folder, that this user can "
             "write to"
@@ -393,11 +397,15 @@ class ResponseStore:
                 raise
 
     async def close(self) -> None:
-        """Close the file; unfinished responses of this worker count as failed."""
+        """Close the file; unfinished responses of this worker count as failed. If that cannot be
+        written now, they do once nobody has beaten for them for a while.
+        """
         self._beating.cancel()
         await asyncio.wait([self._beating])
         try:
             await self._call(self._close)
+        except StoreUnavailable as error:
+            logger.warning("%s", error)
         finally:
             self._thread.shutdown()
 

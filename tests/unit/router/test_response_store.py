@@ -802,6 +802,35 @@ def test_a_file_that_cannot_be_written_ends_the_start_with_a_line(
         store_file(path, max_bytes=MIN_BYTES).__enter__()
 
 
+def test_a_full_disk_ends_the_start_with_what_to_do(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(name: str, **options: Any) -> sqlite3.Connection:
+        connection = _opened(name, **options)
+        connection.execute("PRAGMA max_page_count = 1")
+        return connection
+
+    _opened = sqlite3.connect
+    monkeypatch.setattr("sqlite3.connect", full)
+    with pytest.raises(StoreUnusable, match=r"database or disk is full; make room, and start"):
+        store_file(path, max_bytes=MIN_BYTES).__enter__()
+
+
+async def test_a_store_that_cannot_be_written_at_its_end_says_so_in_a_line(
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = make_store(path)
+    await store.open()
+
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(store, "_change", full)
+    await store.close()
+    assert threads() == 0
+    assert caplog.messages[-1] == f"response store {path}: database or disk is full"
+
+
 def test_a_file_system_without_shared_memory_ends_the_start_with_a_line(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
