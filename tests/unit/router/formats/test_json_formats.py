@@ -391,6 +391,13 @@ _WHOLE = (
             [PARIS],
         ),
         ("apertus", '<|tools_prefix|>[{"get_weather": {"city": "Paris"}}', "", [PARIS]),
+        # An argument of a call whose name was damaged is no call.
+        (
+            "apertus",
+            '<|tools_prefix|>[{"get_weathe {y": "Paris", "extra": {}}]<|tools_suffix|>',
+            '<|tools_prefix|>[{"get_weathe {y": "Paris", "extra": {}}]<|tools_suffix|>',
+            [],
+        ),
         # Behind the mark of a role, or behind the mark of a call.
         (
             "gigachat3",

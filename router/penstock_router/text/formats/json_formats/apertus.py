@@ -34,7 +34,9 @@ class _ApertusFormat(MarkedJson):
 
 class _CallParser(MarkedJsonParser):
     def _keyed(self, call: Call, key: str, first: str) -> Reading[bool]:
-        is_name = key in self._tools or (first == "{" and key not in _OTHERS)
+        # A member of a damaged call may be an object too: then others came before it.
+        may_be_unknown = first == "{" and key not in _OTHERS and not call.has_strangers
+        is_name = key in self._tools or may_be_unknown
         if call.name is None and call.early is None and is_name and self._is_callable(key):
             call.name = key
             return (yield from self._given(call, first))
