@@ -28,131 +28,20 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.peer_servers import CASES, CONTENDERS, Case, Contender
 from penstock_common.version import how_to_install
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
 QUIET_S = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """A server: its command line and how to ask it.
-
-    In `command` and `environment`, {peers}, {model}, {port}, {port2}, {threads}, {cpus}, {slots}
-    and {context} are filled in. It is left out when `needs` is not in the folder of the peers.
-    """
-
-    name: str
-    command: str
-    needs: str = ""
-    environment: dict[str, str] = field(default_factory=dict)
-    model: str = "bench"
-    body: dict[str, Any] = field(default_factory=dict)
-    bench_flags: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A model and what is asked of it: prompt and output tokens, and numbers of streams."""
-
-    prompt_tokens: int
-    output_tokens: int
-    streams: tuple[int, ...]
-
-    def requests(self, streams: int) -> int:
-        """Few, so that a run is over before a neighbour wakes up; more rounds make up for it."""
-        return max(4, 2 * streams)
-
-
-CASES = {
-    "130m": Case(prompt_tokens=128, output_tokens=64, streams=(1, 16)),
-    "1b": Case(prompt_tokens=128, output_tokens=64, streams=(1, 16)),
-    "3m": Case(prompt_tokens=64, output_tokens=128, streams=(64, 256)),
-}
-
-_SERVE = (
-    "--port {port} --shard-port {port2} --threads {threads} --max-num-seqs {slots} "
-    "--served-model-name bench"
-)
-_LLAMA = (
-    "{peers}/llama-build/bin/llama-server --alias bench --host 127.0.0.1 --port {port} "
-    "-c {context} -np {slots} -t {threads}"
-)
-_VLLM = (
-    "{peers}/vllm/bin/vllm serve {model} --served-model-name bench --host 127.0.0.1 "
-    "--port {port} --max-model-len 2048 --max-num-seqs {slots} --enforce-eager"
-)
-_VLLM_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "2",
-    # Left to itself it computes on one core fewer and keeps that for HTTP.
-    "VLLM_CPU_OMP_THREADS_BIND": "{cpus}",
-    "VLLM_NO_USAGE_STATS": "1",
-    # As its documentation advises.
-    "LD_PRELOAD": "{peers}/tcmalloc/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4:"
-    "{peers}/vllm/lib/libiomp5.so",
-}
-_TRANSFORMERS = (
-    "{peers}/tf/bin/transformers serve {model} --device cpu --dtype float32 --host 127.0.0.1 "
-    "--port {port} --continuous-batching --cb-max-memory-percent 0.15 --log-level warning"
-)
-
-
-def _llama(weights: str) -> Contender:
-    return Contender(
-        f"llama.cpp {weights}",
-        f"{_LLAMA} -m {{model}}-{weights}.gguf",
-        needs="llama-build/bin/llama-server",
-        # It closes a connection after a stream without saying so.
-        bench_flags=("--no-keepalive",),
-    )
-
-
-def _vllm(weights: str, dtype: str) -> Contender:
-    return Contender(
-        f"vLLM {weights}",
-        f"{_VLLM} --dtype {dtype}",
-        needs="vllm/bin/vllm",
-        environment=_VLLM_ENVIRONMENT,
-    )
-
-
-def _penstock(weights: str, model: str = "{model}", flags: str = "") -> Contender:
-    serve = f"{sys.executable} -m penstock_cli.main serve"
-    return Contender(f"penstock {weights}", f"{serve} {model} {_SERVE} {flags}")
-
-
-CONTENDERS = (
-    _penstock("f16", flags="--dtype float16"),
-    _penstock("bf16", flags="--dtype bfloat16"),
-    _penstock("int8", flags="--quantization int8"),
-    _penstock("int4", flags="--quantization int4"),
-    _penstock("q8_0", "{model}-q8_0.gguf"),
-    _penstock("q4_k_m", "{model}-q4_k_m.gguf"),
-    _llama("f16"),
-    _llama("f32"),
-    _llama("q8_0"),
-    _llama("q4_0"),
-    _llama("q4_k_m"),
-    _vllm("f32", "float32"),
-    _vllm("bf16", "bfloat16"),
-    Contender(
-        "transformers f32",
-        _TRANSFORMERS,
-        needs="tf/bin/transformers",
-        environment={"HF_HUB_CACHE": "{peers}", "OMP_NUM_THREADS": "{threads}"},
-        model="{model}",
-        # It knows no way to ignore the end of sequence, and no [DONE].
-        body={"ignore_eos": None},
-        bench_flags=("--no-done",),
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,8 +217,14 @@ class RunningServer:
     def tree(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
 
-    def cpu_s(self) -> float:
-        return sum(process.cpu_times().user + process.cpu_times().system for process in self.tree())
+    def cpu_s(self, *, beside_vllm: bool = False) -> float:
+        """Of all its processes, or of those alone that are not vLLM's core and workers."""
+        times = [
+            process.cpu_times()
+            for process in self.tree()
+            if not (beside_vllm and "".join(process.cmdline()).startswith("VLLM::"))
+        ]
+        return sum(each.user + each.system for each in times)
 
     def memory_mb(self) -> tuple[float, float]:
         """Resident, summed over its processes, and with shared pages counted once."""
@@ -422,8 +317,10 @@ def measured(server: RunningServer, streams: int) -> dict[str, Any]:
     # New prompts each time: a prefix cache must find nothing.
     seed = time.time_ns() // 1_000_000
     begin_s, server_s, busy_s, load_s = time.monotonic(), server.cpu_s(), busy(), children_cpu_s()
+    beside_s = server.cpu_s(beside_vllm=True)
     summary = server.load(streams, requests=requests, seed=seed)
     wall_s = time.monotonic() - begin_s
+    beside_s = server.cpu_s(beside_vllm=True) - beside_s
     server_s, load_s = server.cpu_s() - server_s, children_cpu_s() - load_s
     other_s = busy() - busy_s - server_s - load_s
     rss_mb, pss_mb = server.memory_mb()
@@ -437,6 +334,7 @@ def measured(server: RunningServer, streams: int) -> dict[str, Any]:
         "rss_mb": rss_mb,
         "pss_mb": pss_mb,
         "server_cpu_s": server_s,
+        "beside_us": 1e6 * beside_s / max(summary["output_tokens"], 1),
         "tokens_per_server_cpu_s": summary["output_tokens"] / max(server_s, 0.01),
         "load_cpu_s": load_s,
         "other_cpu_s": other_s,
@@ -521,7 +419,8 @@ def table(runs: Sequence[dict[str, Any]]) -> list[str]:
     ours = [name for name in grouped if name.startswith("penstock")]
     head = ["server", "runs", "output tokens/s", "TTFT ms mean", "p50", "p99",
             "inter-token ms p50", "p99", "per token ms",
-            "tokens/server CPU s", "memory MB", "ready s", "other CPU s",
+            "tokens/server CPU s", "us a token beside vLLM's core", "memory MB", "ready s",
+            "other CPU s",
             *(f"{name} / this" for name in ours)]  # fmt: skip
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name, group in grouped.items():
@@ -548,6 +447,7 @@ def row(name: str, group: Sequence[dict[str, Any]]) -> list[str]:
         f"{statistics.median(run[key] for run in group):.{digits}f}"
         for key, digits in (
             ("tokens_per_server_cpu_s", 1),
+            ("beside_us", 0),
             ("pss_mb", 0),
             ("ready_s", 1),
             ("other_cpu_s", 1),

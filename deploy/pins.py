@@ -22,6 +22,8 @@ FOLDER = Path(__file__).parent / "requirements"
 FILES = {
     "router": ("penstock-llm[router,otlp]",),
     "shard": ("penstock-llm[shard,otlp]", "torch"),
+    # A shard's server alone, whose engine is vLLM's.
+    "server": ("penstock-llm[fake,otlp]",),
     "build": ("hatchling",),
     # flash-attn, compiled in the image's build, and what that takes beside torch and CUDA.
     "flash": ("flash-attn", "einops"),

@@ -48,11 +48,14 @@ def attempts(device_name: str) -> Attempts:
                 name = f"kernels of {kernels}, {kind}{', exact' if exact else ''}"
                 found[name] = partial(_kernels, device, kind, exact, kernels)
         found.update(_of_backends(device, kind))
+    # What norms and activations round too; nothing on a card without fp8.
+    found["kernels of rounding, fp8"] = partial(_kernels, device, "fp8", False, "rounding")
     return found
 
 
 def _kernels(device: torch.device, kind: WeightKind, exact: bool, kernels: str) -> Row:
-    return _row(triton_fault(device, _KINDS[kind], kind, exact=exact, kernels=[kernels]))
+    dtype = _KINDS.get(kind, torch.bfloat16)
+    return _row(triton_fault(device, dtype, kind, exact=exact, kernels=[kernels]))
 
 
 def _of_backends(device: torch.device, kind: WeightKind) -> Iterator[tuple[str, partial[Row]]]:

@@ -1,4 +1,4 @@
-"""Command lines, and requests over HTTP, as the small tools share them."""
+"""Arguments and HTTP requests that the small tools share."""
 
 from __future__ import annotations
 
@@ -14,23 +14,20 @@ from penstock_common.flags import OneLineParser, number
 from penstock_common.shared_flags import add_api_key
 from penstock_common.tls import Tls, TlsFilesUnusable
 
-# Where a router listens unless it is told otherwise.
+# Default address of a router.
 DEFAULT_URL = "http://127.0.0.1:8000"
 MODEL_HELP = "which model to ask (default: the only one that is served)"
 
-# Values of arguments.
 positive_int = number(int, at_least=1)
-# How long to wait: a day at most, as more than a clock can count would fail far from here.
+# A time to wait: at most a day, because longer times overflow elsewhere.
 seconds = number(float, above=0, at_most=86400)
 
 
 def parser_for(command: str, description: str) -> argparse.ArgumentParser:
-    """A parser for one `penstock` subcommand."""
     return OneLineParser(prog=f"penstock {command}", description=description)
 
 
 def add_url(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the router's address and the key it wants."""
     parser.add_argument(
         "--url",
         default=DEFAULT_URL,
@@ -42,7 +39,7 @@ def add_url(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shard_tls(parser: argparse.ArgumentParser) -> None:
-    """Flags for TLS to shards; `shard_tls` reads them."""
+    """Add flags for TLS to shards; `shard_tls` reads them."""
     for flag, about in (
         ("--tls-ca-file", "speak TLS to shards, whose certificates come from these authorities"),
         ("--tls-cert-file", "certificate to show to shards that ask for one"),
@@ -62,7 +59,7 @@ def add_shard_tls(parser: argparse.ArgumentParser) -> None:
 
 
 def shard_tls(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Tls | None:
-    """Complains, and ends, where the files cannot be used."""
+    """The TLS settings, if any. Exits with an error if the files cannot be used."""
     others = (args.tls_cert_file, args.tls_key_file, args.tls_server_name)
     if args.tls_ca_file is None:
         if any(other is not None for other in others):
@@ -77,12 +74,12 @@ def shard_tls(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Tls 
 
 
 def http_url(text: str) -> str:
-    """An address to send HTTP to, without a slash at its end."""
+    """Read an HTTP address; drop a slash at its end."""
     try:
         parts = urlsplit(text)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
-        # Brackets or a port that make no sense.
+        # Invalid brackets or port.
         usable = False
     if not usable or not text.isprintable() or " " in text:
         raise argparse.ArgumentTypeError(
@@ -94,7 +91,7 @@ def http_url(text: str) -> str:
 def open_url(
     url: str, key: str | None, body: bytes | None = None, timeout_s: float | None = None
 ) -> Any:
-    """The answer to a GET, or to a POST of a JSON body; raises as `urllib.request.urlopen` does."""
+    """Send a GET, or a POST with a JSON body; raises as `urllib.request.urlopen` does."""
     headers = {} if body is None else {"Content-Type": "application/json"}
     if key:
         headers["Authorization"] = f"Bearer {key}"
@@ -104,8 +101,8 @@ def open_url(
 def open_directly(
     url: str | urllib.request.Request, timeout_s: float, tls: ssl.SSLContext | None = None
 ) -> Any:
-    """The answer to a GET, as `urllib.request.urlopen` gives it and raises, but past the proxies of
-    the environment: what they lead to is the internet, and not a port of this machine or pod.
+    """Send a GET, as `urllib.request.urlopen` does, but bypass the environment's proxies, which
+    lead to the internet and not to a port of this machine or pod.
     """
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if tls is not None:
@@ -114,17 +111,15 @@ def open_directly(
 
 
 def is_router(target: str) -> bool:
-    """Tell whether a `shard_or_router` is the address of a router."""
     return "://" in target
 
 
 def shard_or_router(text: str) -> str:
-    """HOST:PORT of a shard, or the address of a router, which has a scheme."""
+    """Read HOST:PORT of a shard, or the address of a router, which has a scheme."""
     return http_url(text) if is_router(text) else shard_address(text)
 
 
 def shard_address(text: str) -> str:
-    """HOST:PORT of a shard."""
     try:
         return check_address(text)
     except ValueError as error:

@@ -1,7 +1,6 @@
 """`penstock chat`: a conversation in the terminal, over the router's HTTP API.
 
-Reasoning is shown dimmed, and each tool call on a line of its own; neither is sent back with the
-next question.
+Reasoning is shown dimmed, and each tool call on its own line. Later turns send neither back.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from penstock_common.flags import number
 from penstock_common.logs import escape
 
 _LIST_TIMEOUT_S = 10.0
-# What an answer may have that a log line may not: new lines, tabs, joiners of scripts and emoji.
+# Characters allowed in answers but not in log lines: new lines, tabs, joiners of scripts and emoji.
 _SHOWN_AS_THEY_ARE = "\n\t\u200c\u200d"
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
-# The kinds of an answer's pieces; a call begins with the name of its function.
+# Kinds of pieces; a call begins with its function's name.
 _Kind = Literal["reasoning", "content", "call", "arguments"]
 
 
@@ -63,13 +62,11 @@ def _greeting(url: str, model: str) -> str:
 
 
 def _names(url: str, key: str | None) -> dict[str, str]:
-    """List every name that is served, with the model it means, "" for an adapter. Raises as
-    `_deltas` does.
-    """
+    """The served names: name -> its model, or "" for an adapter. Raises as `_deltas`."""
     with open_url(url + "/v1/models", key, timeout_s=_LIST_TIMEOUT_S) as response:
         try:
             listed = json.loads(response.read())["data"]
-            # Without `root` each name is a model.
+            # Without `root`, each name is a model.
             return {
                 str(model["id"]): "" if model.get("parent") else str(model.get("root", model["id"]))
                 for model in listed
@@ -79,8 +76,8 @@ def _names(url: str, key: str | None) -> dict[str, str]:
 
 
 def _only(names: dict[str, str]) -> str:
-    """A name of the only model. Raises ValueError where there is none, or a choice."""
-    # The first name of each: a model may have several.
+    """A name of the only model. Raises ValueError if not exactly one model is served."""
+    # Each model's first name: it may have several.
     models: dict[str, str] = {}
     for name, model in names.items():
         if model:
@@ -96,7 +93,7 @@ def _only(names: dict[str, str]) -> str:
 
 
 def _served(name: str, names: dict[str, str]) -> str:
-    """The name, if it is served. Raises ValueError where it is not."""
+    """Return the name if it is served; otherwise raise ValueError."""
     if name not in names:
         raise ValueError(f"--model {name}: not served; choose one of: {', '.join(names)}")
     return name
@@ -109,13 +106,13 @@ def _read_line() -> str:
         print()
         return ""
     except KeyboardInterrupt:
-        # The shell's prompt begins a line of its own.
+        # Let the shell's prompt begin on a new line.
         print()
         raise
 
 
 def _print_answer(deltas: Iterator[tuple[_Kind, str]]) -> str:
-    """Print the answer as it arrives; Ctrl-C ends it. Returns the content that arrived."""
+    """Print the answer as it arrives; Ctrl-C ends it. Return the content that arrived."""
     answer = ""
     last: _Kind | None = None
     dim, plain = (_DIM, _PLAIN) if sys.stdout.isatty() else ("", "")
@@ -138,9 +135,9 @@ def _deltas(url: str, key: str | None, body: dict[str, Any]) -> Iterator[tuple[_
     """Yield a streamed answer, piece by piece.
 
     Raises:
-        OSError: no connection, or an error status, or the stream ends before the answer does.
+        OSError: no connection, an error status, or a stream that ends before the answer.
         ValueError: the router reports an error in the stream, or sends something else.
-        http.client.HTTPException: what answers does not speak HTTP.
+        http.client.HTTPException: the other side does not speak HTTP.
     """
     with open_url(url + "/v1/chat/completions", key, json.dumps(body).encode()) as response:
         for data in _events(response):
@@ -148,7 +145,7 @@ def _deltas(url: str, key: str | None, body: dict[str, Any]) -> Iterator[tuple[_
 
 
 def _events(lines: Iterable[bytes]) -> Iterator[bytes]:
-    """The data of each event, up to [DONE], with which every complete answer ends."""
+    """Yield the data of each event up to [DONE], which ends every complete answer."""
     try:
         for line in lines:
             if line.strip() == b"data: [DONE]":
@@ -157,12 +154,11 @@ def _events(lines: Iterable[bytes]) -> Iterator[bytes]:
                 yield line.removeprefix(b"data: ").strip()
     except (ConnectionError, http.client.HTTPException) as error:
         raise ConnectionError(CUT_OFF) from error
-    # A connection that ends between two chunks looks like the end of the body.
+    # A connection that is lost between two chunks looks like the end of the body.
     raise ConnectionError(CUT_OFF)
 
 
 def _pieces(data: bytes) -> list[tuple[_Kind, str]]:
-    """The pieces in one event."""
     try:
         chunk = json.loads(data)
         if "error" not in chunk:
@@ -174,7 +170,7 @@ def _pieces(data: bytes) -> list[tuple[_Kind, str]]:
 
 
 def _said(delta: dict[str, Any]) -> Iterator[tuple[_Kind, str]]:
-    # Servers write it under one of these names, or the same under both.
+    # Servers use one of these names, or both with the same text.
     if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
         yield "reasoning", reasoning
     if content := delta.get("content"):

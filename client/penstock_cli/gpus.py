@@ -1,4 +1,4 @@
-"""GPUs that this process may use, by the environment and the driver's own tool, not torch."""
+"""Finds the GPUs that this process may use, from the environment or nvidia-smi, without torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _TIMEOUT_S = 10.0
 
 
 def visible_gpus() -> list[str]:
-    """Names that CUDA_VISIBLE_DEVICES takes, one for each GPU; empty where there is none."""
+    """Names for CUDA_VISIBLE_DEVICES, one for each GPU; empty without GPUs."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1")]
-    # By uuid: CUDA numbers GPUs in another order than the driver.
+    # UUIDs, because CUDA and the driver number GPUs in different orders.
     command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
     try:
         found = subprocess.run(

@@ -1,4 +1,4 @@
-"""`penstock health`: one look at a shard or a router, for probes. Exit status 0 is healthy."""
+"""`penstock health`: checks a shard or router once, for probes. Exit status 0 is healthy."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from penstock_cli.router_errors import ASK_AS_ROUTER, message_of, no_answer
 from penstock_common.logs import escape
 from penstock_common.tls import Tls
 
-# grpc.health.v1.Health/Check, by hand: an empty request asks for the whole server, and SERVING is
-# field 1 with value 1. Not worth a dependency in the router's image.
+# grpc.health.v1.Health/Check, encoded by hand to save the router's image a dependency. An empty
+# request asks for the whole server; SERVING is field 1 with value 1.
 _CHECK = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"
-# Asks for the service `live`, by its name in field 1: serving while its server answers at all.
+# A request for the service `live` (name in field 1), which is SERVING while the server answers.
 _LIVE = b"\x0a\x04live"
 
-# Of an answer that says what is wrong: one line, and any server may be asked.
+# Bytes read of an error's body, because any server may answer.
 _MAX_TOLD_BYTES = 4096
 
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _router_problem(url: str, timeout_s: float) -> str:
-    """Empty when healthy."""
+    """The problem; "" if healthy."""
     try:
         with open_directly(url, timeout_s):
             return ""
@@ -80,7 +80,7 @@ def _router_problem(url: str, timeout_s: float) -> str:
 def shard_problem(
     address: str, timeout_s: float, tls: Tls | None = None, *, live: bool = False
 ) -> str:
-    """Empty when healthy."""
+    """The problem; "" if healthy."""
     import grpc
 
     from penstock_proto.transport import SPEAKS_HTTP, Connector, explain

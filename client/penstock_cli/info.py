@@ -1,4 +1,4 @@
-"""`penstock info`: what a shard serves and how busy it is, or which models a router serves."""
+"""`penstock info`: shows what a shard serves and its load, or which models a router serves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock_common.tls import Tls
 from penstock_proto.transport import SPEAKS_HTTP
 
 _TIMEOUT_S = 10.0
-# Lines about one thing, a name and a value each.
+# Lines of one block, each a name and a value.
 _Rows = list[tuple[str, object]]
 
 
@@ -93,7 +93,7 @@ def _print(rows: _Rows) -> None:
         print(f"{name:<20}{escape(str(value))}")
 
 
-# ---- Of a shard --------------------------------------------------------------------------------
+# ---- Shards ------------------------------------------------------------------------------------
 
 
 async def _ask(address: str, api_key: str | None, tls: Tls | None) -> tuple[ShardInfo, LoadReport]:
@@ -191,12 +191,12 @@ def _state(load: LoadReport) -> str:
     return "serving" if load.serving else "not serving"
 
 
-# ---- Of a router -------------------------------------------------------------------------------
+# ---- Routers -----------------------------------------------------------------------------------
 
 
 def _router_blocks(url: str, key: str | None) -> list[_Rows]:
-    """The router's own rows, then those of each model. Raises as `open_url` does, and ValueError
-    where what answers is no router.
+    """The router's own rows, then the rows of each model. Raises as `open_url`, and ValueError if
+    the answer is not a router's.
     """
     listed = _body(url + "/v1/models", key)
     try:
@@ -228,7 +228,7 @@ def _router_state(url: str, key: str | None) -> str:
 
 
 def _model_rows(cards: Sequence[dict[str, Any]]) -> _Rows:
-    """A model's rows, of the cards of all its names and adapters: its own come first."""
+    """A model's rows, from the cards of its names (first) and of its adapters."""
     card = cards[0]
     names = [each["id"] for each in cards if each["parent"] is None]
     adapters = [each["id"] for each in cards if each["parent"] is not None]

@@ -1,6 +1,6 @@
 """`penstock keys`: makes, lists and revokes the API keys of a router's --api-keys-file.
 
-A key is shown once, when it is made; what is written is its hash.
+A key is shown only when it is made; the file has its hash.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _expiry(text: str) -> datetime.datetime:
     else:
         try:
             until = datetime.datetime.fromisoformat(text)
-            # A time of the last day there is, elsewhere.
+            # The time zone may move the time out of datetime's range.
             until.astimezone(datetime.UTC)
         except (ValueError, OverflowError):
             raise argparse.ArgumentTypeError(

@@ -1,7 +1,7 @@
-"""The `penstock` command: starts processes, or runs one of the small tools beside this file.
+"""The `penstock` command: starts processes, or runs a small tool of this package.
 
-Imports neither router nor shard: it starts them as `python -m ...`, so each process loads only
-what it needs. Each subcommand's own module is imported when it is used.
+Imports neither router nor shard but starts them as `python -m ...`, so that each process loads only
+the modules that it needs. A subcommand's module is imported at its use.
 """
 
 from __future__ import annotations
@@ -48,22 +48,20 @@ _TOOLS = {
 
 
 def main() -> None:
-    """Entry point of the `penstock` command."""
     # Child processes import nothing from their working directory.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
         status = run(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever reads the output, such as `head`, has seen enough. Python writes the rest at its
-        # end.
+        # The reader, such as `head`, has closed the pipe, and Python writes the rest at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     sys.exit(status)
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one command; the exit status."""
+    """Run one command; return the exit status."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_USAGE, end="")
         return 0 if argv else 2
@@ -87,7 +85,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _become(module: str, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process, so that signals and exit status need no passing on."""
+    """Replace this process, so that signals and exit status need no forwarding."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 

@@ -1,8 +1,8 @@
-"""`penstock replay`: generate again what an audit log says was generated, and compare.
+"""`penstock replay`: repeats the requests of an audit log, and compares the tokens.
 
-Each record goes to a shard with the record's weights, pinned there, and is given up at the first
-token that differs. Log-probabilities, deadlines and priorities are left out: no token depends on
-them. A record that ended early (an abort, an error) is compared as far as it goes.
+Each record goes to a shard with the record's weights and stops at the first different token.
+Log-probabilities, deadlines and priorities are left out, because no token depends on them. A record
+that ended early (an abort, an error) is compared up to its end.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _PROGRESS_EVERY_S = 5.0
 
 
 class NotComparable(Exception):
-    """The record cannot be generated again here; the text is the reason, alike for its like."""
+    """The record cannot be generated again here. The text is the reason, which similar records
+    share.
+    """
 
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of the records' outcomes so far."""
-
     equal: int = 0
-    # Compared records, equal or not, that ran on other numerics.
+    # Compared records, equal or different, that other numerics generated.
     other_numerics: int = 0
     different: int = 0
     failed: int = 0
@@ -66,7 +66,6 @@ class Tally:
         return self.equal == self.records and not self.problems
 
     def lines(self) -> Iterator[str]:
-        """The summary."""
         yield (
             f"{self.records} records: {self.equal} equal, {self.different} different, "
             f"{self.failed} failed, {self.not_comparable.total()} not comparable; "
@@ -161,7 +160,7 @@ def _records(args: argparse.Namespace, tally: Tally) -> Iterator[AuditRecord]:
 
 
 async def _wait_for_shards(fleet: Fleet) -> None:
-    """Wait for the first shard to be ready, then less long for the others."""
+    """Wait for the first shard to be ready, then a shorter time for the others."""
     await fleet.wait_ready(_READY_TIMEOUT_S)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_OTHERS_TIMEOUT_S):
@@ -183,7 +182,7 @@ async def _show_progress(tally: Tally) -> None:
 
 
 async def _compare_all(records: Iterator[AuditRecord], fleet: Fleet, tally: Tally) -> None:
-    """Compare records until there are none left; several of these tasks share the iterator."""
+    """Compare records until none are left. Several tasks share the iterator."""
     for record in records:
         try:
             await _compare(record, fleet, tally)
@@ -196,7 +195,7 @@ async def _compare_all(records: Iterator[AuditRecord], fleet: Fleet, tally: Tall
 
 async def _compare(record: AuditRecord, fleet: Fleet, tally: Tally) -> None:
     if _ended_early(record) and not record.output_token_ids:
-        tally.equal += 1  # nothing came of it
+        tally.equal += 1  # the request gave no tokens
         return
     check_recorded_whole(record)
     shard, info = choose_shard(record, fleet.shards)
@@ -212,7 +211,7 @@ async def _compare(record: AuditRecord, fleet: Fleet, tally: Tally) -> None:
 
 
 def check_recorded_whole(record: AuditRecord) -> None:
-    """Raises `NotComparable` if the record lacks anything that its tokens depend on."""
+    """Raise `NotComparable` if the record lacks anything that its tokens depend on."""
     if record.withheld_prompt is not None:
         raise NotComparable("the log was written without prompts, and nothing follows from none")
     sampling = record.request.sampling
@@ -222,9 +221,9 @@ def check_recorded_whole(record: AuditRecord) -> None:
 
 
 def choose_shard(record: AuditRecord, shards: Sequence[ShardState]) -> tuple[ShardState, ShardInfo]:
-    """The least busy ready shard with the record's weights, on its numerics if there is one.
+    """The least busy ready shard with the record's weights, and with its numerics if possible.
 
-    Raises `NotComparable` where none has the weights.
+    Raises `NotComparable` if no shard has the weights.
     """
     fitting = [
         (shard, shard.info)
@@ -241,7 +240,7 @@ def choose_shard(record: AuditRecord, shards: Sequence[ShardState]) -> tuple[Sha
 
 
 def numerics_remark(record: AuditRecord, info: ShardInfo) -> str:
-    """Say why tokens may differ though nothing is wrong; empty where they may not."""
+    """A remark that tokens may differ without a defect; "" if they may not."""
     recorded = ", ".join(name or "none" for name in record.numerics_fingerprints) or "none"
     here = info.numerics_fingerprint
     if recorded == here:
@@ -250,14 +249,14 @@ def numerics_remark(record: AuditRecord, info: ShardInfo) -> str:
 
 
 def replay_request(record: AuditRecord, shard: str) -> GenerationRequest:
-    """The request to send to this shard for the recorded tokens."""
+    """The request that asks this shard for the recorded tokens."""
     request = record.request
     recorded_tokens = len(request.output_token_ids) + len(record.output_token_ids)
     max_tokens = request.max_tokens
     if _ended_early(record):
         max_tokens = max(recorded_tokens, request.min_tokens or 0)
     elif max_tokens is None and record.finish_reason is FinishReason.LENGTH:
-        max_tokens = recorded_tokens  # the context was full; it may be longer here
+        max_tokens = recorded_tokens  # the context was full; this shard's may be longer
     return replace(
         request,
         max_tokens=max_tokens,
@@ -278,12 +277,11 @@ def replay_request(record: AuditRecord, shard: str) -> GenerationRequest:
 
 
 def _ended_early(record: AuditRecord) -> bool:
-    """Tell whether it ended with an error or an abort, not by the model."""
     return record.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH)
 
 
 async def _first_difference(record: AuditRecord, request: GenerationRequest, fleet: Fleet) -> str:
-    """The first difference, or "". Stops generating there."""
+    """Generate until the first difference; return the difference, or ""."""
     recorded, position = record.output_token_ids, 0
     finish_reason = None
     async with fleet.submit(request) as stream:
@@ -300,7 +298,7 @@ async def _first_difference(record: AuditRecord, request: GenerationRequest, fle
 def compare_ids(
     recorded: Sequence[int], regenerated: Sequence[int], position: int, record: AuditRecord
 ) -> str:
-    """The first difference, or "", between the record and regenerated ids from `position` on."""
+    """The first difference between recorded and regenerated ids from `position` on, or ""."""
     for index, token_id in enumerate(regenerated, position):
         if index >= len(recorded):
             if _ended_early(record):
@@ -312,7 +310,7 @@ def compare_ids(
 
 
 def compare_ends(record: AuditRecord, position: int, finish_reason: FinishReason | None) -> str:
-    """The difference, or "", between the ends of ids that were equal up to `position`."""
+    """The difference between the ends of two outputs that are equal up to `position`, or ""."""
     recorded = record.output_token_ids
     if position < len(recorded):
         return f"position {position}: recorded {recorded[position]}, regenerated the end"

@@ -1,4 +1,4 @@
-"""Reasons why a request to a router failed, each in one line that says what to do."""
+"""Explains failed requests to a router, in one line that says what to do."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from urllib.parse import urlsplit
 
 CUT_OFF = "the answer was cut off"
 NOT_HTTP = "what answers there does not speak HTTP/1.1: is it the gRPC port of a shard?"
-# What stands in place of an address of a shard that a router has.
+# The advice if an HTTP server answers at a shard's address.
 ASK_AS_ROUTER = "an HTTP server answers there: ask a router as http://"
-# What a connection that the other side closes without a word raises here.
+# Errors raised when the other side just closes the connection.
 _CLOSED = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
 NEEDS_KEY = "; give the right one with --api-key or PENSTOCK_API_KEY"
 SHARD_NEEDS_KEY = NEEDS_KEY.replace("PENSTOCK_", "PENSTOCK_SHARD_")
-# OpenSSL's codes of a certificate that is not valid yet, and of one that has expired.
+# OpenSSL's codes for a certificate that is not valid yet or has expired.
 _WRONG_TIME = (9, 10)
-# Of an error that a server can send any length of.
+# A server can send an error of any length.
 _MAX_CHARACTERS = 400
 
 
 def no_answer(error: Exception, url: str) -> str:
-    """Say why nothing came from an address that is asked by HTTP."""
-    # urllib wraps what went wrong, and its text shows the wrapping.
+    """Explain why an HTTP address gave no answer."""
+    # urllib wraps the cause in an error whose text shows the wrapping.
     if isinstance(error, urllib.error.URLError) and isinstance(error.reason, OSError):
         error = error.reason
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -45,7 +45,7 @@ def no_answer(error: Exception, url: str) -> str:
 
 
 def reason(error: Exception, url: str) -> str:
-    """Say why a request to the router at `url` failed that `open_url` has sent."""
+    """Explain why a request sent by `open_url` to the router at `url` failed."""
     if isinstance(error, urllib.error.HTTPError):
         with error:
             try:
@@ -58,7 +58,7 @@ def reason(error: Exception, url: str) -> str:
 
 
 def refusal(status: int, body: bytes) -> str:
-    """The text of an answer with an error status, of a router or a server like it."""
+    """The text of an answer with an error status, from a router or a similar server."""
     line = message_of(body) or f"the server answers {status}"
     return line + NEEDS_KEY if status == 401 else line
 
@@ -73,8 +73,8 @@ def message_of(body: bytes) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """The error in one line, whatever bytes the other side sent."""
-    # Its text is what arrived instead of a status line: HTTP/2 frames, mostly.
+    """The error in one line, for any bytes that the other side sent."""
+    # This error's text is the line in place of a status line: usually HTTP/2 frames.
     if isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError):
         return NOT_HTTP
     text = "".join(char if char.isprintable() else " " for char in str(error))

@@ -1,4 +1,4 @@
-"""Speaks to penstock shards: token ids in, token ids out.
+"""Calls penstock shards: sends token ids and receives token ids.
 
     async with Fleet(["127.0.0.1:20051"]) as fleet:
         await fleet.wait_ready()
@@ -6,10 +6,10 @@
             async for output in stream:
                 print(output.token_ids)
 
-`ShardClient` is one shard for asyncio, `SyncShardClient` its synchronous twin.
+`ShardClient` calls one shard from asyncio, and `SyncShardClient` does so synchronously.
 
-All but errors is imported when it is first used: the `penstock` command lives here too, and its
---help should not wait for gRPC.
+All names except errors are imported at first use: the `penstock` command imports this package too,
+and its --help should not wait for gRPC.
 """
 
 from importlib import import_module
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock_common.tls import Tls as Tls
     from penstock_common.tls import TlsFilesUnusable as TlsFilesUnusable
 else:
-    # Of what is not in `types`.
+    # Names outside `types` -> their modules.
     _HOMES = {
         "Patience": "penstock_client.fleet.failover",
         "Fleet": "penstock_client.fleet.fleet",

@@ -1,21 +1,21 @@
-"""The audit log: what was asked, what came out, and where; one JSON line a request.
+"""The audit log: requests, their outputs and their shards, one JSON line per request.
 
 A line is `{"version", "keyed", "sequence", "previous", "record", "chain"}`. `chain` is a BLAKE2b
-hash over the line's other bytes, and `previous` is the chain of the line before, so a line that was
-edited, taken out or put in is found on reading. Rotation goes on with sequence and chain: the files
-of one log joined with `cat`, oldest first, are one log. What this cannot prove:
+hash over the line's other bytes, and `previous` is the chain of the line before, so a reader finds
+edited, removed and added lines. Rotation continues sequence and chain: the files of a log joined
+with `cat`, oldest first, are one log. Two changes can stay unnoticed:
 
-- Without a key, whoever can write the file can compute every hash anew. With `key` they cannot.
-- Whole lines cut off the end leave a shorter log that is in order. Compare with a copy elsewhere.
+- Without `key`, anybody who can write the file can compute every hash anew.
+- Without its last lines, a log is still in order. Compare it with a copy elsewhere.
 
-Records that could not be written (a full disk, a full queue) use up sequence numbers too: a number
-that is missing where the chain holds is a record that the writer dropped. If nothing is written
-behind them before the process ends, its last words count them: the next one takes their numbers.
+Records that could not be written (a full disk, a full queue) have sequence numbers too: a missing
+number in an intact chain is a record that the writer dropped. If the process writes no record after
+dropped ones, its last log line counts them, as the next process uses their numbers again.
 
-Prompts are written only when asked for. Otherwise their length is, and a hash under the key: a
-plain hash of a short prompt can be guessed by trying, and a salt beside it would not change that.
-Without a key one is drawn that only this process knows, and the hash tells equal prompts of one
-run from others, no more.
+Prompts are written only on request; otherwise only a prompt's length and its hash under the key.
+Anybody could find a short prompt from a plain hash by trying, even if the log had a salt. Without a
+key, the process draws one that nobody else knows, and the hashes only show which prompts of one run
+are equal.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ _NO_CHAIN = "0" * 64
 _LINE = re.compile(rb'(\{.*),"chain":"([0-9a-f]{64})"\}', re.DOTALL)
 _TAIL_BYTES = 64 * 1024
 
-# How much may wait for the disk. Ids cost some 36 bytes each in memory.
+# Bounds of records that wait for the disk. A token id takes some 36 bytes of memory.
 _MAX_QUEUED_RECORDS = 4096
 _MAX_QUEUED_TOKENS = 4_000_000
 _SAME_TROUBLE_S = 60.0
-# A gap is over when a record behind it was written and none was dropped for so long.
+# A gap ends when a later record is written and no record was dropped for this time.
 _OVER_S = 1.0
 
 
@@ -68,7 +68,7 @@ def _now() -> str:
 
 @dataclass(frozen=True, slots=True)
 class WithheldPrompt:
-    """A record's words in place of a prompt; `hash` is what `prompt_hash` gives."""
+    """A record's substitute for a prompt; `hash` is from `prompt_hash`."""
 
     tokens: int
     hash: str
@@ -76,11 +76,11 @@ class WithheldPrompt:
 
 @dataclass(frozen=True, slots=True)
 class AuditRecord:
-    """A request and what became of it. Its label is the request's.
+    """A request and its outcome.
 
-    The request should be the one that was sent: with its seed, also where the user gave none.
-    `output_token_ids` are those generated for it, after the request's own `output_token_ids`.
-    A request that ended with an error has no `finish_reason`.
+    The request should be as it was sent: with a seed, even if the user gave none.
+    `output_token_ids` were generated after the request's own `output_token_ids`. A request that
+    ended with an error has no `finish_reason`.
     """
 
     request_id: str
@@ -88,30 +88,30 @@ class AuditRecord:
     output_token_ids: Sequence[int] = ()
     finish_reason: FinishReason | None = None
     error: str = ""
-    # The name the shard serves it by; the request may have used an alias or none.
+    # The shard's name of the model; the request may have used an alias or none.
     model: str = ""
     weights_hash: str = ""
-    # Those of the shards that took part, in order; "" for one that promises no equal bits.
+    # Numerics of the request's shards, in order; "" for a shard that promises no equal bits.
     numerics_fingerprints: Sequence[str] = ()
-    # It went on under other numerics, so the same request may give other tokens.
+    # True if the request continued under other numerics: it may give other tokens next time.
     approximate: bool = False
     attempts: int = 1
     # ISO 8601, UTC.
     when: str = field(default_factory=_now)
-    # Set where the log leaves prompts out; the request's prompt is empty then.
+    # Set if the log leaves prompts out; the request's prompt is empty then.
     withheld_prompt: WithheldPrompt | None = None
 
 
 def prompt_hash(prompt_token_ids: Sequence[int], key: bytes) -> str:
-    """The hash that a log with this key writes for this prompt: over its ids as compact JSON."""
+    """The hash that a log with this key writes for a prompt: over the ids as compact JSON."""
     text = compact_json(plain_ids(prompt_token_ids))
     return _hash(text.encode(), key, b"penstock prompt")
 
 
 def read_key(path: str | os.PathLike[str]) -> bytes:
-    """The key in a file, without white space around it.
+    """The key in a file, without surrounding whitespace.
 
-    Raises `OSError`, or `ValueError` when it is too short or too long.
+    Raises `OSError`, or `ValueError` if it is too short or too long.
     """
     key = Path(path).read_bytes().strip()
     _check_key(key)
@@ -133,11 +133,11 @@ def _hash(data: bytes, key: bytes, purpose: bytes) -> str:
 
 
 class AuditLog:
-    """Appends records to a file from a thread of its own. One log writes a file at a time.
+    """Appends records to a file from its own thread. A file has one writing log at a time.
 
-    Every record is handed to the system at once and synced to the disk at `close` only: a process
-    that dies loses what is still queued, a machine that dies the last seconds. Do not move the file
-    away while it is written to; it rotates itself.
+    Records are written to the system at once, and synced to the disk only at `close`. A process
+    that dies loses queued records; a machine that dies loses the last seconds. Do not move the file
+    while the log is open; the log rotates it.
     """
 
     def __init__(
@@ -150,11 +150,11 @@ class AuditLog:
         key: bytes | None = None,
         on_drop: Callable[[int], None] | None = None,
     ) -> None:
-        """Go on with the log at `path`, or begin one, for its owner only (mode 0600).
+        """Continue the log at `path`, or begin one, for its owner only (mode 0600).
 
-        `keep` older files, `path.1` the latest of them, of about `max_bytes` each stay. An existing
-        file that others may read is refused rather than tightened: what it holds may be known.
-        `on_drop` is called in any thread with how many records were not written.
+        `keep` older files of about `max_bytes` each stay; `path.1` is the latest. An existing file
+        that others may read is refused, as they may know its content. `on_drop` is called in any
+        thread with the number of records not written.
 
         Raises:
             OSError: one line; the file cannot be opened, is a link, another user's, open to
@@ -177,7 +177,7 @@ class AuditLog:
         self._queued_tokens = 0
         self._dropped_total = 0
         self._told_at_s = -math.inf
-        # The records that were dropped since the last gap was told: their numbers, and when.
+        # Numbers of records dropped after the last reported gap, and the time of the last drop.
         self._missing: list[int] = []
         self._dropped_at_s = -math.inf
         self._closed = False
@@ -186,11 +186,12 @@ class AuditLog:
 
     @property
     def dropped_total(self) -> int:
-        """Records that were not written."""
         return self._dropped_total
 
     def record(self, record: AuditRecord) -> None:
-        """Have the record written soon. Neither waits nor raises; what cannot be is dropped."""
+        """Queue the record for writing. Neither waits nor raises: if it cannot be written, it is
+        dropped.
+        """
         tokens = _tokens(record)
         with self._changed:
             sequence = self._sequence = self._sequence + 1
@@ -206,7 +207,7 @@ class AuditLog:
             self._drop([sequence], "its disk is too slow" if full else "it was closed")
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Write what is queued and close the file. Blocks until then, or until the timeout."""
+        """Write queued records and close the file. Blocks until then, or until the timeout."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -219,7 +220,7 @@ class AuditLog:
         self._tell_of_end()
 
     def _drop(self, sequences: Sequence[int], why: str) -> None:
-        """Count, and say so once a minute at most."""
+        """Count dropped records, and log that at most once a minute."""
         if self._on_drop is not None:
             self._on_drop(len(sequences))
         now_s = time.monotonic()
@@ -239,7 +240,7 @@ class AuditLog:
             )
 
     def _tell_of_end(self) -> None:
-        """Say which records are missing behind the last one: no number will tell."""
+        """Log that records after the last line are missing: no missing number will show that."""
         with self._changed:
             lost = sum(number > self._written for number in self._missing)
         if lost:
@@ -257,7 +258,7 @@ class AuditLog:
         self._file.close()
 
     def _take(self) -> tuple[int, AuditRecord] | None:
-        """The next record; None once the log is closed and nothing is left."""
+        """The next record; None once the log is closed and the queue empty."""
         with self._changed:
             while not self._queue and not self._closed:
                 self._changed.wait()
@@ -278,7 +279,6 @@ class AuditLog:
             self._tell_of_gap(sequence)
 
     def _tell_of_gap(self, written: int) -> None:
-        """Say what is missing once a record behind it was written."""
         with self._changed:
             missing = self._missing
             if not missing or time.monotonic() - self._dropped_at_s < _OVER_S:
@@ -329,7 +329,7 @@ def _chain(body: bytes, key: bytes) -> str:
 
 
 class _RotatingFile:
-    """The log's bytes: opened safely, appended to, moved aside when they are many."""
+    """The log's bytes: opened safely, appended to, and moved aside when there are many."""
 
     def __init__(self, path: Path, max_bytes: int, keep: int) -> None:
         self.path = path
@@ -338,11 +338,11 @@ class _RotatingFile:
         self._fd: int | None = None
         self._size = 0
         self._open()
-        # Sequence and chain of the last line there is.
+        # Sequence and chain of the last line.
         self.mark = self._find_mark()
 
     def append(self, line: bytes) -> None:
-        """Write one line, whole or not at all. Raises `OSError`, and may be called again."""
+        """Write a whole line, or nothing. Raises `OSError`; a later call may succeed."""
         fd = self._open()
         if self._size and self._size + len(line) > self._max_bytes:
             fd = self._rotate()
@@ -351,7 +351,7 @@ class _RotatingFile:
             while left:
                 left = left[os.write(fd, left) :]
         except OSError:
-            # A disk that is full has taken a part. Should that stay, it is a line of its own.
+            # A full disk may have a part of the line. If it stays, it is a damaged line.
             with contextlib.suppress(OSError):
                 os.ftruncate(fd, self._size)
             self._shut()
@@ -370,7 +370,7 @@ class _RotatingFile:
             self._fd = None
 
     def _check_place(self, fd: int) -> None:
-        """Raises `OSError`, with what to do, if the file at the path is no longer the open one."""
+        """Raise `OSError`, with what to do, if the file at the path is no longer the open one."""
         opened = os.fstat(fd)
         try:
             found = os.stat(self.path, follow_symlinks=False)
@@ -414,7 +414,7 @@ class _RotatingFile:
         return self.path.with_name(f"{self.path.name}.{number}")
 
     def _find_mark(self) -> tuple[int, str]:
-        """Find where the log stands; a file that has just begun goes on with the one before it."""
+        """Find the log's last sequence and chain; a new file continues the previous one."""
         if self._size:
             mark = _last_mark(self._open(), self._size)
             if mark is None:
@@ -428,8 +428,8 @@ class _RotatingFile:
 
 
 def _open_private(path: Path) -> int:
-    """A file descriptor of a file, new or not, that is no link. Raises `OSError`."""
-    # Not to hang on a FIFO, nor to follow a link to some other file.
+    """Open a file, new or not, that is not a link; return its descriptor. Raises `OSError`."""
+    # Neither hang on a FIFO nor follow a link to another file.
     flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
@@ -443,13 +443,13 @@ def _open_private(path: Path) -> int:
     try:
         return os.open(path, flags)
     except OSError as error:
-        # What O_NOFOLLOW says of a link.
+        # O_NOFOLLOW's error for a link.
         reason = "is a symbolic link" if error.errno == errno.ELOOP else error.strerror
         raise OSError(f"audit log {path}: {reason}") from None
 
 
 def _claim(fd: int, path: Path) -> None:
-    """Make sure that the file is ours alone. Raises `OSError` saying what is wrong with it."""
+    """Check that the file is ours alone. Raises `OSError` that says what is wrong."""
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         raise OSError(f"audit log {path}: is no regular file")
@@ -469,11 +469,11 @@ def _claim(fd: int, path: Path) -> None:
 
 
 def _last_mark(fd: int, size: int) -> tuple[int, str] | None:
-    """Sequence and chain of the last line that is whole, wherever it is from the end."""
+    """Sequence and chain of the last whole line, even if it is far from the end."""
     span = _TAIL_BYTES
     while True:
         lines = os.pread(fd, span, max(0, size - span)).split(b"\n")
-        for line in reversed(lines):  # the first may be a part of one, and is none then
+        for line in reversed(lines):  # the first may be a part of a line, and does not parse
             with contextlib.suppress(ValueError):
                 _, entry, chain = _take_apart(line)
                 return entry["sequence"], chain
@@ -488,10 +488,10 @@ def _last_mark(fd: int, size: int) -> tuple[int, str] | None:
 def read_audit(
     path: str | os.PathLike[str], report: Callable[[str], None], *, key: bytes | None = None
 ) -> Iterator[AuditRecord]:
-    """The records of one file, in order, less those that are damaged.
+    """Yield the records of one file, in order, without damaged ones.
 
-    `report` gets one line, with file and line number, for each thing that is wrong. Without the
-    key of a log that has one, edits are not found, and that is reported once. Raises `OSError`.
+    `report` gets one line for each fault, with file and line number. Edits of a keyed log cannot be
+    found without its key; this is reported once. Raises `OSError`.
     """
     follow = _Follower()
     key_missing = False
@@ -522,14 +522,14 @@ class _Line:
 
 @dataclass(slots=True)
 class _Follower:
-    """Holds each line against the last good one before it."""
+    """Compares each line with the last good one."""
 
     last: _Line | None = None
-    # Lines since then that could not be read, and have been reported.
+    # Unreadable lines after the last good one, already reported.
     damaged: int = 0
 
     def problem(self, line: _Line) -> str:
-        """The fault between the lines; empty where there is none."""
+        """The fault between the last good line and this one, or ""."""
         last, damaged = self.last, self.damaged
         self.last, self.damaged = line, 0
         if last is None:
@@ -545,7 +545,7 @@ class _Follower:
 
 
 def _take_apart(line: bytes) -> tuple[bytes, dict[str, Any], str]:
-    """The bytes that the chain is over, those as JSON, and the chain. Raises `ValueError`."""
+    """The bytes that the chain hashes, the same parsed, and the chain. Raises `ValueError`."""
     match = _LINE.fullmatch(line)
     if match is None:
         raise ValueError("is no line of an audit log, or not all of one")
@@ -560,7 +560,7 @@ def _take_apart(line: bytes) -> tuple[bytes, dict[str, Any], str]:
 
 
 def _parse(raw: bytes, key: bytes | None) -> _Line:
-    """Read a line, checked by itself. Raises `ValueError` saying what is wrong."""
+    """Read a line and check it by itself. Raises `ValueError` that says what is wrong."""
     if not raw.endswith(b"\n"):
         raise ValueError("is cut off")
     body, entry, chain = _take_apart(raw[:-1])

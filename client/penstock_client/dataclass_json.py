@@ -1,7 +1,7 @@
-"""Dataclasses as what JSON can hold, and back, driven by their fields and the types of these.
+"""Converts dataclasses to JSON values and back, by their fields and types.
 
-For dataclasses, None, sequences, mappings, enums, int, float, bool and str. Anything else is
-refused, so a new field is written and read again, or a test fails; it is never left out in silence.
+Handles dataclasses, None, sequences, mappings, enums, int, float, bool and str. Anything else is
+refused: a new field is never silently left out.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Ids handled at once: C code that runs over a million of them keeps the interpreter lock, and with
-# it the event loop, for tens of milliseconds.
+# Ids handled at once. C code that handles a million holds the interpreter lock for tens of
+# milliseconds, which blocks the event loop.
 _IDS_AT_ONCE = 4096
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
@@ -61,7 +61,7 @@ def _plain_scalar(hint: Any, value: Any) -> object:
         return int(operator.index(value))
     if hint is float:
         number = float(operator.pos(value))  # not of a string
-        # JSON has no word for NaN and infinities.
+        # JSON has no NaN or infinity.
         return number if math.isfinite(number) else repr(number)
     if hint not in (bool, str) and not issubclass(hint, enum.Enum):
         raise TypeError(f"an audit record has no way to write a {hint}")
@@ -79,7 +79,9 @@ def plain_ids(ids: Sequence[int]) -> list[int]:
 
 
 def from_plain(hint: Any, value: Any, where: str) -> Any:
-    """A value of this type again; sequences become tuples. Raises `ValueError` that says where."""
+    """Restore a value of this type; sequences become tuples. Raises `ValueError` that says
+    where.
+    """
     hint, optional = _optional(hint)
     if value is None and optional:
         return None
@@ -118,9 +120,9 @@ def _dataclass_from(of: type, value: Any, where: str) -> Any:
 
 
 def require(wanted: type, value: Any, where: str) -> Any:
-    """The value, if of this very type (a whole number is a float too, True is none).
+    """Return the value if it has exactly this type (an int is a float too, True is no int).
 
-    Raises `ValueError` that says where it is.
+    Raises `ValueError` that says where.
     """
     if type(value) is wanted or (wanted is float and type(value) is int):
         return value

@@ -22,7 +22,7 @@ class PenstockError(Exception):
 
 
 class RequestRefused(PenstockError):
-    """The request is at fault: `field`, `value` and `bound` say how, where they apply."""
+    """The request is at fault; `field`, `value` and `bound` say how, if they apply."""
 
     def __init__(self, message: str, *, field: str = "", value: str = "", bound: str = "") -> None:
         super().__init__(message)
@@ -40,24 +40,26 @@ class NotServed(RequestRefused):
 
 
 class PoisonousRequest(RequestRefused):
-    """Engines died of it one after another; the fleet refuses it, and its like for a while."""
+    """The request made one engine after another die. The fleet refuses it, and similar requests for
+    a while.
+    """
 
 
 class Overloaded(PenstockError):
-    """The shard's queue is full: the one of what `field` names, if it names anything."""
+    """The shard's queue is full; `field` names what the queue is for, if set."""
 
     field = ""
 
 
 class ShardUnavailable(PenstockError):
-    """The shard is gone, restarting or draining. The one error to retry elsewhere."""
+    """The shard is gone, restarting or draining. The only error to retry elsewhere."""
 
-    # The engine died or hung while this request was running and may be the cause.
+    # True if the engine died or hung while this request ran, and so may have caused it.
     engine_died = False
 
 
 class NoShardAvailable(ShardUnavailable):
-    """No shard of the fleet can take the request."""
+    """The fleet has no shard that can take the request."""
 
 
 class IncompatibleShard(ShardUnavailable):
@@ -73,11 +75,11 @@ class Unauthenticated(PenstockError):
 
 
 class ShardFailed(PenstockError):
-    """A defect on the shard's side; not the caller's fault and not known to be retryable."""
+    """A defect of the shard, neither the caller's fault nor known to be retryable."""
 
 
 def cause_of(error: PenstockError) -> str:
-    """The name that metrics have for an error that a shard failed a request with."""
+    """The error's name in metrics of failed requests."""
     match error:
         case ShardUnavailable():
             return "engine_died" if error.engine_died else "unavailable"

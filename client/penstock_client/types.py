@@ -1,6 +1,6 @@
 """Requests to shards, and their outputs, as plain dataclasses.
 
-Token ids only: text is above this layer, tensors below.
+Only token ids: the layer above has text, the layer below tensors.
 """
 
 from __future__ import annotations
@@ -10,19 +10,21 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 
+from penstock_proto.features import FieldBound
+
 
 def random_seed() -> int:
-    """A seed for a request whose user gave none, so that any shard can go on with it."""
+    """A seed for a request whose user gave none, so that any shard can continue it."""
     return secrets.randbits(64)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Parameters of drawing a token. None is the shard's default (the model's own configuration).
+    """Parameters of sampling. None means the shard's default (the model's own configuration).
 
     `temperature` below 1e-5 is greedy; `top_k` 0 or -1 turns it off; `seed` is 64 bits, unsigned.
-    `penalty_window_tokens` is how many tokens before the one that is drawn the three penalties look
-    at, of prompt and output: 0 turns them off, None means all.
+    `penalty_window_tokens`: the number of previous tokens, of prompt and output, to which the three
+    penalties apply; 0 turns them off, None means all.
     """
 
     temperature: float | None = None
@@ -41,7 +43,7 @@ class SamplingParams:
 
 
 class ConstraintKind(enum.Enum):
-    """The languages an output can be constrained by."""
+    """Languages that can constrain an output."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
@@ -53,7 +55,7 @@ class ConstraintKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """Restricts the output's text; `value` is empty for JSON_OBJECT, `options` serves CHOICE."""
+    """Restricts the output's text; `value` is empty for JSON_OBJECT, `options` is for CHOICE."""
 
     kind: ConstraintKind
     value: str = ""
@@ -62,8 +64,8 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """A bound of `max_tokens` between the token that begins reasoning and the one that ends it,
-    which is forced then. `begun`: the prompt ends within reasoning.
+    """A bound of `max_tokens` tokens between the token that begins reasoning and the token that
+    ends it. At the bound, the end token is forced. `begun`: the prompt ends within reasoning.
     """
 
     max_tokens: int
@@ -85,8 +87,8 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:
-    """An image in a prompt: the digest of it in hexadecimal (`image_digest`), its size, and
-    which of the prompt's tokens stand for it.
+    """An image in a prompt: its digest in hexadecimal (`image_digest`), its size, and its
+    placeholder tokens in the prompt.
     """
 
     sha256: str
@@ -100,7 +102,7 @@ class PromptImage:
         return bytes.fromhex(self.sha256)
 
 
-# Gives the pixels of an image, RGB8 in rows, whenever a shard lacks them.
+# Provides the pixels of an image, RGB8 in rows, if a shard lacks them.
 PixelSource = Callable[[PromptImage], Awaitable[bytes | memoryview]]
 
 
@@ -108,9 +110,9 @@ PixelSource = Callable[[PromptImage], Awaitable[bytes | memoryview]]
 class GenerationRequest:
     """A sequence to generate.
 
-    `output_token_ids` are tokens that were generated and delivered before: generation goes on
-    after them, and `max_tokens` and `min_tokens` count them. `logprobs` None reports none, 0 the
-    chosen token's, k the k best besides; `prompt_logprobs` likewise for the prompt.
+    `output_token_ids` were generated and delivered before: generation continues after them, and
+    `max_tokens` and `min_tokens` count them. `logprobs`: None reports none, 0 the sampled token's,
+    k also the k best; `prompt_logprobs` likewise for the prompt.
     """
 
     prompt_token_ids: Sequence[int]
@@ -128,39 +130,66 @@ class GenerationRequest:
     objective: Objective = Objective()
     model: str = ""
     # The hash of the tokenizer that made the ids (`ShardInfo.tokenizer_hash`): a fleet sends the
-    # request only to shards with the same one. Empty: any.
+    # request only to shards with this tokenizer. Empty: any.
     tokenizer_hash: str = ""
     # Continue only at shards with the same numerics, which give the same tokens; otherwise a fleet
     # waits, or gives up.
     exact: bool = False
-    # Only shards with this numerics fingerprint. Empty: any.
+    # Numerics fingerprint of shards that may serve the request. Empty: any.
     numerics: str = ""
-    # Requests of one session should go to the same shard, for its prefix cache; how far they do is
-    # up to the policy.
+    # Requests of one session should go to the same shard, for its prefix cache; the policy decides.
     session: str = ""
-    # The address of the only shard of the fleet that may serve it. Empty: any.
+    # The address of the only shard that may serve the request. Empty: any.
     shard: str = ""
-    # The name of a LoRA adapter, and the hash of its content; a fleet fills in the hash when it has
-    # chosen a shard, so that a request never goes on with another adapter of the same name.
+    # The name of a LoRA adapter, and the hash of its content. A fleet sets the hash when it chooses
+    # a shard, so that the request never continues with another adapter of the same name.
     adapter: str = ""
     adapter_hash: str = ""
     cache_salt: str = ""
     label: str = ""
     traceparent: str = ""
-    # The name of the API key that asked for it, for an audit log. Shards are not told.
+    # The name of the API key, for an audit log. Not sent to shards.
     key_name: str = ""
-    # Who of those that share this client it is for: an opaque name. Shards have them take turns.
+    # An opaque name of this client's user. Shards have users take turns.
     caller: str = ""
-    # In the order of their places. Whoever sends it must put their pixels first, as a fleet does.
+    # Images in the order of their places. Their pixels must be put before, as a fleet does.
     images: Sequence[PromptImage] = ()
+
+    @property
+    def priority(self) -> int:
+        """The request's class: lower runs first."""
+        return self.objective.priority or 0
+
+
+MAX_RETAINED_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Retain:
+    """A hint for an ended request: its KV blocks should stay for `seconds`. `expected_s`: seconds
+    until the likely next turn; None: unknown. `priority`: from 0 to 100, for when room is short;
+    None: the middle.
+    """
+
+    seconds: float
+    expected_s: float | None = None
+    priority: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for a field out of its bounds."""
+        bounds = {"seconds": MAX_RETAINED_S, "expected_s": MAX_RETAINED_S, "priority": 100}
+        for name, most in bounds.items():
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= most:
+                raise ValueError(f"{name}: {value} is out of bounds; 0 to {most:g}")
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """Prompts to compute vectors of.
+    """Prompts for which vectors are computed.
 
     `pooling` ("last" token or "mean" of all) and `normalize` (scale to length 1) default to the
-    model's own if None; `dimensions` is how many first values of each vector are kept.
+    model's own if None; `dimensions`: the number of first values of each vector that are kept.
     """
 
     inputs: Sequence[Sequence[int]]
@@ -168,7 +197,7 @@ class EmbeddingRequest:
     dimensions: int | None = None
     normalize: bool | None = None
     model: str = ""
-    # As in `GenerationRequest`.
+    # See `GenerationRequest`.
     tokenizer_hash: str = ""
     label: str = ""
 
@@ -177,9 +206,9 @@ class EmbeddingRequest:
 class Attempt:
     """An attempt at a request. A higher number ends a lower one and takes over.
 
-    `instance_id` names the engine it is for ("" is any); `hand_back` asks the shard to hand the
-    request back when its KV blocks run out; a `suspect` was running in two engines that died;
-    `kv_source` is the address of a shard that may have KV blocks of it ("" is none).
+    `instance_id`: the engine it is for ("" is any). `hand_back`: the shard hands the request back
+    when its KV blocks run out. `suspect`: it was running in two engines that died. `kv_source`: the
+    address of a shard that may have its KV blocks ("" is none).
     """
 
     number: int = 0
@@ -194,17 +223,17 @@ class AttemptRecord:
     """The outcome of an attempt at a request. Times are `time.perf_counter`'s; None: not yet."""
 
     shard: str
-    # Why this shard was chosen: the policy's reason.
+    # The policy's reason for this shard.
     reason: str
     sent_s: float
     first_output_s: float | None = None
     ended_s: float | None = None
-    # Why the request went on elsewhere, or failed there; "" if it ended normally.
+    # The reason why the request moved or failed; "" if it ended normally.
     ended_because: str = ""
-    # The parent id of the shard's span, if attempts are traced.
+    # The id of the attempt's span, the parent of the shard's, if attempts are traced.
     span_id: str = ""
-    # Of the prompt and the output before it: how many tokens there were, how many of them the shard
-    # found cached, and which other shard it could ask for their KV blocks ("" is none).
+    # Prompt and earlier output: the number of tokens, the number that the shard found cached, and
+    # another shard that may have had their KV blocks ("" is none).
     num_tokens: int = 0
     cached_tokens: int | None = None
     kv_source: str = ""
@@ -222,8 +251,8 @@ class FinishReason(enum.Enum):
 class Logprobs:
     """Log-probabilities of n tokens, in columns.
 
-    `top_token_ids` and `top_logprobs` hold n times `top_n` entries, row after row, best first; they
-    are arrays of numbers where there are many. `requested` holds n times as many as the request's
+    `top_token_ids` and `top_logprobs` have n times `top_n` entries, row after row, best first;
+    large ones are arrays of numbers. `requested` has n times as many as the request's
     `logprob_token_ids`.
     """
 
@@ -236,11 +265,11 @@ class Logprobs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the columns of several entries take on the wire."""
+        """Wire bytes of the columns that have several entries per token."""
         return 8 * len(self.top_token_ids) + 4 * len(self.requested)
 
     def extend(self, other: Logprobs) -> None:
-        """Append the rows of `other`, which must report the same columns."""
+        """Append rows with the same columns."""
         self.chosen += other.chosen
         self.ranks += other.ranks
         self.top_n = other.top_n
@@ -249,7 +278,6 @@ class Logprobs:
         self.requested += other.requested
 
     def first(self, count: int) -> Logprobs:
-        """The first `count` rows."""
         requested_n = len(self.requested) // len(self.chosen) if self.chosen else 0
         return Logprobs(
             chosen=self.chosen[:count],
@@ -261,7 +289,6 @@ class Logprobs:
         )
 
     def drop_first(self, count: int) -> None:
-        """Remove the first `count` rows."""
         requested_n = len(self.requested) // len(self.chosen) if self.chosen else 0
         del self.chosen[:count], self.ranks[:count]
         del self.top_token_ids[: count * self.top_n], self.top_logprobs[: count * self.top_n]
@@ -270,10 +297,10 @@ class Logprobs:
 
 @dataclass(slots=True)
 class Output:
-    """News of a request. Only the last output of a request has a `finish_reason`.
+    """New tokens and other results of a request. Only the last output has a `finish_reason`.
 
     `first_position` counts from the request's first output token. `prompt_logprobs` covers the
-    prompt from index `prompt_logprobs_start` (the token at index 0 has none). A request that fails
+    prompt from index `prompt_logprobs_start` (the token at index 0 has none). A failed request
     raises a `PenstockError` instead of giving a last output.
     """
 
@@ -290,13 +317,13 @@ class Output:
 
     @property
     def scores_bytes(self) -> int:
-        """Bytes of its log-probabilities on the wire, about."""
+        """Approximate wire bytes of the output's log-probabilities."""
         if self.logprobs is None and self.prompt_logprobs is None:
             return 0
         return sum(each.num_bytes for each in (self.logprobs, self.prompt_logprobs) if each)
 
     def take_first(self, count: int) -> Output:
-        """Take off the first `count` tokens, which are not all, and what comes before them."""
+        """Split off the first `count` tokens (not all), and everything that precedes them."""
         first = Output(self.token_ids[:count], self.first_position)
         first.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         first.prompt_logprobs_start = self.prompt_logprobs_start
@@ -310,7 +337,7 @@ class Output:
         return first
 
     def merge(self, later: Output) -> None:
-        """Append the output that came next, for a reader that was behind."""
+        """Append the next output, for a slow reader."""
         self.token_ids += later.token_ids
         if later.logprobs is not None:
             if self.logprobs is None:
@@ -333,8 +360,6 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class ShardLimits:
-    """The bounds a shard enforces."""
-
     max_num_seqs: int
     max_num_batched_tokens: int
     max_queued_requests: int
@@ -344,8 +369,8 @@ class ShardLimits:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingDefaults:
-    """A model's defaults for embeddings; `pooling` is "last" or "mean", `size` the number of values
-    of a whole vector.
+    """A model's defaults for embeddings. `pooling` is "last" or "mean", and `size` the length of a
+    whole vector.
     """
 
     pooling: str
@@ -355,7 +380,7 @@ class EmbeddingDefaults:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter that a shard has loaded; `source` is what `load_adapter` was given."""
+    """A LoRA adapter that a shard has loaded; `source` is the argument of `load_adapter`."""
 
     name: str
     content_hash: str
@@ -365,17 +390,17 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The size of a model as its files say it; 0 or empty where they do not."""
+    """The size of a model according to its files; 0 or empty if unknown."""
 
-    # As config.json names its kind, such as "llama".
+    # The type in config.json, such as "llama".
     model_type: str = ""
     num_parameters: int = 0
-    # Of the weights, as they are stored.
+    # Bytes of the stored weights.
     weight_bytes: int = 0
     num_layers: int = 0
     hidden_size: int = 0
     num_heads: int = 0
-    # Of keys and values.
+    # Heads of keys and values.
     num_kv_heads: int = 0
 
 
@@ -412,34 +437,48 @@ class ShardInfo:
     adapters: Mapping[str, Adapter]
     # None if "embed" is not among the capabilities.
     embedding: EmbeddingDefaults | None = None
-    # Bytes of keys and values: of a token, of a sequence of `max_model_len`; and how many such
-    # sequences there is room for. 0 where that is not known.
+    # Bytes of keys and values of a token, and of a sequence of `max_model_len` tokens; and the
+    # number of such sequences that fit. 0 if unknown.
     kv_bytes_per_token: int = 0
     kv_bytes_per_sequence: int = 0
     kv_sequences: int = 0
-    # Where layers have states: bytes of one sequence's, and how many there is room for.
+    # For layers with states: bytes of one sequence's states, and the number of states that fit.
     state_bytes: int = 0
     num_states: int = 0
-    # "prefill" or "decode": what it should be sent if others are there for the rest.
+    # The work that the shard should get: "prefill", "decode" (if other shards do the rest), "both".
     role: str = "both"
     shape: ModelShape = ModelShape()
+    # Bounds of some capabilities; and capabilities that the shard lacks for requests with
+    # `output_token_ids`.
+    bounds: tuple[FieldBound, ...] = ()
+    uncontinued: frozenset[str] = frozenset()
 
     def has_adapter(self, name: str, content_hash: str = "") -> bool:
-        """Tell whether the adapter of this name is loaded, with this content ("" is any). The name
-        "" is the base model, which is always there.
+        """True if the adapter of this name is loaded, with this content ("" is any). The name ""
+        means the base model, which is always loaded.
         """
         adapter = self.adapters.get(name)
         return not name or (adapter is not None and content_hash in ("", adapter.content_hash))
 
     def adapter_hash(self, name: str) -> str:
-        """The hash of the content of the adapter of this name; "" if it is not loaded."""
+        """The hash of an adapter's content; "" if the adapter is not loaded."""
         adapter = self.adapters.get(name)
         return "" if adapter is None else adapter.content_hash
 
 
 @dataclass(frozen=True, slots=True)
+class ClassLoad:
+    """Requests of one class at a shard, and prompt tokens of requests without an output yet."""
+
+    priority: int
+    running: int = 0
+    waiting: int = 0
+    queued_prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The load of a shard, as it last reported."""
+    """The load that a shard last reported."""
 
     instance_id: str = ""
     running: int = 0
@@ -455,24 +494,26 @@ class LoadReport:
     serving: bool = False
     draining: bool = False
     handing_over: bool = False
-    # Over all steps of the engine: the seconds they took, and the tokens they computed.
+    # Sums over all steps of the engine: seconds, and computed tokens.
     steps_seconds_total: float = 0.0
     computed_tokens_total: int = 0
     # Increases whenever the set of loaded adapters changes.
     adapters_revision: int = 0
-    # KV blocks of which memory and disk have copies; and over the life of the engine those copied
-    # back, those that came from other shards, and those that went there.
+    # KV blocks with copies in memory and on disk; and all blocks that the engine has copied back,
+    # fetched from other shards, and exported.
     copied_blocks: int = 0
     disk_blocks: int = 0
     loaded_blocks_total: int = 0
     fetched_blocks_total: int = 0
     exported_blocks_total: int = 0
+    # Empty if all requests have the default priority, and from shards of older releases.
+    classes: tuple[ClassLoad, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksReport:
-    """Pieces of prefixes that a shard holds, or no longer does: names by `Tier`. All that it holds
-    is in the reports from one that begins a snapshot to one that ends it.
+    """Pieces of prefixes that a shard holds, or no longer holds: names by `Tier`. A snapshot has
+    all reports from the one that begins it to the one that ends it.
     """
 
     pieces: Mapping[int, Sequence[int]]
@@ -483,7 +524,7 @@ class BlocksReport:
 
 @dataclass(frozen=True, slots=True)
 class DrainProgress:
-    """The work that a draining shard has left."""
+    """Remaining work of a draining shard."""
 
     running: int
     waiting: int

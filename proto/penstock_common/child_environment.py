@@ -1,6 +1,5 @@
-"""The part that a child process gets of our environment: what Python, its libraries and the devices
-need, and no other variable, as some are secrets. Whoever starts a child names what that one needs
-beyond.
+"""The environment of child processes: only variables of Python, libraries and devices, as others
+may be secrets. The code that starts a child names further variables that the child needs.
 """
 
 from __future__ import annotations
@@ -23,22 +22,24 @@ _PREFIXES = (
     *("CUDA_", "CUDNN_", "CUBLAS_", "NVIDIA_", "ROCR_", "HIP_", "HSA_", "TORCH", "PYTORCH_"),
     *("TRITON_", "FLASH_ATTENTION_", "TRANSFORMERS_", "SAFETENSORS_", "HF_HUB_", "HF_XET_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "VECLIB_", "GRPC_"),
-    # Networks between ranks.
+    # Libraries for networks between ranks.
     *("NCCL_", "GLOO_", "UCX_", "FI_", "IBV_", "RDMAV_", "MLX5_", "NVSHMEM_"),
 )
 
-# What a child needs beyond that: of it, a name that ends with "_" stands for all that begin so.
+# More variables for some children; a name that ends with "_" is a prefix.
 _PROXY_NAMES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "grpc_proxy", "no_grpc_proxy")
-# Connections to other hosts. Addresses of proxies may have passwords in them.
+# Variables for connections to other hosts. Proxy addresses may have passwords.
 PROXIES = (*_PROXY_NAMES, *map(str.upper, _PROXY_NAMES))
-# Downloads from a hub.
+# Variables for downloads from a model hub.
 HUB = (*PROXIES, "HF_ENDPOINT", "HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_")
-# Traces, whose headers may have a collector's key.
+# Variables of vLLM and its libraries.
+VLLM = ("VLLM_", "RAY_", "FLASHINFER_", "TVM_")
+# Variables for traces. The headers may have a collector's key.
 TRACES = (*PROXIES, "OTEL_")
 
 
 def child_environment(*needed: str) -> dict[str, str]:
-    """The variables for a child that needs those `needed` beyond what all get."""
+    """The variables for a child that needs `needed` beyond the common ones."""
     names = _NAMES.union(needed)
     prefixes = (*_PREFIXES, *(name for name in needed if name.endswith("_")))
     return {
@@ -49,7 +50,7 @@ def child_environment(*needed: str) -> dict[str, str]:
 
 
 def reduce_environment(*needed: str) -> None:
-    """Reduce this process's own to that: for children of `multiprocessing`, which get all of it."""
+    """Reduce this process's own environment: children of `multiprocessing` get all of it."""
     kept = child_environment(*needed)
     for name in set(os.environ) - set(kept):
         del os.environ[name]

@@ -1,7 +1,7 @@
-"""The clock that waits, deadlines and timeouts are measured by, in seconds from any start.
+"""The clock of waits, deadlines and timeouts, in seconds from any start.
 
-What measures time by it is handed one, `time.monotonic` unless told otherwise: simulated failures
-take no time of this machine.
+Code gets the clock as an argument, `time.monotonic` by default, so that simulated failures take no
+real time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Command lines that are declared by the fields of a frozen dataclass; and what a flag's value may
-be, here and in the tools.
+"""Command lines declared by the fields of a frozen dataclass; and readers of flags' values, which
+the tools use too.
 
-A field whose default is `flag(...)` is a flag of that field's name: its type, default, bounds and
-help stand there and nowhere else. `parser_of` makes the parser, `read_flags` what the fields are.
+A field with the default `flag(...)` is a flag of that name, with its type, default, bounds and
+help. `parser_of` makes the parser, `read_flags` reads the fields.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from typing import Any, NoReturn, TypedDict, TypeVar
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
 
-# What the last word of a flag's name says of its value.
+# The last word of a flag's name -> the name of its value.
 _METAVARS = {"s": "S", "ms": "MS", "file": "FILE", "port": "PORT", "dir": "DIR"}
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Complains in one line, without the whole usage before it, and takes no shortened flag: what
-    it is short for may change with every flag that is added. Where a flag is unknown, the line
-    names the one that it resembles.
+    """Reports an error in one line, without the usage. For an unknown flag, the line names a flag
+    that it resembles. Accepts no shortened flags: a new flag could change their meaning.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -39,14 +38,14 @@ class OneLineParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        # What is required may be there under a name that is none.
+        # A required argument may be present under a wrong name.
         is_of_names = message.startswith((UNKNOWN_FLAGS, "the following arguments are required"))
         meant = did_you_mean(self._typed, self.flags) if is_of_names else ""
         self.exit(2, f"{self.prog}: {message}{meant} (see {self.prog} --help)\n")
 
     @property
     def flags(self) -> list[str]:
-        """All flags, those of commands within this one too."""
+        """The flags, including those of subcommands."""
         found = list(self._option_string_actions)
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -55,19 +54,19 @@ class OneLineParser(argparse.ArgumentParser):
         return found
 
 
-# The beginning of what argparse says of them.
+# The beginning of argparse's error.
 UNKNOWN_FLAGS = "unrecognized arguments: "
 
 
 def did_you_mean(typed: Iterable[str], known: Collection[str]) -> str:
-    """Name the known word that the first unknown flag resembles, for the end of an error; "" where
-    there is none.
+    """Name the known flag that the first unknown one resembles, for the end of an error; "" if none
+    does.
     """
     flags = (word.partition("=")[0] for word in typed if word.startswith("--"))
     unknown = next((flag for flag in flags if flag not in known), None)
     if unknown is None:
         return ""
-    # Imported here, as it takes a while and is seldom needed.
+    # Imported here: slow and seldom needed.
     from difflib import get_close_matches
 
     close = get_close_matches(unknown, known, n=1)
@@ -78,11 +77,11 @@ def did_you_mean(typed: Iterable[str], known: Collection[str]) -> str:
 
 
 class FlagOptions(TypedDict, total=False):
-    """What may be said of a flag besides its default and its help."""
+    """Properties of a flag besides its default and help."""
 
-    # Begins a group of --help, which lasts until the next flag that begins one.
+    # Begins a group of flags in --help, up to the next flag with a group.
     group: str
-    # Where it is not the field's.
+    # Replaces the field's name.
     name: str
     alias: str
     metavar: str
@@ -90,42 +89,41 @@ class FlagOptions(TypedDict, total=False):
     at_least: float
     above: float
     at_most: float
-    # The value of a text, where the field's type does not say it; raises `ArgumentTypeError`.
+    # Reads the value if the field's type cannot; raises `ArgumentTypeError`.
     read: Callable[[str], Any]
     choices: Sequence[str]
-    # Variables of the environment, of which the first that is set gives the value where the flag
-    # does not.
+    # Environment variables. The first that is set replaces a missing flag.
     variables: Sequence[str]
-    # The flag may be repeated, and this makes the field of all its values.
+    # Makes the field's value from all values of a flag that may be repeated.
     gather: Callable[[list[Any]], Any]
-    # It takes one value or more; the field is a tuple of them.
+    # The flag takes one or more values; the field is a tuple.
     several: bool
-    # Whether there is a --no-... too.
+    # True if the flag has a --no-... form too.
     negatable: bool
-    # Kept out of what is printed of the object.
+    # Hidden when the object is printed.
     secret: bool
 
 
 def flag(default: T, help: str, **how: typing.Unpack[FlagOptions]) -> T:
-    """The default of a field that is a flag."""
+    """Declare a field that is a flag."""
     secret = how.get("secret", False)
     return dataclasses.field(default=default, repr=not secret, metadata={"help": help, **how})
 
 
 def required(help: str, **how: typing.Unpack[FlagOptions]) -> Any:
-    """The same for a flag that must be given."""
+    """Declare a flag that must be given."""
     return dataclasses.field(metadata={"help": help, **how})
 
 
 def flags_of(config: type[Any]) -> list[dataclasses.Field[Any]]:
-    """The fields that are flags; those of base classes last."""
+    """The fields that are flags; fields of base classes come last."""
     own = inspect.get_annotations(config)
     fields = (field for field in dataclasses.fields(config) if "help" in field.metadata)
     return sorted(fields, key=lambda field: field.name not in own)
 
 
 def parser_of(config: type[Any], prog: str, description: str) -> OneLineParser:
-    """A parser of the flags of a dataclass, in their order and their groups."""
+    """A parser of a dataclass's flags, in their order and groups."""
     parser = OneLineParser(prog=prog, description=description)
     types = typing.get_type_hints(config)
     group: argparse._ActionsContainer = parser
@@ -147,7 +145,7 @@ def parser_of(config: type[Any], prog: str, description: str) -> OneLineParser:
 
 
 def read_flags(config: type[Any], parser: OneLineParser, argv: Sequence[str]) -> dict[str, Any]:
-    """The fields that the command line gives, or else the environment; exits with status 2 and one
+    """The fields given by the command line, or else the environment; exits with status 2 and one
     line on a bad value.
     """
     given = vars(parser.parse_args(argv))
@@ -165,7 +163,7 @@ def read_flags(config: type[Any], parser: OneLineParser, argv: Sequence[str]) ->
 
 
 def words_of(config: Any, declared: type[Any]) -> list[str]:
-    """The command line by which a process gets these flags, with their values in `config`."""
+    """The command line with the flags that `declared` has, and their values in `config`."""
     values = ((field, getattr(config, field.name)) for field in flags_of(declared))
     given = ((_names(field)[0], str(value)) for field, value in values if value is not None)
     return [word for pair in given for word in pair]
@@ -177,7 +175,7 @@ def _names(field: dataclasses.Field[Any]) -> list[str]:
 
 
 def _help(field: dataclasses.Field[Any]) -> str:
-    """With the default, unless the text tells of it or there is none."""
+    """The help, with the default if one exists and the text does not mention it."""
     text: str = field.metadata["help"]
     default: Any = field.default
     if "negatable" in field.metadata:
@@ -191,7 +189,6 @@ def _help(field: dataclasses.Field[Any]) -> str:
 
 
 def _taking(field: dataclasses.Field[Any], annotation: Any) -> dict[str, Any]:
-    """What argparse is told of a flag's value."""
     how = field.metadata
     if annotation is bool:
         if how.get("negatable"):
@@ -224,7 +221,7 @@ def number(
     above: float = -math.inf,
     at_most: float = math.inf,
 ) -> Callable[[str], Number]:
-    """Reads a number of this kind, one of `_NUMBERS`, between bounds."""
+    """Make a reader for a number between bounds. `kind` is one of `_NUMBERS`."""
     must = _rule(_NUMBERS[kind], at_least, above, at_most)
 
     def read(text: str) -> Number:
@@ -245,7 +242,7 @@ def _rule(what: str, at_least: float, above: float, at_most: float) -> str:
 
 
 def _plain(kind: Callable[[str], Number], text: str) -> Number | None:
-    """A finite number, without notations that are only Python's, such as 1_000."""
+    """Read a finite number; refuse notations that only Python has, such as 1_000."""
     if not text.isascii() or "_" in text or text != text.strip():
         return None
     try:
@@ -259,7 +256,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def size(text: str) -> int:
-    """Bytes, of a number with a unit or without. Raises `ValueError`."""
+    """Read a number of bytes, with or without a unit. Raises `ValueError`."""
     unit = _UNITS.get(text[-1:].upper(), 1)
     digits = text[:-1] if unit > 1 else text
     if not digits.isdigit():
@@ -268,8 +265,8 @@ def size(text: str) -> int:
 
 
 def size_with_unit(text: str) -> int:
-    """Bytes, of a number with its unit, for a flag whose name does not say bytes: a bare one but 0
-    may be meant in any. Raises `ValueError`, or `ArgumentTypeError` for that.
+    """Read a number of bytes with a unit, for a flag whose name does not say bytes. Raises
+    `ArgumentTypeError` for a number without a unit, except 0; otherwise as `size`.
     """
     num_bytes = size(text)
     if text.isdigit() and num_bytes > 0:
@@ -282,7 +279,7 @@ def size_with_unit(text: str) -> int:
 
 
 def as_size(num_bytes: int) -> str:
-    """Bytes as a flag takes them, in the largest unit of which they are a whole number."""
+    """Write a number of bytes for a flag, in the largest unit that divides it."""
     fitting = (
         f"{num_bytes // unit}{name}" for name, unit in _UNITS.items() if num_bytes % unit == 0
     )
@@ -298,7 +295,6 @@ _NUMBERS: dict[Callable[[str], Any], str] = {
 
 
 def one_of(names: Iterable[str]) -> Callable[[str], str]:
-    """Reads one of these names."""
     known = tuple(names)
 
     def read(text: str) -> str:
@@ -311,19 +307,18 @@ def one_of(names: Iterable[str]) -> Callable[[str], str]:
 
 
 def choice(names: Collection[str]) -> dict[str, Any]:
-    """What argparse is told of a flag whose value is one of these."""
+    """The arguments of `add_argument` for a flag whose value is one of `names`."""
     return {"type": one_of(names), "metavar": f"{{{','.join(names)}}}"}
 
 
 def first_set(variables: Iterable[str]) -> str | None:
-    """The first of these variables that the environment has."""
     return next((name for name in variables if name in os.environ), None)
 
 
 def usable_key(text: str, source: str = "a key") -> str:
-    """A key that a header can carry; a wrong one is not repeated, it may be a secret.
+    """Check that a header can carry a key. The error does not repeat the key: it may be secret.
 
-    An empty one is a mistake: it would ask for no key at all.
+    An empty key is an error: it would switch authentication off.
     """
     if not (text and text.isascii() and text.isprintable() and text == text.strip()):
         raise argparse.ArgumentTypeError(
@@ -334,5 +329,4 @@ def usable_key(text: str, source: str = "a key") -> str:
 
 
 def short(text: str) -> str:
-    """A value as an error repeats it."""
     return repr(text if len(text) <= 40 else f"{text[:37]}...")

@@ -1,4 +1,4 @@
-"""What names an image on the wire: a hash of its size and pixels, whatever it was encoded as."""
+"""The name of an image on the wire: a hash of size and pixels, the same for all encodings."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import struct
 from typing import Protocol
 
 DIGEST_BYTES = 32
-# Changes with what is hashed.
+# Must change with the format of the hashed data.
 _PREFIX = b"penstock image, RGB8\0"
 _SIZE = struct.Struct("<II")
 
 
 class Hash(Protocol):
-    """What is used of hashlib's objects."""
+    """The used part of hashlib's objects."""
 
     def update(self, data: bytes | memoryview, /) -> None: ...
 
@@ -21,14 +21,14 @@ class Hash(Protocol):
 
 
 def begin_digest(width: int, height: int) -> Hash:
-    """The digest of an image of so many pixels, before any of them: `update` it with the rows from
-    top to bottom, in pieces of any size, three bytes (red, green, blue) a pixel without padding.
+    """Begin the digest of an image. `update` it with the rows from top to bottom, in pieces of any
+    size: 3 bytes per pixel (red, green, blue), without padding.
     """
     return hashlib.sha256(_PREFIX + _SIZE.pack(width, height))
 
 
 def image_digest(width: int, height: int, rows: bytes | memoryview) -> bytes:
-    """The digest of an image, 32 bytes; `rows` has all of it."""
+    """The digest of an image, 32 bytes; `rows` has all its pixels."""
     digest = begin_digest(width, height)
     digest.update(rows)
     return digest.digest()

@@ -1,7 +1,7 @@
-"""The file of API keys: what it says, and how an entry is written, added and taken out.
+"""The file of API keys: its content, and how entries are written, added and removed.
 
-A key is random and long, and the file holds a SHA-256 of it: nobody finds a key of 256 random bits
-by trying, so a slow hash or a salt would protect nothing more.
+The file has the SHA-256 of each key. A key has 256 random bits, and nobody finds it by trying, so a
+slow hash or a salt would protect nothing more.
 
     [[keys]]
     name = "alice"
@@ -10,8 +10,8 @@ by trying, so a slow hash or a salt would protect nothing more.
     expires = 2027-01-01
     requests_per_minute = 60
 
-Entries of one name are keys of one owner, who changes from one to the other: what they may do is
-the same, and they expire apart.
+Entries with one name are keys of one owner, who replaces one by the other: they have the same
+permissions, but expire separately.
 """
 
 from __future__ import annotations
@@ -40,24 +40,22 @@ MAX_FILE_BYTES = 4 * 1024 * 1024
 
 _SCHEME = "sha256:"
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
-# Safe in a log line, as a label of a metric, and in a table.
+# Names that are safe in a log line, in a table, and as a metric's label.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _FIELDS = ("name", "hash", "scopes", "expires", *LIMITS)
 _HEADER = re.compile(r"\s*\[\[\s*keys\s*\]\]\s*(#.*)?")
 
 
 class KeyFileError(ValueError):
-    """One line: which key and field, and what is wrong. Never a key, nor a hash."""
+    """The text is one line: which key and field, and what is wrong. Never a key or hash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyEntry:
-    """One key of the file."""
-
     name: str
     digest: bytes = field(repr=False)
     scopes: tuple[str, ...] = ("user",)
-    # From then on it is as if it was not there.
+    # The entry is ignored after this time.
     expires: datetime.datetime | None = None
     max_concurrent_requests: int | None = None
     requests_per_minute: int | None = None
@@ -65,17 +63,16 @@ class KeyEntry:
 
 
 def digest_of(key: bytes) -> bytes:
-    """The digest of a key: all that is kept of it."""
+    """A key's digest; the key itself is not kept."""
     return hashlib.sha256(key).digest()
 
 
 def hash_of(digest: bytes) -> str:
-    """A digest as the file has it."""
     return _SCHEME + digest.hex()
 
 
 def read(path: str, workers: int = 1) -> tuple[KeyEntry, ...]:
-    """The keys of a file, for a router of so many workers; blocks. Raises `KeyFileError`."""
+    """Read the keys of a file, for a router of `workers` workers; blocks. Raises `KeyFileError`."""
     entries = parse(read_text(path))
     for entry in entries:
         for limit in LIMITS:
@@ -89,7 +86,6 @@ def read(path: str, workers: int = 1) -> tuple[KeyEntry, ...]:
 
 
 def read_text(path: str) -> str:
-    """The whole file. Raises `KeyFileError`."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise KeyFileError("it is not a regular file")
@@ -106,15 +102,15 @@ def read_text(path: str) -> str:
 
 
 def parse(text: str) -> tuple[KeyEntry, ...]:
-    """The keys of a file's text. Raises `KeyFileError`."""
+    """Parse the keys of a file's text. Raises `KeyFileError`."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        # Its words may quote a name, and that may be a key.
+        # The error may quote a name, which may be a key.
         where = str(error).rpartition("(at ")[2].rstrip(")")
         raise KeyFileError(f"not TOML: it is wrong at {where}") from None
     except ValueError:
-        # Python's own limit of a number's digits.
+        # The number exceeds Python's limit of digits.
         raise KeyFileError("not TOML: it has a number that is too long") from None
     except RecursionError:
         raise KeyFileError("not TOML: it is nested too deeply") from None
@@ -158,7 +154,7 @@ def _entry(number: int, table: dict[str, Any]) -> KeyEntry:
     given = table.get("hash")
     found = _HASH.fullmatch(given) if isinstance(given, str) else None
     if found is None:
-        # It is not repeated: it may be a key that was put there by mistake.
+        # Do not repeat the value: it may be a key, by mistake.
         _wrong(where, "hash", "must be sha256: and 64 hexadecimal digits, as `penstock keys` makes")
     return KeyEntry(
         name=name,
@@ -201,7 +197,7 @@ def _wrong(where: str, name: str, rule: str) -> NoReturn:
 
 
 def _shown(name: str) -> str:
-    """Long enough to be found, and too short for a key."""
+    """Shorten a name: long enough to find it, too short for a key."""
     return repr(name if len(name) <= 23 else f"{name[:20]}...")
 
 
@@ -209,7 +205,6 @@ def _shown(name: str) -> str:
 
 
 def entry_text(entry: KeyEntry) -> str:
-    """The entry as the file has it."""
     lines = [
         "[[keys]]",
         f"name = {json.dumps(entry.name)}",
@@ -225,8 +220,9 @@ def entry_text(entry: KeyEntry) -> str:
 
 
 def add_entry(text: str, entry: KeyEntry, *, another: bool = False) -> str:
-    """The file's text with one more entry; `another` is one of a name that is there, whose scopes
-    and limits it gets. Raises `KeyFileError` where its name is taken, or then where it is not.
+    """Add an entry to the file's text. With `another`, the entry gets the scopes and limits of an
+    existing entry of its name. Raises `KeyFileError` if the name is taken; with `another`, if the
+    name is not taken.
     """
     there = next((one for one in parse(text) if one.name == entry.name), None)
     if another and there is None:
@@ -244,10 +240,10 @@ def add_entry(text: str, entry: KeyEntry, *, another: bool = False) -> str:
 
 
 def remove_entries(text: str, name: str, *, older: bool = False) -> str:
-    """The file's text without the entries of that name, or without all of them but the last; all
-    else, comments too, stays as it is.
+    """Remove from the file's text the entries of a name; with `older`, all except the last one. The
+    rest stays, with its comments.
 
-    Raises `KeyFileError` where there is none, or where one stands in an unusual way.
+    Raises `KeyFileError` if there is none, or if one is written in an unusual way.
     """
     numbers = [number for number, entry in enumerate(parse(text)) if entry.name == name]
     if not numbers:
@@ -265,7 +261,7 @@ def _without_entry(text: str, number: int) -> str:
     lines = text.splitlines(keepends=True)
     starts = [index for index, line in enumerate(lines) if _HEADER.fullmatch(line.rstrip("\n"))]
     for start, end in zip(starts, [*starts, len(lines)][1:], strict=True):
-        # Comments above the next entry belong to that one.
+        # Comments above the next entry belong to it.
         while end > start and (not lines[end - 1].strip() or lines[end - 1].startswith("#")):
             end -= 1
         rest = "".join([*lines[:start], *lines[end:]])
@@ -278,7 +274,7 @@ def _without_entry(text: str, number: int) -> str:
 
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[str]:
-    """Where the file really is, while no other of us changes it. Raises `OSError`."""
+    """The file's real path, locked against changes by our other processes. Raises `OSError`."""
     real = os.path.realpath(path)
     folder = os.open(os.path.dirname(real), os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -289,10 +285,10 @@ def locked(path: str) -> Iterator[str]:
 
 
 def replace(path: str, text: str) -> None:
-    """Put a new file in the place of the old one, whole at any instant. Raises `OSError`.
+    """Replace the file atomically. Raises `OSError`.
 
-    A new file is its owner's alone; one that was there keeps its owner and mode, so that a router
-    of another user reads on.
+    Only the owner may read a new file. An existing file keeps its owner and mode, so that a router
+    of another user can still read it.
     """
     handle, temporary = tempfile.mkstemp(prefix=".keys-", dir=os.path.dirname(path))
     try:
@@ -306,6 +302,6 @@ def replace(path: str, text: str) -> None:
                     os.fchown(handle, old.st_uid, old.st_gid)
             os.fsync(handle)
         os.replace(temporary, path)
-    except BaseException:  # whatever it was, no file is left behind
+    except BaseException:  # after any failure, no file is left behind
         Path(temporary).unlink(missing_ok=True)
         raise

@@ -1,16 +1,16 @@
-"""A socket that listens, on the first address of a host."""
+"""A socket that listens on a host's first address."""
 
 from __future__ import annotations
 
 import socket
 from ipaddress import ip_address
 
-# The kernel's queue of connections that nobody has accepted yet.
+# Bound of the kernel's queue of new connections.
 BACKLOG = 2048
 
 
 def is_for_this_machine(host: str) -> bool:
-    """Tell whether whoever listens there is reached by this machine's processes alone."""
+    """True if only this machine's processes can connect to the host."""
     try:
         found = ip_address(host.partition("%")[0])
     except ValueError:
@@ -20,9 +20,9 @@ def is_for_this_machine(host: str) -> bool:
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A socket on the port; raises OSError, `socket.gaierror` for what is no host.
+    """A socket on the port. Raises OSError; `socket.gaierror` for an invalid host.
 
-    One that is not shared listens at once: until somebody does, the system lets several bind.
+    An unshared socket listens at once: the system lets several sockets bind until one listens.
     """
     try:
         found = socket.getaddrinfo(

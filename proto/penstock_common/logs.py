@@ -1,9 +1,9 @@
-"""Lines of a log: text for a person at a terminal, JSON for everybody else.
+"""Log lines: text for a person at a terminal, otherwise JSON.
 
-Lines are formatted where they arise and written by a thread, so that a pipe that nobody reads holds
-up nothing; what finds no room is dropped and counted. Whatever a line tells of stays on that line.
-What a record has besides its message is a field of its JSON, and where those
-fields say everything, the record brings the words for text lines along (`IN_WORDS`).
+A thread writes the lines, so that a pipe that nobody reads blocks nothing. Lines that do not fit
+into the queue are dropped and counted. A record's text stays on one line. The record's `extra`
+attributes become fields of the JSON; if they say everything, `IN_WORDS` has the words of the text
+line.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import TextIO
 
 FORMATS = ("auto", "text", "json")
 
-# Made once: that costs as much as a line.
+# Made once: making it takes as long as encoding a line.
 _ENCODER = json.JSONEncoder(default=str)
 
-# Name of the `extra` attribute that is no field: a function that returns what a line of text says
-# instead of logger and message.
+# Name of the one `extra` attribute that is not a field: a function that returns the words of the
+# text line, which replace logger and message.
 IN_WORDS = "in_words"
 
 _TEXT = "%(asctime)s %(levelname)s %(message)s"
@@ -41,23 +41,23 @@ _MAX_WAITING_LINES = 5_000
 _GATHER_S = 0.02
 _LAST_WORDS_S = 1.0
 # Characters that end a line for some readers, move a terminal's cursor, change the order in which
-# text is shown, or are not seen: all of Unicode's categories Cc, Cf, Zl and Zp, and surrogates.
+# text is shown, or are invisible: all of Unicode's categories Cc, Cf, Zl and Zp, and surrogates.
 _CONTROLS = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f"
     "\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff0-\ufffb\U000110bd\U000110cd"
     "\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e007f]"
 )
-# Attributes that every record has; the others were given as `extra`.
+# Attributes of every record; all others come from `extra`.
 _COMMON = frozenset(vars(logging.makeLogRecord({}))) | {
     *("message", "asctime", "taskName", IN_WORDS)
 }
 
 
 def set_up_logging(log_format: str = "auto", level: str = "info", *, shard: str = "") -> None:
-    """Lines on stderr, also of what nobody caught, and the stacks of all threads if native code
-    crashes. `auto` is text on a terminal, JSON elsewhere.
+    """Log to stderr, including uncaught exceptions, and the stacks of all threads if native code
+    crashes. `auto` is text on a terminal, otherwise JSON.
 
-    Each line names the `shard` whose it is, if that is given: several may write to one terminal.
+    Each line names the `shard`, if given: several may write to one terminal.
     """
     writer = _Writer(sys.stderr)
     writer.setFormatter(_formatter(log_format, sys.stderr, shard))
@@ -70,7 +70,7 @@ def set_up_logging(log_format: str = "auto", level: str = "info", *, shard: str 
 
 
 def end_log(line: str) -> None:
-    """Write what waits, then this line: nothing of this process's log comes after it."""
+    """Write the waiting lines, then `line` as the last one of this process."""
     logging.shutdown()
     print(line, file=sys.stderr, flush=True)
 
@@ -81,7 +81,7 @@ def _formatter(log_format: str, stream: TextIO, shard: str = "") -> logging.Form
 
 
 def escape(text: str, keep: str = "") -> str:
-    """The text on one line, with nothing in it that a terminal would act on, but for `keep`."""
+    """The text on one line, without characters that a terminal would act on, except `keep`."""
     return _CONTROLS.sub(lambda match: match[0] if match[0] in keep else _written(match[0]), text)
 
 
@@ -91,7 +91,7 @@ def _written(character: str) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """Lines for people. A traceback follows its line on lines of its own."""
+    """Formats lines for people. A traceback follows on its own lines."""
 
     def __init__(self, shard: str = "") -> None:
         super().__init__(_TEXT, _TEXT_DATE)
@@ -108,8 +108,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """An object a line: time, level, shard, logger, message, each `extra` but `IN_WORDS`, and the
-    exception.
+    """Formats a line as one JSON object: time, level, shard, logger, message, all `extra` except
+    `IN_WORDS`, and the exception.
     """
 
     def __init__(self, shard: str = "") -> None:
@@ -131,7 +131,6 @@ class JsonFormatter(logging.Formatter):
 
 
 def extra_of(record: logging.LogRecord) -> Mapping[str, object]:
-    """The `extra` attributes of a record."""
     return {name: value for name, value in vars(record).items() if name not in _COMMON}
 
 
@@ -141,12 +140,12 @@ def _timestamp(unix_s: float) -> str:
 
 
 class _Writer(logging.Handler):
-    """Writes lines from a thread of its own, and drops what finds no room."""
+    """Writes lines from its own thread, and drops lines if the queue is full."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._stream = stream
-        # None: nothing follows.
+        # None ends the thread.
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._num_dropped = 0
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
@@ -163,7 +162,7 @@ class _Writer(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
-        """Write what waits, if somebody reads it. `logging` calls it when the process ends."""
+        """Write the waiting lines, if somebody reads them. `logging` calls this at exit."""
         self._lines.put(None)
         self._thread.join(_LAST_WORDS_S)
         super().close()
@@ -173,11 +172,11 @@ class _Writer(logging.Handler):
         while None not in lines:
             lines = [self._lines.get()]
             if lines[0] is not None:
-                # To wake for each line would cost more than all else that it does.
+                # Gather lines: waking for each would cost more than all other work.
                 time.sleep(_GATHER_S)
             while not self._lines.empty():
                 lines.append(self._lines.get())
-            # Nobody will ever read it: that must not end what works.
+            # If nobody reads the log any more, the process must still continue its work.
             with contextlib.suppress(OSError, ValueError):
                 for piece in _pieces(line for line in lines if line is not None):
                     self._stream.write(piece)
@@ -194,7 +193,7 @@ class _Writer(logging.Handler):
 
 
 def _pieces(lines: Iterable[str]) -> Iterator[str]:
-    """Lines, as many at once as a pipe takes as a whole: other processes write to it, too."""
+    """Join lines into pieces that a pipe takes atomically: other processes write to it too."""
     piece, num_bytes = "", 0
     for line in lines:
         line_bytes = len(line.encode(errors="backslashreplace")) + 1

@@ -1,7 +1,7 @@
-"""Has memory that is free given back to the system.
+"""Returns free memory to the system.
 
-glibc raises the size from which it asks the system for each block as blocks of that size are freed;
-what long bodies and answers held then stays with the process, in pieces that nothing else fits.
+glibc asks the system for each block above a certain size. It raises this size when such blocks are
+freed. Memory of long bodies and answers then stays with the process, in unusable fragments.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 
 # From malloc.h.
 _M_MMAP_THRESHOLD = -3
-# As glibc has it at first. A number that is set is not raised.
+# glibc's initial threshold. glibc no longer raises the threshold once a program has set it.
 _LARGE_BYTES = 128 * 1024
 
 
 def return_large_blocks() -> None:
-    """Have each large block given back once it is free; outside of glibc nothing is done."""
+    """Have each large block returned once it is free. Does nothing without glibc."""
     mallopt = _of_glibc("mallopt")
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def return_free_memory() -> None:
-    """Give back what is free now, as after a start; outside of glibc nothing is done."""
+    """Return memory that is free now, such as after a start. Does nothing without glibc."""
     malloc_trim = _of_glibc("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)

@@ -1,8 +1,8 @@
-"""Other servers' names for what routers and shards count, for dashboards and scalers that exist.
+"""Other servers' names for metrics of routers and shards, for existing dashboards and scalers.
 
-Nothing is counted twice: families are given out once more under names that vLLM or
-text-generation-inference use, labels renamed, those they lack summed over. What has no true
-counterpart is left out: a number that is always 0 is worse than none.
+Nothing is counted again: families are repeated under names of vLLM or text-generation-inference.
+Labels are renamed, and values summed over labels that the other server lacks. Metrics without a
+true counterpart are left out: a number that is always 0 is worse than none.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ _Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A name of theirs, and the families of ours that it is: those that are there, summed."""
+    """The name of a metric at another server, and our families that are summed under it, if they
+    exist.
+    """
 
     theirs: str
     ours: tuple[str, ...]
-    # Our labels to theirs; samples are summed over our other labels.
+    # Our label -> their label. Samples are summed over our other labels.
     labels: Mapping[str, str] = field(default_factory=dict)
-    # For each of our labels, our values to theirs. Samples of other values are left out.
+    # Our label -> a mapping of our values to their values. A sample with another value is left out.
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def labels_of(self, sample: Mapping[str, str]) -> _Labels | None:
-        """Labels under their name for a sample of ours; None if their metric lacks the sample."""
+        """The other server's labels for our sample; None if its metric leaves the sample out."""
         named = []
         for ours, values in self.values.items():
             if sample.get(ours, "") not in values:
@@ -53,14 +55,14 @@ _CACHE = {
     "sequences": "kv_cache_max_concurrency",
     "dtype": "cache_dtype",
 }
-# Reasons of refusals that are bounds of the queue.
+# Our reasons for refusals because of the queue's bounds -> vLLM's.
 _QUEUE_BOUNDS = {
     **dict.fromkeys(("queue_full", "key_queue_full", "pushed_out"), "max_num_queued_reqs"),
     **dict.fromkeys(("queued_tokens", "key_queued_tokens"), "max_num_queued_tokens"),
 }
 _CUT_SHORT = ("disconnect", "slow_reader", "timeout", "shutdown", "abandoned", "aborted")
 _FINISHED = {"stop": "stop", "length": "length", **dict.fromkeys(_CUT_SHORT, "abort")}
-# Pages and probes at the same paths are none.
+# Outcomes that count as requests: not those of pages and probes.
 _ASKED = dict.fromkeys((*_FINISHED, "refused", "error"), "")
 _SUCCESS = {"outcome": {"stop": "", "length": ""}}
 _FAILURES = {
@@ -69,7 +71,7 @@ _FAILURES = {
     **dict.fromkeys(("424", "500", "502", "503", "504"), "generation"),
     "499": "dropped",
 }
-# Others are no requests to it: probes, and what is asked about models.
+# Probes and questions about models do not count as requests.
 _GENERATE_ROUTES = dict.fromkeys(
     (
         *("/", "/generate", "/generate_stream", "/invocations"),
@@ -183,13 +185,13 @@ TGI = (
     Name("tgi_batch_current_size", _either("shard_running", "running")),
 )
 
-# By the values of --metrics-names.
+# Names by the values of --metrics-names.
 SETS: Mapping[str, tuple[Name, ...]] = {"vllm": VLLM, "tgi": TGI}
 
 
 def translate(families: Iterable[Metric], names: Iterable[str], **labels: str) -> Iterator[Metric]:
-    """The families, and the same under the names of `names`, which are of `SETS`; `labels` are of
-    all samples, where those do not show them.
+    """Yield the families, then repeat them under other servers' names. `names` are keys of `SETS`.
+    `labels` are added to all samples that lack them.
     """
     known: dict[str, Metric] = {}
     for family in families:
@@ -217,7 +219,7 @@ def _translated(name: Name, families: list[Metric], labels: Mapping[str, str]) -
 
 
 def _family(theirs: str, ours: Metric) -> Metric:
-    """An empty one. A counter whose name does not say so is none to the format's rules."""
+    """An empty family. The format demands that a counter's name ends with _total."""
     kind, base = ours.type, theirs
     if kind == "counter":
         base = theirs.removesuffix("_total")

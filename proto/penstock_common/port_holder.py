@@ -1,6 +1,6 @@
-"""Which process has a port of this machine: for the line that says why it cannot be listened on.
+"""Finds the process that has a port, to explain why listening on it failed.
 
-Linux tells it in /proc, of processes that this user may look into; elsewhere nothing is known.
+Linux shows the process in /proc, if this user may inspect it; on other systems it is unknown.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 
 def why_not(error: OSError, port: int) -> str:
-    """Why listening on the port failed, in the system's words, and who has it if that is known."""
+    """The reason why listening failed, in the system's words, and the port's holder if known."""
     reason = error.strerror or str(error)
     holder = holder_of(port) if error.errno == errno.EADDRINUSE else ""
     return f"{reason} by {holder}" if holder else reason
 
 
 def holder_of(port: int) -> str:
-    """Such as "nginx (process 4711)", also if it only has a connection from there; "" if that
-    cannot be known.
+    """The process that listens on the port or has a connection from it, such as "nginx (process
+    4711)"; "" if unknown.
     """
     sockets = set(_sockets(port))
     if sockets:
         for pid in filter(str.isdecimal, os.listdir("/proc")):
-            # It may have ended by now, or be another user's.
+            # The process may have ended, or be another user's.
             with contextlib.suppress(OSError):
                 if not sockets.isdisjoint(_open_files(pid)):
                     return f"{_name(pid)} (process {pid})"
@@ -37,7 +37,7 @@ def holder_of(port: int) -> str:
 
 
 def _sockets(port: int) -> Iterator[str]:
-    """The sockets with this local port, as links in /proc/PID/fd name them."""
+    """Yield the sockets with this local port, as links in /proc/PID/fd name them."""
     for table in _TABLES:
         with contextlib.suppress(OSError), open(table, encoding="ascii") as lines:
             next(lines, "")
@@ -53,7 +53,7 @@ def _open_files(pid: str) -> Iterator[str]:
 
 
 def _name(pid: str) -> str:
-    """Its program, and of Python the module: other arguments may be secret."""
+    """The program's name, and for Python the module. Other arguments may be secret."""
     with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as comm:
         name = comm.read().strip()
     with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as command:

@@ -1,6 +1,5 @@
-"""Flags that routers, shards and tools share: of metrics, logs and traces, of where a router
-listens, and keys of their own; and a shard's port. Imports no gRPC, and knows nothing of what is
-logged or measured.
+"""Flags that routers, shards and tools share: for metrics, logs, traces, a router's address and
+keys; and a shard's port. Imports no gRPC, logging or metrics.
 """
 
 from __future__ import annotations
@@ -17,31 +16,29 @@ from penstock_common.flags import OneLineParser, first_set, flag, one_of, usable
 from penstock_common.logs import FORMATS
 from penstock_common.tracing.trace_export import ENDPOINT_VARIABLE, TracingConfig, read_tracing
 
-# The keys of `metric_aliases.SETS`, which is not imported here: that takes too long for a --help.
+# The keys of `metric_aliases.SETS`, which takes too long to import for a --help.
 METRIC_NAMES = ("vllm", "tgi")
 
-# Where a shard listens unless it is told otherwise: below the ports that systems give to outgoing
-# connections (on Linux from 32768 on), any of which could be taken when a shard starts.
+# A shard's default port. Outgoing connections use higher ports (on Linux from 32768 on), so they
+# cannot have taken it when a shard starts.
 SHARD_PORT = 20051
 
 
-# The name of the model that ships with the package.
+# The model that ships with the package.
 TOY = "penstock-toy"
 _CACHED = "models--"
 
-# Exit status when what was asked for cannot work: restarting with it would not help.
+# Exit status for unusable arguments: restarting with them would not help.
 USAGE_STATUS = 2
 
 
 def quiet_grpc() -> None:
-    """To be called before gRPC is imported: by itself it writes a line for each handshake that
-    fails.
-    """
+    """Call before gRPC is imported: by default it writes a line for each failed handshake."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def model_name(model: str | None) -> str:
-    """The name in requests of what --model says: of a path the last part, else the hub id."""
+    """The name by which requests ask for --model: the last part of a path, or the hub id."""
     if not model:
         return TOY
     if not (model.startswith(("/", ".", "~")) or os.path.exists(model)):
@@ -49,7 +46,7 @@ def model_name(model: str | None) -> str:
     path = PurePath(os.path.abspath(os.path.expanduser(model)))
     repository = path.parent.parent.name
     if path.parent.name == "snapshots" and repository.startswith(_CACHED):
-        # A commit in the hub's cache.
+        # The path is a commit in the hub's cache.
         return repository.removeprefix(_CACHED).replace("--", "/")
     return path.name.removesuffix(".gguf") or model
 
@@ -57,7 +54,7 @@ def model_name(model: str | None) -> str:
 def key(
     variables: str | Sequence[str], help: str, *, default: str | None = None, group: str = ""
 ) -> Any:
-    """A flag for a key that a variable of the environment may give too."""
+    """A flag for a key that an environment variable may give too."""
     variables = (variables,) if isinstance(variables, str) else variables
     return flag(
         default,
@@ -70,7 +67,7 @@ def key(
     )
 
 
-# Variables of keys: which a router asks for, and which shards do unless it is the same.
+# Variables for the key of a router, and for the key of shards, which may be the same key.
 API_KEY = ("PENSTOCK_API_KEY",)
 SHARD_API_KEY = ("PENSTOCK_SHARD_API_KEY", *API_KEY)
 
@@ -78,7 +75,7 @@ SHARD_API_KEY = ("PENSTOCK_SHARD_API_KEY", *API_KEY)
 def add_api_key(
     group: argparse._ActionsContainer, about: str, variables: Sequence[str] = API_KEY
 ) -> None:
-    """--api-key of a tool; one from the environment is checked as one that is given."""
+    """Add --api-key to a tool; a key from the environment is checked too."""
     named = " or ".join(variables)
     group.add_argument(
         "--api-key",
@@ -100,10 +97,10 @@ seconds = functools.partial(flag, at_least=0.001, at_most=31_536_000)
 SERVING = "serving"
 
 
-# Without slots, which of a class's bases only one may have.
+# Without slots: only one base class may have them.
 @dataclass(frozen=True, kw_only=True)
 class ListeningConfig:
-    """Flags that say where a router listens and how it ends; `penstock serve` hands these on."""
+    """Flags for a router's address and shutdown; `penstock serve` passes them on."""
 
     host: str = flag("127.0.0.1", "address to listen on", group=SERVING)
     port: int = flag(8000, "0 takes a free one", at_least=0, at_most=65535)
@@ -122,7 +119,7 @@ OBSERVING = "metrics, logs and traces"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservingConfig:
-    """Flags for what routers and shards tell of themselves."""
+    """Flags for logs, metrics and traces of routers and shards."""
 
     metrics_names: tuple[str, ...] = flag(
         (),
@@ -142,13 +139,13 @@ class ObservingConfig:
         f"send traces to this OpenTelemetry collector (default: {ENDPOINT_VARIABLE}, or none)",
         metavar="URL",
     )
-    # Where spans go, as this and OpenTelemetry's variables say; None: nowhere.
+    # Destination of spans, from --otlp-endpoint and OpenTelemetry's variables, if any.
     tracing: TracingConfig | None = None
 
 
 def tracing_of(parser: OneLineParser, endpoint: str | None) -> TracingConfig | None:
-    """Where traces go, as --otlp-endpoint and the environment say; complains, and ends, where they
-    cannot.
+    """The destination of traces, from --otlp-endpoint and the environment. Exits with an error if
+    the destination is unusable.
     """
     try:
         return read_tracing(endpoint, os.environ)

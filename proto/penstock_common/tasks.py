@@ -1,4 +1,4 @@
-"""Tasks that last as long as their process: an error that nobody foresaw does not end them."""
+"""Tasks that last as long as their process: an unforeseen error does not end them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Awaitable, Callable
 
 logger = logging.getLogger(__name__)
 
-# Long enough that an error that comes each time does not fill the log.
+# Long enough that a recurring error does not fill the log.
 _PAUSE_S = 1.0
 
 
 async def run_lasting(
     work: Callable[[], Awaitable[None]], what: str, pause_s: float = _PAUSE_S
 ) -> None:
-    """Run `work` until it returns or this task is cancelled. Whenever it fails, log that under the
-    name `what`, and run it again after a pause.
+    """Run `work` until it returns or this task is cancelled. After a failure, log it under the name
+    `what` and run it again after a pause.
     """
     while True:
         try:
             return await work()
-        except Exception:  # the edge of a task that nobody awaits
+        except Exception:  # nobody awaits the task, so the error ends here
             logger.exception("%s failed; trying again in %g s", what, pause_s)
         await asyncio.sleep(pause_s)

@@ -1,6 +1,6 @@
-"""Certificates and keys in files: checked, and used anew when the files have changed.
+"""Certificates and keys in files: checked, and loaded again when the files change.
 
-What both ends of a connection share, and the router's HTTP too.
+Used by both ends of a connection, and the router's HTTP.
 """
 
 from __future__ import annotations
@@ -17,32 +17,33 @@ logger = logging.getLogger(__name__)
 _LOOK_EVERY_S = 1.0
 
 T = TypeVar("T")
-# Called with the contents of files, in their order, whenever they were loaded.
+# Called with the contents of files, in order, whenever they are loaded.
 OnLoad = Callable[[Sequence[bytes]], None]
 
 
 def _ignore(contents: Sequence[bytes]) -> None:
-    """The `OnLoad` of who need not know."""
+    """An `OnLoad` that does nothing."""
 
 
 class TlsFilesUnusable(Exception):
-    """A certificate or key cannot be used; the text names the file and says why, in one line."""
+    """A certificate or key cannot be used; the text names the file and the reason, in one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """How a client knows a shard, and how it shows who it is where shards ask (mutual TLS).
+    """The authorities that a client trusts for shards, and its own certificate if shards ask for
+    one (mutual TLS).
 
     Raises `ValueError` for a certificate without its key, or a key without its certificate.
     """
 
-    # The authorities that shards' certificates must come from, in PEM as all of these files.
+    # The authorities of shards' certificates; all files are PEM.
     ca_file: str
     cert_file: str | None = None
     key_file: str | None = None
-    # The name in shards' certificates; None: the host name or IP address that is connected to.
+    # The name in shards' certificates; None: the host name or IP address of the connection.
     server_name: str | None = None
-    # Learns what `files` hold.
+    # Called with the contents of `files`.
     on_load: OnLoad = field(default=_ignore, compare=False)
 
     def __post_init__(self) -> None:
@@ -51,18 +52,17 @@ class Tls:
 
     @property
     def files(self) -> list[str]:
-        """All that there are."""
         return [path for path in (self.ca_file, self.cert_file, self.key_file) if path is not None]
 
     def check(self) -> None:
-        """Raises `TlsFilesUnusable`."""
+        """Raise `TlsFilesUnusable` if a file cannot be used."""
         check_authorities(self.ca_file)
         if self.cert_file is not None and self.key_file is not None:
             load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), self.cert_file, self.key_file)
 
 
 def check_authorities(ca_file: str) -> None:
-    """Raises `TlsFilesUnusable` for a file that holds no certificate."""
+    """Raise `TlsFilesUnusable` if a file has no certificate."""
     read_file(ca_file)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(ca_file)
@@ -80,7 +80,7 @@ def check_server_files(cert_file: str, key_file: str, client_ca_file: str | None
 def load_pair(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
     """Load a certificate, with the chain that follows it, and its key.
 
-    Raises `TlsFilesUnusable`, and then `context` may be left with a part of them.
+    Raises `TlsFilesUnusable`; `context` may then have the certificate without the key.
     """
     if b"BEGIN CERTIFICATE" not in read_file(cert_file):
         raise TlsFilesUnusable(f"{cert_file}: holds no certificate in PEM")
@@ -88,7 +88,7 @@ def load_pair(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
         raise TlsFilesUnusable(f"{key_file}: holds no key in PEM")
 
     def no_password() -> str:
-        # Otherwise OpenSSL would ask at the terminal, and wait.
+        # Otherwise OpenSSL would ask for a password at the terminal.
         raise TlsFilesUnusable(f"{key_file}: the key is encrypted; give one that is not")
 
     try:
@@ -100,7 +100,7 @@ def load_pair(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
 
 
 def read_file(path: str) -> bytes:
-    """Raises `TlsFilesUnusable`."""
+    """Read a file. Raises `TlsFilesUnusable`."""
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -109,10 +109,10 @@ def read_file(path: str) -> bytes:
 
 
 class FileReloader(Generic[T]):
-    """Something made from files, and made again when what is in them has changed.
+    """An object made from files, and made again when their content has changed.
 
-    What cannot be used (a pair of which one half is written, a file that is gone for the moment)
-    costs one line of the log, and what was made before stays.
+    If the files cannot be used (half a pair is written, a file is briefly missing), one line is
+    logged and the old object stays.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class FileReloader(Generic[T]):
         self._problem = ""
 
     def renew(self) -> T | None:
-        """A new one if the files have changed, now in `value`. Looks at most once a second."""
+        """Make and return a new `value` if the files have changed; look at most once a second."""
         now_s = self._clock()
         if now_s < self._looked_s + _LOOK_EVERY_S:
             return None

@@ -1,6 +1,4 @@
-"""The version, read once as that takes milliseconds; how to install more, and what to say of what
-is missing.
-"""
+"""The version, read once because reading takes milliseconds; and advice for missing packages."""
 
 from __future__ import annotations
 
@@ -10,12 +8,12 @@ from pathlib import Path
 
 # The name in `pyproject.toml`.
 DISTRIBUTION = "penstock-llm"
-# Of what a package says that is broken, in characters.
+# Bound of the text of a failed import's error, in characters.
 _LONGEST_REASON = 300
 
 
 def _version() -> str:
-    """Read the version of what is installed here, or of the checkout that this file is in."""
+    """Read the version of the installed package, or of this file's checkout."""
     here = Path(__file__).resolve().parents[1]
     found = next(iter(distributions(name=DISTRIBUTION, path=[str(here), *sys.path])), None)
     if found is not None:
@@ -31,7 +29,7 @@ VERSION = _version()
 
 
 def how_to_install(extra: str) -> str:
-    """Say in one line how an extra of penstock is installed, which no package index has."""
+    """Tell in one line how to install an extra of penstock. No package index has penstock."""
     return (
         f"install penstock with the extra {extra}: pip install '.[{extra}]' in a checkout, or "
         f"pip install '{DISTRIBUTION}[{extra}] @ file:///PATH' with the path of a wheel"
@@ -39,7 +37,7 @@ def how_to_install(extra: str) -> str:
 
 
 def why_not_imported(error: ImportError, extra: str) -> str:
-    """Say in one line which package is missing, or cannot be used, and which extra brings it."""
+    """Tell in one line which package is missing or unusable, and which extra brings it."""
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed; {how_to_install(extra)}"
     reason = " ".join(str(error).split())[:_LONGEST_REASON]

@@ -316,12 +316,28 @@ class AbortResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class RetainRequest(_message.Message):
+    __slots__ = ("request_ids", "seconds", "expected_seconds", "priority")
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    seconds: float
+    expected_seconds: float
+    priority: int
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., seconds: _Optional[float] = ..., expected_seconds: _Optional[float] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class RetainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class InfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class InfoResponse(_message.Message):
-    __slots__ = ("schema_revision", "min_schema_revision", "version", "instance_id", "model", "model_aliases", "revision", "architecture", "weights_hash", "tokenizer_hash", "max_model_len", "vocab_size", "eos_token_ids", "default_sampling", "block_size", "num_blocks", "limits", "dtype", "kv_dtype", "device", "attention_backend", "capabilities", "batch_invariant", "numerics_fingerprint", "adapters", "embedding", "loaded_adapters", "kv_bytes_per_token", "kv_bytes_per_sequence", "kv_sequences", "state_bytes", "num_states", "role", "shape")
+    __slots__ = ("schema_revision", "min_schema_revision", "version", "instance_id", "model", "model_aliases", "revision", "architecture", "weights_hash", "tokenizer_hash", "max_model_len", "vocab_size", "eos_token_ids", "default_sampling", "block_size", "num_blocks", "limits", "dtype", "kv_dtype", "device", "attention_backend", "capabilities", "batch_invariant", "numerics_fingerprint", "adapters", "embedding", "loaded_adapters", "kv_bytes_per_token", "kv_bytes_per_sequence", "kv_sequences", "state_bytes", "num_states", "role", "shape", "bounds", "uncontinued")
     SCHEMA_REVISION_FIELD_NUMBER: _ClassVar[int]
     MIN_SCHEMA_REVISION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -356,6 +372,8 @@ class InfoResponse(_message.Message):
     NUM_STATES_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
+    BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    UNCONTINUED_FIELD_NUMBER: _ClassVar[int]
     schema_revision: int
     min_schema_revision: int
     version: str
@@ -390,7 +408,19 @@ class InfoResponse(_message.Message):
     num_states: int
     role: str
     shape: ModelShape
-    def __init__(self, schema_revision: _Optional[int] = ..., min_schema_revision: _Optional[int] = ..., version: _Optional[str] = ..., instance_id: _Optional[str] = ..., model: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., revision: _Optional[str] = ..., architecture: _Optional[str] = ..., weights_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., device: _Optional[str] = ..., attention_backend: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., batch_invariant: _Optional[bool] = ..., numerics_fingerprint: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., embedding: _Optional[_Union[EmbeddingDefaults, _Mapping]] = ..., loaded_adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_per_sequence: _Optional[int] = ..., kv_sequences: _Optional[int] = ..., state_bytes: _Optional[int] = ..., num_states: _Optional[int] = ..., role: _Optional[str] = ..., shape: _Optional[_Union[ModelShape, _Mapping]] = ...) -> None: ...
+    bounds: _containers.RepeatedCompositeFieldContainer[FieldBound]
+    uncontinued: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, schema_revision: _Optional[int] = ..., min_schema_revision: _Optional[int] = ..., version: _Optional[str] = ..., instance_id: _Optional[str] = ..., model: _Optional[str] = ..., model_aliases: _Optional[_Iterable[str]] = ..., revision: _Optional[str] = ..., architecture: _Optional[str] = ..., weights_hash: _Optional[str] = ..., tokenizer_hash: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., default_sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., device: _Optional[str] = ..., attention_backend: _Optional[str] = ..., capabilities: _Optional[_Iterable[str]] = ..., batch_invariant: _Optional[bool] = ..., numerics_fingerprint: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., embedding: _Optional[_Union[EmbeddingDefaults, _Mapping]] = ..., loaded_adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_per_sequence: _Optional[int] = ..., kv_sequences: _Optional[int] = ..., state_bytes: _Optional[int] = ..., num_states: _Optional[int] = ..., role: _Optional[str] = ..., shape: _Optional[_Union[ModelShape, _Mapping]] = ..., bounds: _Optional[_Iterable[_Union[FieldBound, _Mapping]]] = ..., uncontinued: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class FieldBound(_message.Message):
+    __slots__ = ("field", "most", "least")
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    MOST_FIELD_NUMBER: _ClassVar[int]
+    LEAST_FIELD_NUMBER: _ClassVar[int]
+    field: str
+    most: float
+    least: float
+    def __init__(self, field: _Optional[str] = ..., most: _Optional[float] = ..., least: _Optional[float] = ...) -> None: ...
 
 class ModelShape(_message.Message):
     __slots__ = ("model_type", "num_parameters", "weight_bytes", "num_layers", "hidden_size", "num_heads", "num_kv_heads")
@@ -465,7 +495,7 @@ class WatchLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("instance_id", "running", "waiting", "queued_prompt_tokens", "referenced_blocks", "num_blocks", "steps_total", "step_running_s", "engine_beat_age_s", "serving", "draining", "running_tokens", "preemptions_total", "handing_over", "steps_seconds_total", "computed_tokens_total", "adapters_revision", "copied_blocks", "disk_blocks", "loaded_blocks_total", "fetched_blocks_total", "exported_blocks_total")
+    __slots__ = ("instance_id", "running", "waiting", "queued_prompt_tokens", "referenced_blocks", "num_blocks", "steps_total", "step_running_s", "engine_beat_age_s", "serving", "draining", "running_tokens", "preemptions_total", "handing_over", "steps_seconds_total", "computed_tokens_total", "adapters_revision", "copied_blocks", "disk_blocks", "loaded_blocks_total", "fetched_blocks_total", "exported_blocks_total", "classes")
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -488,6 +518,7 @@ class LoadReport(_message.Message):
     LOADED_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     FETCHED_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     EXPORTED_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    CLASSES_FIELD_NUMBER: _ClassVar[int]
     instance_id: str
     running: int
     waiting: int
@@ -510,7 +541,20 @@ class LoadReport(_message.Message):
     loaded_blocks_total: int
     fetched_blocks_total: int
     exported_blocks_total: int
-    def __init__(self, instance_id: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., referenced_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., steps_total: _Optional[int] = ..., step_running_s: _Optional[float] = ..., engine_beat_age_s: _Optional[float] = ..., serving: _Optional[bool] = ..., draining: _Optional[bool] = ..., running_tokens: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., handing_over: _Optional[bool] = ..., steps_seconds_total: _Optional[float] = ..., computed_tokens_total: _Optional[int] = ..., adapters_revision: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., loaded_blocks_total: _Optional[int] = ..., fetched_blocks_total: _Optional[int] = ..., exported_blocks_total: _Optional[int] = ...) -> None: ...
+    classes: _containers.RepeatedCompositeFieldContainer[ClassLoad]
+    def __init__(self, instance_id: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ..., referenced_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., steps_total: _Optional[int] = ..., step_running_s: _Optional[float] = ..., engine_beat_age_s: _Optional[float] = ..., serving: _Optional[bool] = ..., draining: _Optional[bool] = ..., running_tokens: _Optional[int] = ..., preemptions_total: _Optional[int] = ..., handing_over: _Optional[bool] = ..., steps_seconds_total: _Optional[float] = ..., computed_tokens_total: _Optional[int] = ..., adapters_revision: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., loaded_blocks_total: _Optional[int] = ..., fetched_blocks_total: _Optional[int] = ..., exported_blocks_total: _Optional[int] = ..., classes: _Optional[_Iterable[_Union[ClassLoad, _Mapping]]] = ...) -> None: ...
+
+class ClassLoad(_message.Message):
+    __slots__ = ("priority", "running", "waiting", "queued_prompt_tokens")
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    priority: int
+    running: int
+    waiting: int
+    queued_prompt_tokens: int
+    def __init__(self, priority: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class WatchBlocksRequest(_message.Message):
     __slots__ = ()

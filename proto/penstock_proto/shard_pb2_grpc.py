@@ -44,6 +44,11 @@ class ShardStub:
                 request_serializer=penstock__proto_dot_shard__pb2.AbortRequest.SerializeToString,
                 response_deserializer=penstock__proto_dot_shard__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.Retain = channel.unary_unary(
+                '/penstock.v1.Shard/Retain',
+                request_serializer=penstock__proto_dot_shard__pb2.RetainRequest.SerializeToString,
+                response_deserializer=penstock__proto_dot_shard__pb2.RetainResponse.FromString,
+                _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/penstock.v1.Shard/GetInfo',
                 request_serializer=penstock__proto_dot_shard__pb2.InfoRequest.SerializeToString,
@@ -112,6 +117,14 @@ class ShardServicer:
         """Idempotent. Takes effect before the next step is scheduled, also while queued or in the middle
         of a chunked prefill. An unknown id is no error and is remembered for 30 s: a submit with it
         that arrives late ends as aborted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Retain(self, request, context):
+        """Have the KV blocks of requests that have ended kept for their next turns: others are reused
+        before. A hint, bounded by the shard's --retained-kv-share; an unknown id is no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -205,6 +218,11 @@ def add_ShardServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=penstock__proto_dot_shard__pb2.AbortRequest.FromString,
                     response_serializer=penstock__proto_dot_shard__pb2.AbortResponse.SerializeToString,
+            ),
+            'Retain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Retain,
+                    request_deserializer=penstock__proto_dot_shard__pb2.RetainRequest.FromString,
+                    response_serializer=penstock__proto_dot_shard__pb2.RetainResponse.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -311,6 +329,33 @@ class Shard:
             '/penstock.v1.Shard/Abort',
             penstock__proto_dot_shard__pb2.AbortRequest.SerializeToString,
             penstock__proto_dot_shard__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Retain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/penstock.v1.Shard/Retain',
+            penstock__proto_dot_shard__pb2.RetainRequest.SerializeToString,
+            penstock__proto_dot_shard__pb2.RetainResponse.FromString,
             options,
             channel_credentials,
             insecure,

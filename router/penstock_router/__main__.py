@@ -1,6 +1,6 @@
-"""`python -m penstock_router`: command line in, exit status out.
+"""Runs `python -m penstock_router` and returns its exit status.
 
-The version is checked before anything that an older Python could not even read is imported.
+Checks the version before it imports anything that an older Python cannot read.
 """
 
 import importlib.util
@@ -8,7 +8,6 @@ import sys
 
 
 def main():  # type: () -> int
-    """Run a router."""
     if not (3, 11) <= sys.version_info[:2] < (3, 14):
         found = ".".join(str(part) for part in sys.version_info[:3])
         print("penstock router: needs Python 3.11 to 3.13; this is " + found, file=sys.stderr)
@@ -18,7 +17,7 @@ def main():  # type: () -> int
 
     quiet_grpc()
     try:
-        # Imported by processes that it starts for images, with the first one.
+        # Image processes import it later; check now.
         if importlib.util.find_spec("PIL") is None:
             raise ModuleNotFoundError(name="PIL")
         from penstock_router import workers

@@ -35,6 +35,7 @@ from penstock_router.errors import (
 from penstock_router.fleet import Fleet
 from penstock_router.generation.event_ids import CursorCodec
 from penstock_router.generation.resumable_streams import LiveStreams
+from penstock_router.generation.tool_pauses import ToolPauses
 from penstock_router.images.images import Images
 from penstock_router.json_fields import shorten
 from penstock_router.observe.ended_request_metrics import RequestMetrics
@@ -74,13 +75,24 @@ from penstock_router.thread_pool import Threads
 
 logger = logging.getLogger(__name__)
 
-# Threads' work besides requests: models that are being loaded, and the like.
+# Maximum of thread tasks other than requests, such as loading models.
 _THREAD_WORK_OF_ITS_OWN = 64
 
 _TRACES = web.AppKey("traces", RequestTraces)
 _PROBES = web.AppKey("probes", Records)
-# By (method, path), the path in aiohttp's canonical form.
+# Routes by (method, path), with the path in aiohttp's canonical form.
 _BY_PATH = {(route.method, route.canonical_path): route for route in ROUTES}
+
+
+def _response_store(config: RouterConfig, metrics: Metrics) -> ResponseStore:
+    return ResponseStore(
+        config.response_store,
+        max_bytes=config.response_store_bytes,
+        ttl_s=config.response_ttl_s,
+        # Unique: another router may use the same file.
+        owner=uuid.uuid4().hex,
+        on_failure=metrics.store_failures.inc,
+    )
 
 
 def build_app(
@@ -95,14 +107,7 @@ def build_app(
         middlewares=[_answer_errors, response_headers.answer_preflight, _require_key],
         client_max_size=config.max_body_bytes,
     )
-    # `owner` is unique: another router may use the same file.
-    responses = ResponseStore(
-        config.response_store,
-        max_bytes=config.response_store_bytes,
-        ttl_s=config.response_ttl_s,
-        owner=uuid.uuid4().hex,
-        on_failure=metrics.store_failures.inc,
-    )
+    responses = _response_store(config, metrics)
     # Room for every admitted request, for work that abandoned requests left running, and for the
     # router's own work.
     let_in = config.max_concurrent_requests + config.max_queued_requests
@@ -136,6 +141,7 @@ def build_app(
         background=Background(responses),
         keys=Keys(config, usage.keep_keys, metrics.keys_refused_reloads.inc),
         usage=usage,
+        pauses=ToolPauses(config.tool_pause_s),
     )
     app[warnings.LOG] = warnings.WarningLog()
     _tell_of_requests(app, spans)
@@ -158,7 +164,7 @@ def build_app(
     app.cleanup_ctx.append(_close_parts)
     app.cleanup_ctx.append(_meanwhile(models.keep_loading, "loading models"))
     app.cleanup_ctx.append(_store_responses)
-    # The console's watchers first: their streams would never end by themselves.
+    # End the console's streams first: they never end by themselves.
     app.on_shutdown.append(_end_console)
     app.on_shutdown.append(_end_requests)
     app.on_response_prepare.append(response_headers.complete)
@@ -167,7 +173,7 @@ def build_app(
 
 @functools.cache
 def _openapi_document() -> bytes:
-    """Build the document, the same for every application of a process."""
+    """Build the document, which is the same for all applications of a process."""
     return msgspec.json.encode(openapi.describe(ROUTES))
 
 
@@ -207,7 +213,7 @@ async def _end_console(app: web.Application) -> None:
 def _meanwhile(
     work: Callable[[], Coroutine[Any, Any, None]], what: str
 ) -> Callable[[web.Application], AsyncIterator[None]]:
-    """A task that runs for as long as the application does."""
+    """A task that runs as long as the application does."""
 
     async def context(app: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(run_lasting(work, what))
@@ -248,17 +254,17 @@ async def _end_requests(app: web.Application) -> None:
 
 
 async def _expect(request: web.Request) -> None:
-    """Called for `Expect: 100-continue` before anything is known of the request: whoever reads the
-    body says 100 (`routes/base.py`). Other expectations are ignored.
+    """Called for `Expect: 100-continue` before the request is known: the reader of the body sends
+    100 (`routes/base.py`). Other expectations are ignored.
     """
 
 
-# Set globally: aiohttp has a handler of its own for paths that it does not know.
+# Set globally: aiohttp uses a separate handler for unknown paths.
 web_urldispatcher._default_expect_handler = _expect
 
 
 def error_of_http(reason: str) -> web.Response:
-    """The answer to bytes that are not a request: in the form and with the headers of all."""
+    """Answer bytes that are not a request, with the usual form and headers."""
     error = BadRequest(f"not a request of HTTP/1.1: {reason}")
     response = json_response(ERRORS.body(error), status=ERRORS.status(error))
     response_headers.add(response.headers, uuid.uuid4().hex)
@@ -267,7 +273,7 @@ def error_of_http(reason: str) -> web.Response:
 
 @web.middleware
 async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """The outermost handler: whatever goes wrong, the client gets a status and the reason."""
+    """The outermost handler: after any failure, the client gets a status and the reason."""
     named = usable_request_id(request.headers.get("X-Request-Id"))
     request[REQUEST_ID] = named or uuid.uuid4().hex
     route = _route_of(request)
@@ -275,11 +281,11 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     record = request[RECORD] = _begin_record(request)
     records = request.app[ROUTER].records
     if record.route == console.FILES or (route is not None and route.is_open):
-        # A probe or a file of the console: counted in metrics, but neither logged nor traced.
+        # Probes and files of the console are counted in metrics, but neither logged nor traced.
         records = request.app[_PROBES]
         record.record_outcome("probe")
     with records.track(record):
-        # The status that is counted when the client leaves before the answer's end.
+        # Metrics count this status if the client disconnects before the answer's end.
         record.status = 499
         response = await _answer(request, handler)
         record.status = response.status
@@ -308,20 +314,22 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return response
     try:
         answer = await handler(request)
-        # Here, so that the answer counts as long as it is being sent, and can still be refused.
+        # Send here, so that the request counts until the answer is sent, and can still be refused.
         await send(request, answer)
         return answer
     except web.HTTPException as error:
         return _error_response(request, _from_http(error, request))
     except ConnectionError:
-        # The client disconnected during a write; there is nobody to answer.
+        # The client disconnected during a write, so no answer can reach it.
         raise
     except Exception as error:  # noqa: BLE001 - the process's edge
         return _error_response(request, log_error(error, request[REQUEST_ID]))
 
 
 def _refusal_of_head(request: web.Request) -> BadRequest | None:
-    """Say why a head that aiohttp accepts is refused: a proxy may read its length otherwise."""
+    """The reason to refuse a head that aiohttp accepts, but whose length a proxy may read
+    differently.
+    """
     version = request.version
     if version not in (HttpVersion10, HttpVersion11):
         return BadRequest(f"HTTP/{version.major}.{version.minor}: must be HTTP/1.1 or HTTP/1.0")
@@ -336,7 +344,7 @@ def _refusal_of_head(request: web.Request) -> BadRequest | None:
 
 
 def _from_http(error: web.HTTPException, request: web.Request) -> ApiError:
-    """aiohttp's own errors (no such route, wrong method) as an `ApiError`."""
+    """Turn aiohttp's own errors (no such route, wrong method) into an `ApiError`."""
     where = f"{request.method} {request.path[:200]}"
     if isinstance(error, web.HTTPNotFound):
         return NotFound(f"no such route: {where}")

@@ -1,6 +1,6 @@
-"""JSON's types that a schema allows, for formats of calls that write strings without quotes.
+"""The JSON types that a schema allows, for call formats that write strings without quotes.
 
-There `3` may be a number or a string: only the tool's schema says which.
+In these formats, `3` may be a number or a string: only the tool's schema says which.
 """
 
 from __future__ import annotations
@@ -16,50 +16,50 @@ NO_STRING: Kinds = frozenset({"object", "array", "number", "integer", "boolean",
 ANY: Kinds = NO_STRING | STRING
 
 _COMBINING = ("anyOf", "oneOf", "allOf")
-# Names of types that are not JSON Schema's, and keywords that go with one type only.
+# Names of types that JSON Schema lacks, and keywords that imply a type.
 _OTHER_NAMES = {
     **{"str": "string", "int": "integer", "float": "number", "bool": "boolean"},
     **{"dict": "object", "list": "array", "none": "null"},
 }
 _IMPLIED = {"properties": "object", "items": "array"}
-# Deeper, and more, than schemas of arguments have.
+# Real schemas of arguments are less deep and smaller.
 _MAX_DEPTH = 16
 _MAX_PARTS = 2_000
 
 
 @dataclass(frozen=True, slots=True)
 class _Within:
-    """Schemas of what is in objects and lists."""
+    """Schemas of members and items."""
 
     members: Mapping[str, Any]
-    # Of members that are not named, and of items; None: nothing.
+    # Schemas for unnamed members and for items; None: no schema.
     other_members: Any
     items: Any
 
 
 def kinds_of(schema: Any, root: Schema) -> Kinds:
-    """JSON's types that a schema allows; none if it does not say."""
+    """The JSON types that a schema allows; empty if it does not say."""
     return SchemaKinds(root).of(schema)
 
 
 _NOTHING = _Within({}, None, None)
-# Keywords of schemas that refer to no others.
+# Schemas with only these keywords refer to no other schemas.
 _PLAIN = frozenset({"type", "title", "description", "default", "enum", "const"})
 
 
 class SchemaKinds:
-    """The types that schemas with one root allow, and the schemas within them: each part is looked
-    at once, however many of them refer to it, and however often it is asked for.
+    """The types that schemas with one root allow, and the schemas within them. Each part is
+    examined only once, however many references it has.
     """
 
     def __init__(self, root: Schema) -> None:
         self._root = root
-        # By the ids of the parts, which are kept beside, so that no other object gets the id.
+        # By the ids of the parts. The parts are kept alive, so that no other object gets the id.
         self._found: dict[int, tuple[Schema, Kinds]] = {}
         self._within: dict[int, tuple[Schema, _Within]] = {}
 
     def of_argument(self, name: str) -> Kinds:
-        """The types of a member of the root: a string, if that says nothing of it."""
+        """The types of a member of the root; string if the root does not describe the member."""
         return self.of(self.member(self._root, name)) or STRING
 
     def members(self, schema: Any) -> Mapping[str, Any]:
@@ -67,12 +67,12 @@ class SchemaKinds:
         return self._what_is_in(schema).members
 
     def member(self, schema: Any, name: str) -> Any:
-        """Find the schema of the member of this name in one of objects; None if it has none."""
+        """The schema of a member by name, in a schema of objects; None if there is none."""
         within = self._what_is_in(schema)
         return within.members.get(name, within.other_members)
 
     def items(self, schema: Any) -> Any:
-        """Find the schema of items in a schema of lists; None if it has none."""
+        """The schema of items in a schema of lists; None if there is none."""
         return self._what_is_in(schema).items
 
     def _what_is_in(self, schema: Any) -> _Within:
@@ -83,7 +83,7 @@ class SchemaKinds:
         return self._within[id(schema)][1]
 
     def of(self, schema: Any) -> Kinds:
-        """As `kinds_of`."""
+        """See `kinds_of`."""
         if not isinstance(schema, dict):
             return frozenset()
         if schema.keys() <= _PLAIN:
@@ -93,8 +93,8 @@ class SchemaKinds:
         return self._found[id(schema)][1]
 
     def _find(self, schema: Schema) -> None:
-        """Find the types of a schema and of all that it refers to, perhaps in circles: each part
-        hands on what it allows to those that hold it, which takes as many times as there are types.
+        """Find the types of a schema and of all schemas that it refers to, perhaps in circles. Each
+        part passes its types to the parts that refer to it, at most once per type.
         """
         new: dict[int, tuple[Schema, Kinds]] = {}
         holders: dict[int, list[int]] = {}
@@ -119,13 +119,13 @@ class SchemaKinds:
 
 
 def _within(schema: Schema, root: Schema) -> _Within:
-    """Merge what several parts of a schema say: the first that says something counts."""
+    """Merge the parts of a schema. If several parts describe a member, the first one counts."""
     parts = list(_parts(schema, root))
     named = [part["properties"] for part in parts if isinstance(part.get("properties"), dict)]
     merged = {key: of for each in named[::-1] for key, of in each.items()} if named[1:] else None
     others = (part.get("additionalProperties") for part in parts)
     return _Within(
-        # Many schemas may refer to the same members, which then are not copied.
+        # Members that many schemas refer to are not copied.
         merged or (named[0] if named else {}),
         next((each for each in others if isinstance(each, dict)), None),
         next((part["items"] for part in parts if "items" in part), None),
@@ -137,7 +137,6 @@ def _says_kinds(schema: Schema) -> bool:
 
 
 def _own_kinds(schema: Schema) -> Kinds:
-    """The types that a schema allows by itself."""
     may_be_null = frozenset({"null"} if schema.get("nullable") is True else ())
     if "type" in schema:
         given = schema["type"]
@@ -152,8 +151,8 @@ def _own_kinds(schema: Schema) -> Kinds:
 
 
 def _parts(schema: Any, root: Schema) -> Iterator[Schema]:
-    """A schema and all that it refers to or combines, each once."""
-    # References may lead in circles, and to the same place many times.
+    """Yield a schema and all schemas that it refers to or combines, each once."""
+    # References may be circular, and repeated.
     waiting, seen = [schema], set()
     while waiting:
         part = waiting.pop()
@@ -167,7 +166,7 @@ def _parts(schema: Any, root: Schema) -> Iterator[Schema]:
 def _held(
     part: Schema, root: Schema, is_whole: Callable[[Schema], bool] = lambda _: False
 ) -> list[Schema]:
-    """The schemas that one refers to or, unless it is whole by itself, combines."""
+    """The schemas that a schema refers to or, unless it is whole by itself, combines."""
     held = [_referred(part["$ref"], root)] if isinstance(part.get("$ref"), str) else []
     if not is_whole(part):
         held += [other for key in _COMBINING for other in _listed(part.get(key))]
@@ -179,7 +178,7 @@ def _listed(value: Any) -> Iterable[Any]:
 
 
 def referred(schema: Schema, root: Schema) -> Schema:
-    """The schema that a schema refers to, if it does nothing else; else itself."""
+    """The schema that a schema only refers to; otherwise the schema itself."""
     for _ in range(_MAX_DEPTH):
         found = _referred(schema["$ref"], root) if isinstance(schema.get("$ref"), str) else None
         if not isinstance(found, dict):
@@ -208,7 +207,7 @@ def _kind_of_value(value: Any) -> str:
 
 
 def outline(schema: Any) -> Schema:
-    """A schema of nothing but the types of values by their names: what reading calls needs."""
+    """A schema with only the types of values by name: the part that is needed to read calls."""
     return _Outliner(schema).outline(schema, 0)
 
 

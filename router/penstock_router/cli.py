@@ -1,4 +1,6 @@
-"""Command line and environment -> one frozen `RouterConfig`. Nothing else reads either."""
+"""Makes a frozen `RouterConfig` from the command line and the environment. No other module reads
+them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
     given = read_flags(RouterConfig, parser, argv)
     config = RouterConfig(**given)
     if "max_queued_requests" not in given:
-        # Then a request waits at most a quarter of an answer's duration, on average.
+        # With this bound, a request waits on average at most a quarter of an answer's duration.
         queued = math.ceil(config.max_concurrent_requests / 4)
         config = dataclasses.replace(config, max_queued_requests=queued)
     _check_shares(parser, config)
@@ -45,7 +47,7 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
     )
 
 
-# Each bound of one key, and the bound over all keys that it must not exceed.
+# Each bound of one key, and the total bound that it must not exceed.
 _BOUNDS_OF_KEYS = {
     "max_concurrent_requests_per_key": "max_concurrent_requests",
     "max_queued_requests_per_key": "max_queued_requests",
@@ -56,7 +58,7 @@ _PLACES = ("max_concurrent_requests", "max_concurrent_requests_per_key", "max_co
 
 
 def _check_shares(parser: OneLineParser, config: RouterConfig) -> None:
-    """Each worker must get a part of every bound, and no bound of a key may exceed the total."""
+    """Check that each worker gets a part of every bound, and no key's bound exceeds the total."""
     for name in _PLACES:
         value = getattr(config, name)
         if value is not None and config.workers > value:
@@ -104,7 +106,6 @@ def _check_pair(parser: OneLineParser, config: RouterConfig, cert: str, key: str
 
 
 def _check_tls(parser: OneLineParser, config: RouterConfig) -> None:
-    """Check at the start that the files can be used."""
     _check_pair(parser, config, "tls_cert_file", "tls_key_file")
     if config.tls_cert_file is None or config.tls_key_file is None:
         return
@@ -128,7 +129,7 @@ def _audit_key(parser: OneLineParser, config: RouterConfig) -> bytes | None:
 
 
 def _check_keys_file(parser: OneLineParser, config: RouterConfig) -> None:
-    # Also an empty path: that is a mistake, and must not mean that no key is required.
+    # An empty path is an error too: it must not mean that no key is required.
     if config.api_keys_file is not None:
         try:
             key_file_format.read(config.api_keys_file, config.workers)

@@ -1,7 +1,7 @@
 """A router's configuration, in one frozen object whose fields are the router's flags.
 
 Their order and groups are those of `penstock router --help`. A field without `flag(...)` is derived
-from others, or set by who starts a process.
+from other fields, or set by the code that starts a process.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ _EACH_KEY = "the same for each API key, or each address without a known key (def
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig(ObservingConfig, ListeningConfig):
-    """A router's whole configuration."""
-
     shards: str = required(
         "HOST:PORT of a shard, dns://NAME:PORT for all that a name resolves to, or file:///PATH of "
         "a file with a HOST:PORT a line, which is watched",
@@ -70,11 +68,24 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         read=values.networks,
     )
     policy: str = flag(DEFAULT_POLICY, "which shard takes a request", choices=tuple(POLICIES))
+    first_token_allowance_s: float = seconds(
+        2.0,
+        "how long a turn may wait for prompts before it at the shard of its session, by the rate "
+        "measured there; beyond that load decides (policies prefix-affinity and session)",
+    )
     stall_timeout_s: float = seconds(
         3.0, "move the requests of a shard that has reported nothing for so long to others"
     )
     failover_timeout_s: float = seconds(
         60.0, "how long a request waits for a shard that can take it"
+    )
+    tool_pause_s: float | None = flag(
+        None,
+        "after an answer that calls tools, have its shard retain its KV blocks for so long; 0: "
+        "never (default: twice the longest pause of the session of late, 10 s to 10 minutes)",
+        at_least=0,
+        at_most=86_400,
+        metavar="S",
     )
     shard_wait_s: float | None = seconds(
         None,
@@ -158,7 +169,7 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         "key that clients must send; probes need none",
         group="keys, and who else may call",
     )
-    # None: /admin is closed, but to admin keys of `api_keys_file`.
+    # None: only admin keys of `api_keys_file` open /admin.
     admin_key: str | None = key("PENSTOCK_ADMIN_KEY", "key for /admin, which is closed without one")
     api_keys_file: str | None = flag(
         None,
@@ -177,7 +188,7 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         gather=tuple,
     )
 
-    # "": one of its own.
+    # "": a random key.
     resume_key: str = key(
         "PENSTOCK_RESUME_KEY",
         "signs event ids; routers with the same key can resume each other's streams "
@@ -196,7 +207,7 @@ class RouterConfig(ObservingConfig, ListeningConfig):
     )
     audit_prompts: bool = flag(False, "record prompts too, not only their hashes")
     audit_key_file: str | None = flag(None, "holds a key for its hashes, 16 to 64 bytes")
-    # What is in it.
+    # The key in that file.
     audit_key: bytes | None = field(default=None, repr=False)
     verify_share: float = flag(
         0.0,
@@ -214,7 +225,7 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         metavar="TOKENS",
     )
 
-    # "": a temporary file, which the parent of all workers makes.
+    # "": a temporary file, which the workers' parent process makes.
     response_store: str = flag(
         "",
         "where answers of /v1/responses are kept, also after this router ends (default: in a "
@@ -279,7 +290,7 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         256 * 1024 * 1024,
         "size of log-probabilities and embeddings in an answer; more get 400",
     )
-    # These count sequences: a request with n=4 is four. All hold over all workers.
+    # These bounds count sequences: a request with n=4 is four. They hold over all workers.
     max_concurrent_requests: int = _count(2048, "sequences in flight over all workers; more wait")
     max_queued_requests: int = _count_or_none(
         512,
@@ -308,14 +319,14 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         "one",
     )
 
-    # Which of several workers this one is, and the file by which they share changes to the fleet.
-    # Set by their parent.
+    # This worker's number, and the file by which workers share changes to the fleet. Set by the
+    # parent.
     worker: int = 0
     changes_file: str = ""
 
     @property
     def shard_tls(self) -> Tls | None:
-        """TLS towards the shards; None: plaintext."""
+        """TLS to the shards; None: plaintext."""
         if self.shard_tls_ca_file is None:
             return None
         return Tls(

@@ -3,17 +3,17 @@
 ApiError                  500  a defect of ours
 ├── GenerationFailed      500  the shard failed
 ├── BadRequest            400  the request is at fault; `param` names the field
-│   ├── PreviousNotFound       no response is stored that it goes on from
-│   ├── ContextExceeded        its prompt, or that and what may follow, is too long
-│   ├── ImageUnusable          it has an image with which nothing can be done
+│   ├── PreviousNotFound       the response that it continues is not stored
+│   ├── ContextExceeded        its prompt, or prompt and answer, are too long
+│   ├── ImageUnusable          it has an unusable image
 │   └── TemplateFailed         the chat template cannot render it
 ├── Unauthorized          401  missing or wrong API key
 ├── Forbidden             403  not opened by the operator
 ├── NotFound              404  unknown model or route
 ├── MethodNotAllowed      405
 ├── BodyTooLarge          413
-├── UpgradeRefused        426  a WebSocket was asked for
-├── TooManyRequests       429  no room now; Retry-After says when to come back
+├── UpgradeRefused        426  a WebSocket was requested
+├── TooManyRequests       429  no room now; Retry-After says when to try again
 ├── Unavailable           503  no shard serves, or the router is stopping
 └── TimedOut              504  the request's time is up
 
@@ -30,26 +30,26 @@ import penstock_client.errors as client_errors
 
 logger = logging.getLogger(__name__)
 
-# Long enough for a queue to move, short enough not to leave a free machine idle.
+# This is long enough for the queue to get shorter, and short enough that no machine stays idle.
 _RETRY_AFTER_S = 1
 
 TIME_IS_UP = "the request took longer than it or this server allows"
 
-# A message may quote what the client sent; it must not send it all back.
+# A message may quote the request, but must not repeat all of it.
 MAX_MESSAGE_CHARS = 300
 
 
 class ApiError(Exception):
-    """Ends a request with `status`; its words and `param` are for the client to read."""
+    """Ends a request with `status`; message and `param` are for the client."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "InternalServerError"
-    # The word by which an API's clients know it, where it has one.
+    # The word by which an API's clients recognize the error, if any.
     code: str | None = None
-    # Whole seconds; None: to try again is of no use.
+    # Whole seconds; None: trying again is useless.
     retry_after_s: int | None = None
-    # The model that could not be served, by the name that its shards give it; "" where it is
-    # another matter, or a name that only the client knows.
+    # The model that could not be served, by its shards' name; "" if the error is about something
+    # else, or about a name that only the client knows.
     model: str = ""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -77,17 +77,17 @@ class BadRequest(ApiError):
 
 
 class PreviousNotFound(BadRequest):
-    """No response is stored under the id that the request goes on from."""
+    """No response is stored under the id that the request continues."""
 
     code = "previous_response_not_found"
 
 
 class ContextExceeded(BadRequest):
-    """The prompt, or it and the tokens that may follow, do not fit the model's context.
+    """The prompt, or the prompt and its answer's tokens, do not fit the model's context.
 
-    Its words are OpenAI's; an API that has others makes them of the numbers. `prompt_tokens` is
-    how far a prompt was counted, and None where it was too long for that, of which `prompt_chars`
-    tells, or is to be cut to more than the context.
+    The message is OpenAI's; APIs with other messages use the numbers. `prompt_tokens` is the
+    prompt's length. It is None if the prompt was too long to count (then `prompt_chars` is its
+    length), or if the request asks to cut it to more than the context.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ContextExceeded(BadRequest):
 
 
 class ImageUnusable(BadRequest):
-    """An image that is none, or one too many, or one for a model that takes no images."""
+    """An unusable image, too many images, or an image for a model that takes none."""
 
 
 class TemplateFailed(BadRequest):
@@ -140,8 +140,9 @@ class NotFound(ApiError):
 
 
 class UnknownModel(NotFound):
-    """A model, or an adapter, that no shard serves. An API that has other words makes them of the
-    name.
+    """A model or adapter that no shard serves.
+
+    APIs with other messages use the name.
     """
 
     def __init__(self, name: str) -> None:
@@ -158,7 +159,7 @@ class MethodNotAllowed(ApiError):
 
 
 class UpgradeRefused(ApiError):
-    """A WebSocket was asked for; 426 has Codex go on over HTTP at once."""
+    """A WebSocket was requested. After 426, Codex immediately continues over HTTP."""
 
     status = 426
     type = "UpgradeRequiredError"
@@ -201,7 +202,7 @@ class Unavailable(ApiError):
 
 
 def unavailable_model(name: str, model: str) -> Unavailable:
-    """The error for a name of a model, or of its adapter, whose shards are away."""
+    """The error for a model or adapter whose shards are away."""
     return Unavailable(f"no shard serves {name[:200]} at present; try again shortly", model=model)
 
 
@@ -213,7 +214,7 @@ class TimedOut(ApiError):
 
 
 class SlowClient(ConnectionError):
-    """The client took nothing, or next to nothing, for --write-timeout-s; it was cut off."""
+    """The client read almost nothing for --write-timeout-s, and was disconnected."""
 
 
 def log_error(error: Exception, request_id: str) -> ApiError:
@@ -221,12 +222,12 @@ def log_error(error: Exception, request_id: str) -> ApiError:
     answer = as_api_error(error)
     server_side = isinstance(error, client_errors.PenstockError) and answer.status >= 500
     if server_side or isinstance(error, client_errors.PoisonousRequest):
-        # Addresses of shards, texts of gRPC and what crashes engines are for the operator only.
+        # Only the operator may see addresses of shards, texts of gRPC and causes of crashes.
         logger.warning("request %s: %s: %s", request_id, type(error).__name__, error)
     elif type(answer) is ApiError:
         logger.error("request %s failed", request_id, exc_info=error)
     else:
-        # Not its message, which may quote the request.
+        # Log no message, because it may quote the request.
         logger.debug(
             "request %s: %d %s %s", request_id, answer.status, answer.type, answer.param or ""
         )
@@ -234,7 +235,7 @@ def log_error(error: Exception, request_id: str) -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The one place where exceptions become statuses."""
+    """Turn an exception into an `ApiError`. No other place does this."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, client_errors.PenstockError):
@@ -245,7 +246,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _from_client(error: client_errors.PenstockError) -> ApiError:
-    """Fixed texts, except for refusals, whose text shards write for the client."""
+    """Use fixed texts, except for refusals, whose text shards write for the client."""
     match error:
         case client_errors.RequestRefused():
             return BadRequest(str(error), param=error.field or None)
@@ -260,7 +261,7 @@ def _from_client(error: client_errors.PenstockError) -> ApiError:
         case client_errors.DeadlineExceeded():
             return TimedOut(TIME_IS_UP)
         case client_errors.Unauthenticated():
-            # The shard does not accept *this router*: nothing the client could send cures that.
+            # The shard does not accept *this router*, which the client cannot change.
             return Unavailable("a shard refuses this router's API key (--shard-api-key)")
         case _:
             return GenerationFailed(

@@ -1,5 +1,5 @@
-"""Values of a router's flags that are neither numbers nor words, as argparse's `type`: from a text,
-or `ArgumentTypeError`.
+"""Readers of a router's flags that are neither numbers nor words, as argparse's `type`: they raise
+`ArgumentTypeError`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable
 from penstock_router.text.formats.registry import CHANNELS, FORMATS
 from penstock_router.text.reasoning import AUTO, NONE, STYLES
 
-# A name as DNS has it, also with a wildcard, or an IP address.
+# A DNS name, perhaps with a wildcard, or an IP address.
 _DOMAIN = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f]*:[0-9a-f:.]*")
 _ORIGIN = re.compile(r"https?://[a-z0-9._\-\[\]:]+")
 
@@ -27,7 +27,7 @@ def alias(text: str) -> tuple[str, str]:
 
 
 def origin(text: str) -> str:
-    """An origin as browsers write it: in lower case, and without the scheme's default port."""
+    """An origin as browsers write it: in lower case, without the scheme's default port."""
     if text != "*" and not _ORIGIN.fullmatch(text):
         raise argparse.ArgumentTypeError(
             f"{short(text)} is no origin: http:// or https://, a host in lower case and its port"
@@ -36,7 +36,7 @@ def origin(text: str) -> str:
 
 
 def media_domains(text: str) -> tuple[str, ...]:
-    """Hosts, in lower case; of *.HOST all that are below it."""
+    """Hosts in lower case; *.HOST means all hosts below HOST."""
     domains = tuple(part.strip().lower() for part in text.split(","))
     for domain in domains:
         if not _DOMAIN.fullmatch(domain):
@@ -55,7 +55,7 @@ def networks(text: str) -> tuple[Network, ...]:
 
 
 def tool_call_parser(text: str) -> str:
-    """Also written with hyphens, as other servers write them."""
+    """A call format; hyphens are accepted too, because other servers use them."""
     return one_of((AUTO, NONE, *FORMATS))(text.replace("-", "_"))
 
 
@@ -64,7 +64,7 @@ def reasoning_parser(text: str) -> str:
 
 
 def chat_template(path: str) -> str:
-    """The template in a file; compiled, so that a mistake in it fails the start and not each
+    """The template in a file. It is compiled, so that an error in it stops the start, not each
     request.
     """
     try:

@@ -1,6 +1,6 @@
-"""The part of `penstock_client.Fleet`, a fleet of shards, that the router uses.
+"""The part of `penstock_client.Fleet` that the router uses.
 
-It is a protocol so that tests run the whole router against a double.
+It is a protocol, so that tests can run the whole router with a double.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from penstock_client.types import (
     LoadReport,
     Output,
     PixelSource,
+    Retain,
     ShardInfo,
 )
 
@@ -85,7 +86,7 @@ class ShardState(Protocol):
 
 
 def state_of(shard: ShardState) -> str:
-    """serving, loading, draining or gone."""
+    """The state: serving, loading, draining or gone."""
     if not shard.connected:
         return "gone"
     if shard.load.draining or shard.leaving:
@@ -94,7 +95,7 @@ def state_of(shard: ShardState) -> str:
 
 
 def model_of(shard: ShardState) -> str:
-    """The model that it serves, or did when it was last there; "" while none is known."""
+    """The model that the shard serves or served last; "" while unknown."""
     info = shard.info or shard.last_info
     return "" if info is None else info.model
 
@@ -132,6 +133,9 @@ class Fleet(Protocol):
     def submit(
         self, request: GenerationRequest, pixels: PixelSource | None = None
     ) -> GenerationStream: ...
+
+    # `stream` comes from `submit`.
+    def retain(self, stream: Any, retain: Retain) -> bool: ...
 
     async def embed(self, request: EmbeddingRequest) -> list[list[float]]: ...
 

@@ -1,10 +1,10 @@
-"""Fields of JSON bodies: how each is read, which values it may have, and how others are refused.
+"""Reads the fields of JSON bodies, checks their values, and refuses wrong values.
 
-A `Kind` reads one value and describes itself as a JSON schema, so that what is documented is what
-is checked. A table of `Field`s is a body. A field that changes the answer is honoured, or refused
-by name unless its value asks for nothing; another server's name of a field is read as that field;
-a field that cannot change the answer, or that no table has, is taken, and the answer's warnings
-name it. null is the same as not given.
+A `Kind` reads one value and describes itself as a JSON schema, so that documentation and checks
+agree. A body is a table of `Field`s. A field that changes the answer is honoured. If it is not
+served, it is refused by name, unless its value has no effect. Another server's name for a field is
+read as that field. A field that cannot change the answer, or is in no table, is ignored, and the
+answer's warnings name it. null means that the field is missing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 UINT32_MAX = 2**32 - 1
 FLOAT_MAX = sys.float_info.max
-# The largest 32-bit float, which is what shards take.
+# The largest 32-bit float, the type that shards use.
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 JsonObject = dict[str, Any]
@@ -34,31 +34,30 @@ Reader = Callable[[str, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """The way a value is read, and the JSON schema of what is accepted."""
+    """A reader of a value, and the JSON schema of accepted values."""
 
     read: Reader
     schema: JsonObject
 
 
 def or_null(schema: JsonObject) -> JsonObject:
-    """The same, or null."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
 class Use(Enum):
     """The fate of a field's value."""
 
-    # It has its effect.
+    # The value has its effect.
     HONOURED = auto()
-    # It is refused, once its type is right, unless it asks for nothing.
+    # The value is refused after a check of its type, unless the value has no effect.
     REFUSED = auto()
-    # It has no effect, which a warning says unless it asks for nothing.
+    # The value has no effect. A warning says so, except for `neutral` values.
     TAKEN = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of a body. A value in `neutral` asks for nothing."""
+    """A field of a body. A value in `neutral` has no effect."""
 
     name: str
     kind: Kind
@@ -66,14 +65,14 @@ class Field:
     required: bool = False
     use: Use = Use.HONOURED
     neutral: tuple[Any, ...] = ()
-    # The JSON schema of what asks for nothing, if that is more than `neutral`.
+    # JSON schema of values without effect, if there are more of them than `neutral`.
     nothing: JsonObject | None = None
-    # The field of which this is another server's name; "": it is that field itself.
+    # The field for which this is another name; "": this is the field's own name.
     stands_for: str = ""
 
     @property
     def schema(self) -> JsonObject:
-        """The JSON schema of the accepted values, null among them."""
+        """The JSON schema of the accepted values, including null."""
         nothing = self.nothing or {"enum": list(self.neutral)}
         schema = nothing if self.use is Use.REFUSED else self.kind.schema
         if not self.required:
@@ -85,12 +84,11 @@ Table = Mapping[str, Field]
 
 
 def table(fields: Iterable[Field]) -> Table:
-    """Fields by name."""
     return {entry.name: entry for entry in fields}
 
 
 def not_served(name: str, kind: Kind, *neutral: Any, help: str = "Not served.") -> Field:
-    """A field that clients may send only to ask for nothing."""
+    """A field that is not served: clients may send only values without effect."""
     return Field(name, kind, help, use=Use.REFUSED, neutral=neutral)
 
 
@@ -100,7 +98,7 @@ def taken(name: str, *neutral: Any, help: str = "Taken without effect.") -> Fiel
 
 
 def label(name: str) -> Field:
-    """A field by which clients name their requests for themselves."""
+    """A field by which clients name their own requests."""
     nothing = Kind(lambda name, value: None, {})
     return Field(
         name, nothing, "The client's own; nothing comes of it.", use=Use.TAKEN, neutral=(None,)
@@ -108,18 +106,17 @@ def label(name: str) -> Field:
 
 
 def renamed(name: str, of: Field) -> Field:
-    """Another route's field by the name that it has here; it is read under its own."""
+    """A field of another route under the name used here; its value gets the original name."""
     return replace(of, name=name, stands_for=of.name)
 
 
 def another_name(name: str, of: Field, kind: Kind | None = None) -> Field:
-    """Another server's name of a field, with that server's bounds if they differ."""
+    """The name of a field at another server, with that server's bounds if they differ."""
     help_text = f"Another name of {of.name}."
     return replace(renamed(name, of), kind=kind or of.kind, help=help_text, required=False)
 
 
 def body_schema(fields: Table) -> JsonObject:
-    """The JSON schema of a body with these fields."""
     return {
         "type": "object",
         "properties": {name: entry.schema for name, entry in fields.items()},
@@ -127,21 +124,22 @@ def body_schema(fields: Table) -> JsonObject:
     }
 
 
-# The key under which `read_fields` says what had no effect.
+# The key under which `read_fields` lists fields without effect.
 WARNINGS = "warnings"
-# How many unknown fields are named in a warning, and the length of a body in which they are sought.
+# A warning names at most this many unknown fields. A larger body than `_MAX_SOUGHT` fields is not
+# searched for them.
 _NAMED_FIELDS = 16
 _MAX_SOUGHT = 1024
 
 
 def read_fields(fields: Table, body: JsonObject) -> JsonObject:
-    """The values of all fields that the body has and that are honoured, under their own names, and
-    under `WARNINGS` what of the body has no effect, if anything. Raises `BadRequest` for the first
-    field that is wrong, in the body's order, or of a body of very many names in the table's.
+    """The values of a body's honoured fields by name, and under `WARNINGS` the fields without
+    effect. Raises `BadRequest` for the first wrong field in the body's order; in a huge body, in
+    the table's order.
     """
     values: JsonObject = {}
     warnings: list[str] = []
-    # A body has fewer names than the table, or it may have millions.
+    # Use the body's order only if it is small: a body may have millions of names.
     is_small = len(body) <= _MAX_SOUGHT
     for name in body if is_small else fields:
         entry, value = fields.get(name), body.get(name)
@@ -166,12 +164,11 @@ def read_fields(fields: Table, body: JsonObject) -> JsonObject:
 
 
 def without_effect(name: str) -> str:
-    """The warning of a field that is taken without effect."""
+    """The warning of a field that is ignored."""
     return f"{name}: taken without effect"
 
 
 def add_warning(values: JsonObject, warning: str) -> None:
-    """Add to the warnings of a body that was read."""
     values[WARNINGS] = (*values.get(WARNINGS, ()), warning)
 
 
@@ -186,7 +183,7 @@ def _put(values: JsonObject, entry: Field, parsed: Any) -> None:
 
 
 def _name_unknown(body: JsonObject, fields: Table) -> list[str]:
-    """The warning of unknown fields, if any has a value."""
+    """The warning of unknown fields that have a value, if any."""
     unknown = sorted(name for name in body.keys() - fields.keys() if body[name] is not None)
     if not unknown:
         return []
@@ -199,7 +196,7 @@ def _name_unknown(body: JsonObject, fields: Table) -> list[str]:
 
 
 def decode_object(body: bytes | memoryview) -> JsonObject:
-    """The JSON object in `body`: UTF-8, no NaN. Of a key given twice the last value counts."""
+    """The JSON object in `body`: UTF-8, no NaN. If a key is repeated, its last value counts."""
     try:
         value = decode_json(body)
     except UnicodeDecodeError:
@@ -207,6 +204,9 @@ def decode_object(body: bytes | memoryview) -> JsonObject:
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None
     except msgspec.DecodeError as error:
+        # Before version 0.23, msgspec raised a UnicodeDecodeError.
+        if "UTF-8" in str(error):
+            raise BadRequest("the body is not valid UTF-8") from None
         problem = str(error) if len(body) else "it is empty"
         raise BadRequest(f"the body is not valid JSON: {problem}") from None
     if not isinstance(value, dict):
@@ -215,10 +215,10 @@ def decode_object(body: bytes | memoryview) -> JsonObject:
 
 
 def decode_json(data: bytes | memoryview | str) -> Any:
-    """Decode as `msgspec.json.decode` does, errors included, with the garbage collector off.
+    """Decode as `msgspec.json.decode` does, including errors, with the garbage collector off.
 
-    The collector would traverse the objects being built again and again: for seconds, with
-    millions of lists.
+    The collector would traverse the growing objects repeatedly, which takes seconds for millions of
+    lists.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -230,7 +230,7 @@ def decode_json(data: bytes | memoryview | str) -> Any:
 
 
 def object_in(text: str) -> JsonObject | None:
-    """The object that a text is the JSON of; None if it is no such text."""
+    """The object that a JSON text contains; None if the text is not an object."""
     try:
         value = decode_json(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -239,7 +239,6 @@ def object_in(text: str) -> JsonObject | None:
 
 
 def json_type(value: object) -> str:
-    """Say in words what a JSON value is."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -252,16 +251,16 @@ def json_type(value: object) -> str:
 
 
 def shorten(value: object) -> str:
-    """A value as a message may quote it."""
+    """A short form of a value, for a message."""
     if isinstance(value, list | dict):
-        # It may be huge, or nested deeper than `repr` can go.
+        # It may be huge, or nested deeper than `repr` allows.
         return json_type(value)
     text = repr(value[:60] if isinstance(value, str) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def refusal(name: str, wanted: str, value: object) -> BadRequest:
-    """A value that is not what it must be."""
+    """The error for a value that is not what it must be."""
     given = json_type(value) if value is None else shorten(value)
     return BadRequest(f"{name}: must be {wanted}; given: {given}", param=name)
 
@@ -270,14 +269,14 @@ def refusal(name: str, wanted: str, value: object) -> BadRequest:
 
 
 def integer(low: int, high: int) -> Kind:
-    """A whole number, also one written as 3.0."""
+    """An integer, which may be written as 3.0."""
 
     def read(name: str, value: Any) -> int:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise refusal(name, "an integer", value)
-        # In parentheses pydantic's name of the bound, which tests of vLLM's clients look for.
+        # Tests of vLLM's clients look for pydantic's name of the bound, which is in parentheses.
         if value < low:
             raise refusal(name, f"at least {low} (greater_than_equal)", value)
         if value > high:
@@ -288,8 +287,6 @@ def integer(low: int, high: int) -> Kind:
 
 
 def number(low: float, high: float, *, above_low: bool = False, below_high: bool = False) -> Kind:
-    """A number, finite as JSON's are."""
-
     def read(name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise refusal(name, "a number", value)
@@ -333,7 +330,7 @@ def read_array(name: str, value: Any) -> list[Any]:
 
 
 def string(min_chars: int = 0, max_chars: int | None = None, *, without: str = "") -> Kind:
-    """A text, of bounded length where a bound is given, without the characters `without`."""
+    """A text of bounded length, without the characters `without`."""
     bounds = "any" if max_chars is None else str(max_chars)
 
     def read(name: str, value: Any) -> str:
@@ -359,14 +356,12 @@ def string(min_chars: int = 0, max_chars: int | None = None, *, without: str = "
 
 
 def unless(kind: Kind, *nothing: Any) -> Kind:
-    """A kind for which some values ask for nothing: they are read as None."""
+    """A kind with some values that have no effect: they are read as None."""
     schema = {"anyOf": [*({"const": each} for each in nothing), kind.schema]}
     return Kind(lambda name, value: None if value in nothing else kind.read(name, value), schema)
 
 
 def one_of(*values: str) -> Kind:
-    """Take one of a few words."""
-
     def read(name: str, value: Any) -> str:
         if not isinstance(value, str) or value not in values:
             raise refusal(name, f"one of {', '.join(values)}", value)
@@ -376,7 +371,7 @@ def one_of(*values: str) -> Kind:
 
 
 def token_ids(*, at_least: int = 0, at_most: int) -> Kind:
-    """Ids of tokens, as a tuple; there may be very many."""
+    """Token ids as a tuple, which may be very long."""
 
     def read(name: str, value: Any) -> tuple[int, ...]:
         ids = read_array(name, value)
@@ -394,8 +389,9 @@ def token_ids(*, at_least: int = 0, at_most: int) -> Kind:
 
 
 def whole_numbers(name: str, values: list[Any]) -> list[int]:
-    """The values as ints, also those written as 3.0; raises `BadRequest`."""
-    # No loops in Python: this and `min` go over a hundred thousand in a millisecond or two.
+    """The values as ints, accepting 3.0; raises `BadRequest`."""
+    # Python loops would be slow: this and `min` take a millisecond or two for a hundred thousand
+    # values.
     types = set(map(type, values))
     if types <= {int}:
         return values
@@ -412,8 +408,6 @@ def _is_whole(value: Any) -> bool:
 
 
 def array_of(item: Kind, *, at_least: int = 0, at_most: int, unit: str) -> Kind:
-    """An array of one kind, as a tuple."""
-
     def read(name: str, value: Any) -> tuple[Any, ...]:
         items = read_array(name, value)
         if len(items) < at_least:
@@ -428,7 +422,7 @@ def array_of(item: Kind, *, at_least: int = 0, at_most: int, unit: str) -> Kind:
 
 
 def object_of(**entries: Kind) -> Kind:
-    """An object of which these entries are read, each of which may be missing or null."""
+    """An object with these entries. Each entry may be missing or null."""
 
     def read(name: str, value: Any) -> JsonObject:
         given = read_object(name, value)

@@ -1,7 +1,7 @@
-"""A request for tokens, whichever API it came by: the type to which all are translated.
+"""A request for tokens, to which all APIs are translated.
 
-A request is well-formed by itself; what depends on a model is checked in `generation/job.py`. None
-means: the model's own default.
+A request is checked without its model; `generation/job.py` checks the rest. None means the model's
+own default.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from penstock_client.types import Constraint
+from penstock_client.types import Constraint, Retain
 from penstock_router.argument_kinds import outline
 
-# A message as chat templates expect it: no nulls, its text as one string. One with images has a
-# list of parts instead, as `text/contents.py` has them.
+# A message as chat templates expect it: without nulls, and with its content as one string. With
+# images, the content is a list of parts, as in `text/contents.py`.
 Message = dict[str, Any]
 # Width and height in pixels of each image.
 ImageSizes = tuple[tuple[int, int], ...]
-# As a number of log-probabilities: of all tokens that there are.
+# Number of log-probabilities that means all tokens.
 WHOLE_VOCABULARY = -1
-# The bound of `Options.session`, in whichever field it was given.
+# The bound of `Options.session`, in any field.
 MAX_SESSION_CHARS = 256
-# The bound of `Options.request_id`, likewise.
+# The bound of `Options.request_id`, in any field.
 MAX_REQUEST_ID_CHARS = 256
 # The bounds of `Options.timeout_s`: shards get the deadline as 32-bit milliseconds.
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, (2**32 - 1) // 1000
@@ -34,27 +34,27 @@ class Tool:
     """A function that a chat's answer may call."""
 
     name: str
-    # The JSON schema of its arguments; None: any object.
+    # JSON schema of the arguments; None: any object.
     parameters: dict[str, Any] | None = None
-    # Whether the schema is enforced even if calling a tool is optional.
+    # True if the schema is enforced even if calling a tool is optional.
     strict: bool = False
     # The tool as the chat template gets it; {}: the prompt shows it in a message, or not at all.
     shown: dict[str, Any] = field(default_factory=dict)
-    # What its only argument, a string, must be where calls have strings as they are: a format of a
-    # structural tag.
+    # A structural tag's format of the tool's only argument, a string, if the model writes strings
+    # in calls literally.
     text_format: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Permission or duty to call tools; with mode "named", `name` is the one to call."""
+    """Permission or duty to call tools; with mode "named", `name` is the tool to call."""
 
     mode: Literal["none", "auto", "required", "named"] = "none"
     name: str = ""
 
     @property
     def forces(self) -> bool:
-        """Tell whether the answer must be one or several calls."""
+        """True if the answer must be one or several calls."""
         return self.mode in ("required", "named")
 
 
@@ -67,13 +67,13 @@ class ImageSource:
 
     url: str
     param: str
-    # Whether a tool's result has it, and so no user chose the model for it.
+    # True if the image is in a tool's result: then no user chose the model for this image.
     in_result: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TextWithImages:
-    """A text to complete, with an image between each two of its `texts`."""
+    """A text to complete, with an image between every two of its `texts`."""
 
     texts: tuple[str, ...]
 
@@ -86,9 +86,9 @@ class Options:
     n: int = 1
     # None: up to the end of the context.
     max_tokens: int | None = None
-    # The body's field that it came from, for error messages.
+    # The body's field of `max_tokens`, for errors.
     max_tokens_field: str = "max_tokens"
-    # Whether a `max_tokens` beyond the end of the context means up to that end, or is refused.
+    # True if a `max_tokens` beyond the end of the context means that end; false: it is refused.
     bounds_max_tokens: bool = False
     # The limit if `max_tokens` is None; None: up to the end of the context.
     default_max_tokens: int | None = None
@@ -101,13 +101,13 @@ class Options:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    # How many tokens before the next one the three penalties look at; None: all; 0: none.
+    # Tokens before the next one to which the three penalties apply; None: all; 0: none.
     penalty_window_tokens: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] = ()
     bad_words: tuple[str, ...] = ()
     seed: int | None = None
-    # What the answer's text must be like, and the field that asks for it.
+    # The constraint of the answer's text, and the field that asks for it.
     constraint: Constraint | None = None
     constraint_field: str = ""
     stop: tuple[str, ...] = ()
@@ -116,8 +116,8 @@ class Options:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
-    # None: none; 0: of the chosen token; k: also of the k best, or of the `WHOLE_VOCABULARY`, for
-    # which a job has the number. Likewise for the prompt's.
+    # Log-probabilities of the answer and of the prompt. None: none; 0: only the token's; k: also
+    # the k best, or the `WHOLE_VOCABULARY`, whose size a job has.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     # Tokens whose log-probability is reported at every position, in place of the k best.
@@ -126,7 +126,7 @@ class Options:
     add_special_tokens: bool = True
     # Cut the prompt to this many tokens; -1: to as many as fit beside `max_tokens`.
     truncate_prompt_tokens: int | None = None
-    # Which end is cut off: "left" or "right"; None: as the tokenizer has it.
+    # The end that is cut off: "left" or "right"; None: the tokenizer's default.
     truncation_side: str | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -135,46 +135,48 @@ class Options:
     stream_interval: int = 1
     include_usage: bool = False
     continuous_usage: bool = False
-    # PriorityPolicy for the scheduler. Lower priorities run first.
+    # For the scheduler: lower values run first.
     priority: int | None = None
     seconds_between_tokens: float | None = None
     latency_sensitive: bool | None = None
     cache_salt: str = ""
-    # Its images, in the order of their places; and what is known of them once they were loaded.
+    # Images in the order of their places; and their sizes once they are loaded.
     images: tuple[ImageSource, ...] = ()
     image_sizes: ImageSizes = ()
     request_id: str | None = None
-    # The W3C trace context that shards get.
+    # W3C trace context for shards.
     traceparent: str = ""
-    # The name of its client that shards get.
+    # The client's name for shards.
     caller: str = ""
-    # The name of the API key, for the audit log.
+    # The API key's name, for the audit log.
     key_name: str = ""
-    # Its time limit, from arrival to end; None: the server's.
+    # Time limit from arrival to end; None: the server's.
     timeout_s: float | None = None
-    # `exact`: continue only at shards that compute the same bits. `session`: requests that
-    # belong together. `shard`: the address of the only shard that may run it.
+    # `exact`: continue only at shards that compute the same bits. `session`: a name shared by
+    # related requests. `shard`: the address of the only shard that may run the request.
     exact: bool = False
     session: str = ""
     shard: str = ""
-    # What of the body has no effect on the answer: a line each, for the answer's headers.
+    # Retention of the KV blocks after the end; None: the answer's end decides.
+    retain: Retain | None = None
+    # Lines about parts of the body without effect, for the answer's headers.
     warnings: tuple[str, ...] = ()
 
     @property
     def best_logprobs(self) -> int | None:
-        """The number of the likeliest that are reported at each position of the answer; None: not
-        even the chosen token is reported.
+        """The number of likeliest tokens reported at each position of the answer; None: not even
+        the sampled token.
         """
         return 0 if self.logprobs is not None and self.logprob_token_ids else self.logprobs
 
     @property
     def places(self) -> tuple[int, str]:
-        """Count the sequences it asks for, and name the field that asks for so many."""
+        """The number of requested sequences, and the field that requests it."""
         return self.n, "n"
 
     @property
     def brings_template(self) -> bool:
-        """Tell whether a program of its own is to make its prompt."""
+        """True if the request brings a program that makes its prompt."""
         return False
 
 
@@ -186,7 +188,7 @@ class CompletionRequest(Options):
     best_of: int = 1
 
     def without_text(self) -> Self:
-        """A copy without fields that may be long: of its prompts only their number is left."""
+        """A copy without fields that may be long: only the number of its prompts is left."""
         count = len(self.prompts)
         return dataclasses.replace(
             self, prompts=("",) * count, bad_words=(), allowed_token_ids=(), constraint=None
@@ -194,7 +196,7 @@ class CompletionRequest(Options):
 
     @property
     def places(self) -> tuple[int, str]:
-        """Count the sequences it asks for, and name the field that asks for so many."""
+        """The number of requested sequences, and the field that requests it."""
         param = "best_of" if self.best_of > self.n else "n" if self.n > 1 else "prompt"
         return len(self.prompts) * self.best_of, param
 
@@ -209,12 +211,13 @@ class ChatRequest(Options):
     documents: list[dict[str, Any]] | None = None
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = NO_TOOLS
-    # Whether one answer may make several calls.
+    # True if one answer may make several calls.
     parallel_tool_calls: bool = True
-    # Whether reasoning is shown, and how many tokens it may have; None: any number.
+    # True if reasoning is shown; and its maximum tokens (None: no bound).
     include_reasoning: bool = True
     thinking_tokens: int | None = None
-    # Whether a model that cannot be kept to so many refuses them, or answers without that bound.
+    # True if the request is refused when the model cannot bound its reasoning; false: the reasoning
+    # is then unbounded.
     requires_thinking_budget: bool = True
     # The request's own template, allowed only with --trust-request-chat-template.
     chat_template: str | None = None
@@ -222,18 +225,17 @@ class ChatRequest(Options):
 
     @property
     def brings_template(self) -> bool:
-        """Tell whether a program of its own is to make its prompt."""
+        """True if the request brings a program that makes its prompt."""
         return self.chat_template is not None
 
     def without_text(self) -> Self:
-        """A copy without fields that may be long."""
         return dataclasses.replace(
             self,
             messages=[],
             documents=None,
-            # Their names, and the types of their arguments, are needed to read calls.
+            # Names and argument types are needed to read calls.
             tools=tuple(Tool(tool.name, outline(tool.parameters)) for tool in self.tools),
-            # Whether there is one is still known.
+            # Keep the information whether there is a template.
             chat_template=None if self.chat_template is None else "",
             template_kwargs={},
             bad_words=(),

@@ -1,7 +1,7 @@
-"""Facts of each model the fleet serves: its shard's, its tokenizer, its template.
+"""Finds the models that the fleet serves, and loads their tokenizers and templates.
 
-Files come from the shards and are loaded when a model is first asked for; a fleet that comes back
-with another tokenizer under the same name is noticed by its hash.
+Files come from the shards and are loaded when a model is first requested; a hash shows if a name
+gets another tokenizer.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from penstock_router.thread_pool import Threads
 
 logger = logging.getLogger(__name__)
 
-# Names that clients of other servers send when they have none to send.
+# Names that clients of other servers send by default.
 _ANY_MODEL = frozenset({"", "tgi", "dummy"})
-# An alias for requests that name none.
+# An alias for requests that name no model.
 _DEFAULT = "default"
 
-# How long after a failure to load the files are fetched again.
+# Time from a failure to load until the files are fetched again.
 _RETRY_S = 1.0
 
 _UNKNOWN_CALLS = (
@@ -51,41 +51,39 @@ _UNKNOWN_CALLS = (
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that requests can be prepared for."""
+    """A model for which requests can be prepared."""
 
     info: ShardInfo
-    # The part of it that text work uses.
+    # The part that text work uses.
     text: TextModel
-    # The files that `text` was made of: each text process gets them once.
+    # The files from which `text` was made: each text process gets them once.
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     # The adapter that the request named; "" for the base model.
     adapter: str = ""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
         return self.text.tokenizer
 
     @property
     def fingerprint(self) -> str:
-        """The answer's system_fingerprint: the same weights and version, the same string."""
+        """The answer's system_fingerprint: equal for equal weights and version."""
         adapter = f"-{self.adapter_hash[:12]}" if self.adapter else ""
         return f"penstock-{self.info.version}-{self.info.weights_hash[:12]}{adapter}"
 
     @property
     def name(self) -> str:
-        """The name in answers' `model` field."""
         return self.adapter or self.info.model
 
     @property
     def adapter_hash(self) -> str:
-        """The hash of the adapter's content, at the shard whose info is `info`."""
+        """The hash of the adapter's content, at the shard of `info`."""
         return self.info.adapter_hash(self.adapter)
 
 
 def _notes_of(template: ChatTemplate) -> tuple[str, ...]:
-    """Note what the template loses, with tools or without. Found out at load, in a thread: it takes
-    some milliseconds.
+    """Notes on what the template loses, with tools or without. Call this in a thread, because it
+    takes some milliseconds.
     """
     found = (template.traits(with_tools=with_tools).notes for with_tools in (False, True))
     return tuple(dict.fromkeys(note for notes in found for note in notes))
@@ -105,7 +103,7 @@ class _Text:
     image_tokens: ImageTokens | None
     images_unusable: str
     files: _Files
-    # What is lost of requests or answers by this chat template: a sentence each.
+    # Losses of requests or answers by this chat template: a sentence each.
     notes: tuple[str, ...] = ()
 
 
@@ -117,8 +115,6 @@ def _failed(task: _Loading) -> bool:
 
 
 class Models:
-    """The models of a fleet, by name."""
-
     def __init__(
         self,
         fleet: Fleet,
@@ -126,33 +122,32 @@ class Models:
         config: RouterConfig,
         on_held: Callable[[str, int], None] = lambda model, change: None,
     ) -> None:
-        """`on_held` is called with a model and 1 when a request begins to wait for a shard of it,
-        -1 when it stops; the name of a model that was neither served nor expected is "".
+        """Start without models. `on_held` gets a model and 1 when a request begins to wait for the
+        model's shards, and -1 when the wait ends. The model is "" if it was neither served nor
+        expected.
         """
         self._fleet = fleet
         self._threads = threads
         self._chat_template = config.chat_template
         self._trusts_templates = config.trust_request_chat_template
         self._parsers = config.tool_call_parser, config.reasoning_parser
-        # The operator's own names of models.
+        # The operator's own names for models.
         self._aliases = dict(config.model_aliases)
         self._shard_wait_s = config.shard_wait_s
         self._on_held = on_held
         # By model and tokenizer hash.
         self._texts: dict[_Key, _Loading] = {}
         self._failed_at: dict[_Key, float] = {}
-        # Every name and alias expected or ever served, and the model that it means: one that is
-        # away, not unknown.
+        # The model of every name and alias that is expected or was ever served. Without shards,
+        # such a model is away, not unknown.
         self._names: dict[str, str] = {name: name for name in config.expected_models}
-        # Why a model does not load, by its name.
+        # The reason why a model does not load, by its name.
         self._troubles: dict[str, str] = {}
         self.started_at = int(time.time())
 
     @property
     def not_ready_because(self) -> str | None:
-        """Say why requests would be answered 503; None when they are served, or held until they
-        are.
-        """
+        """The reason why requests would get 503; None if requests are served or held."""
         infos = self.infos()
         if self._shard_wait_s is not None and not infos:
             return None
@@ -165,22 +160,22 @@ class Models:
         return next(iter(self._troubles.values()), "the models are being loaded")
 
     def none_serves(self) -> str:
-        """Say why nothing is served; only where no shard is ready."""
+        """Explain why nothing is served. Call it only if no shard is ready."""
         when = "at present" if self._texts else "yet"
         states = Counter(state_of(shard) for shard in self._fleet.shards)
         shown = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
         return f"no shard serves {when} ({shown or 'the fleet has none'})"
 
     def infos(self) -> list[ShardInfo]:
-        """List an info for each model that a ready shard serves."""
+        """Infos of the models that ready shards serve, one each."""
         infos: dict[str, ShardInfo] = {}
         for info in self._ready_infos():
             infos.setdefault(info.model, info)
         return list(infos.values())
 
     def names(self) -> dict[str, tuple[ShardInfo, str]]:
-        """List every name that requests may use now, with its model and its adapter, "" for none.
-        Models come before adapters, and each model's own name before its aliases.
+        """The names that requests may use now, each with its model and its adapter ("" for none).
+        Models come before adapters, and a model's own name before its aliases.
         """
         infos = self.infos()
         candidates = [name for info in infos for name in (info.model, *info.model_aliases)]
@@ -196,7 +191,7 @@ class Models:
         return {name: found[name] for name in order}
 
     def adapters_of(self, info: ShardInfo) -> dict[str, ShardInfo]:
-        """The adapters that ready shards of this model have, each with the info of one of those."""
+        """The adapters of this model's ready shards, each with the info of one such shard."""
         adapters: dict[str, ShardInfo] = {}
         for shard in self._fleet.shards:
             other = shard.info
@@ -206,7 +201,9 @@ class Models:
         return adapters
 
     def _holder(self, infos: Sequence[ShardInfo], adapter: str) -> ShardInfo | None:
-        """The info of the first ready shard that has the adapter, of the first such model."""
+        """The info of the first ready shard that has the adapter, for the first model with the
+        adapter.
+        """
         holders: dict[str, ShardInfo] = {}
         for shard in self._fleet.shards:
             info = shard.info
@@ -215,13 +212,13 @@ class Models:
         return next((holders[info.model] for info in infos if info.model in holders), None)
 
     def takes_images(self, info: ShardInfo) -> bool:
-        """Tell whether requests for a model may have images; not before its files are loaded."""
+        """True if requests for a model may have images; false before its files are loaded."""
         text = self._loaded(info)
         return text is not None and "images" in info.capabilities and text.image_tokens is not None
 
     def formats(self, info: ShardInfo) -> tuple[Conventions, tuple[str, ...]]:
-        """Say how a model's calls and reasoning are read, and what its chat template loses, a
-        sentence each; nothing before its files are loaded.
+        """The formats of a model's calls and reasoning, and sentences on what its chat template
+        loses. Both are empty before the model's files are loaded.
         """
         text = self._loaded(info)
         return (Conventions(), ()) if text is None else (text.conventions, text.notes)
@@ -231,13 +228,13 @@ class Models:
         return None if task is None or not task.done() or _failed(task) else task.result()
 
     def info(self, name: str) -> ShardInfo:
-        """The info of the model that a request names, or whose adapter it names; raises `NotFound`
+        """The info of the model that a request names, or whose adapter it names. Raises `NotFound`
         or `Unavailable`.
         """
         return self._resolve(name)[0]
 
     def _resolve(self, name: str) -> tuple[ShardInfo, str]:
-        """The model that a request's `name` means, and the adapter, "" for none."""
+        """The model that a request's `name` means, and the adapter ("" for none)."""
         self._note_names()
         infos = self.infos()
         name = self._meant(name, infos)
@@ -258,12 +255,14 @@ class Models:
         raise UnknownModel(name)
 
     def _meant(self, name: str, infos: Sequence[ShardInfo]) -> str:
-        """The name an operator's alias stands for; shards' own names take precedence over it."""
+        """Resolve an operator's alias; shards' own names take precedence."""
         is_own = any(name == info.model or name in info.model_aliases for info in infos)
         return name if is_own else self._aliases.get(name or _DEFAULT, name)
 
     def _served(self, name: str, infos: Sequence[ShardInfo]) -> tuple[ShardInfo, str] | None:
-        """The model of this name and "", or else the model with an adapter of this name and it."""
+        """The model of this name, and ""; or the model with an adapter of this name, and the
+        adapter.
+        """
         for info in infos:
             if name == info.model:
                 return info, ""
@@ -274,16 +273,16 @@ class Models:
         return None if holder is None else (holder, name)
 
     def _note_names(self) -> None:
-        """Remember the names of all models, whose shards may leave the fleet."""
+        """Remember the names of all models, because their shards may leave the fleet."""
         infos = [shard.info for shard in self._fleet.shards if shard.info is not None]
         for info in infos:
             self._names |= dict.fromkeys(info.model_aliases, info.model)
-        # A name of its own means more than another model's alias.
+        # A model's own name takes precedence over another's alias.
         self._names |= {info.model: info.model for info in infos}
 
     def _away(self, name: str) -> str:
-        """The model of this name, or with an adapter of this name that a shard which is away may
-        have when it returns; "" for none that is known.
+        """The model of this name, or with an adapter of this name that an absent shard may have
+        when it returns; "" if unknown.
         """
         if name in self._names or not name:
             return self._names.get(name, "")
@@ -291,7 +290,7 @@ class Models:
         return next((info.model for info in infos if info and info.has_adapter(name)), "")
 
     def _only_model(self, name: str) -> str:
-        """The model that a request means which names none, where no other is known; or ""."""
+        """The only known model, if a request names none; or ""."""
         models = {*self._names.values()} if name in _ANY_MODEL else set()
         return models.pop() if len(models) == 1 else ""
 
@@ -306,8 +305,8 @@ class Models:
         return (shard.info for shard in shards if shard.ready and shard.info is not None)
 
     async def get(self, name: str) -> ServedModel:
-        """The model a request names, loaded. Waits for a shard that serves it for up to
-        `shard_wait_s`, if that is set.
+        """The model that a request names, loaded. Waits up to `shard_wait_s`, if set, for a shard
+        that serves it.
         """
         info, adapter = await self._resolved_in_time(name)
         try:
@@ -316,7 +315,8 @@ class Models:
             reason = f"the model {info.model} cannot be served: {error}"
             raise Unavailable(reason, model=info.model) from None
         except RequestRefused:
-            # Its last shard has left meanwhile, so the fleet does not know the model any more.
+            # The model's last shard has left meanwhile, so the fleet does not know the model any
+            # more.
             raise unavailable_model(info.model, info.model) from None
         text = TextModel(
             name=info.model,
@@ -355,13 +355,12 @@ class Models:
         task = self._texts.get(key)
         if task is None or (_failed(task) and self._may_retry(key)):
             task = self._texts[key] = asyncio.create_task(self._load(key))
-        # `wait` instead of awaiting the task: a cancelled request must not cancel the loading
-        # that others wait for.
+        # `wait` does not cancel the task with this request: others wait for it too.
         await asyncio.wait((task,))
         error = task.exception()
         if error is None or isinstance(error, PenstockError | TokenizerUnusable | TemplateUnusable):
             return task.result()
-        # Files are untrusted: whatever fails in them must only fail their own model.
+        # Files are untrusted: a failure in them must only fail their own model.
         text = f"its files do not load: {type(error).__name__}: {error}"
         raise TokenizerUnusable(text) from error
 
@@ -373,7 +372,7 @@ class Models:
         try:
             files = await self._fleet.tokenizer_files(*key)
             text = await self._threads.run_for_all(lambda: self._read(files))
-        except BaseException:  # whatever it was, it is not tried again at once
+        except BaseException:  # after any failure, wait before the next try
             self._failed_at[key] = loop.time()
             raise
         if text.images_unusable:
@@ -384,25 +383,26 @@ class Models:
 
     def _read(self, files: _Files) -> _Text:
         if self._chat_template is not None:
-            # The operator's own takes precedence over the model's.
+            # The operator's own template takes precedence over the model's.
             files = with_template(files, self._chat_template)
         template = load_chat_template(files)
         conventions = conventions_of(template, *self._parsers)
         tokenizer = load_tokenizer(files)
         images = load_image_tokens(files, tokenizer)
-        # With "none" the operator wants it so, and a template without tools has a format.
+        # With "none", the operator chose no format; a template without tools has a format.
         is_unknown = conventions.tool_format is None and self._parsers[0] == AUTO
         notes = () if template is None else _notes_of(template)
         notes = (_UNKNOWN_CALLS, *notes) if is_unknown else notes
         return _Text(tokenizer, template, conventions, *images, files, notes)
 
     async def keep_loading(self) -> None:
-        """Load the fleet's models ahead of requests; runs until cancelled."""
+        """Load the fleet's models before requests need them, until cancelled."""
         while True:
             self._note_names()
             self._forget_replaced()
             await asyncio.gather(*(self._load_ahead(info) for info in self.infos()))
-            # Not for ever: what failed is tried again, and a change during the loads was missed.
+            # Bound the wait: failed loads are tried again, and changes during the loads were
+            # missed.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_RETRY_S):
                     await self._fleet.wait_changed()
@@ -413,7 +413,7 @@ class Models:
         except (PenstockError, TokenizerUnusable, TemplateUnusable) as error:
             shown = str(error)
             if isinstance(error, PenstockError):
-                # The error's text is for the operator only: it may hold addresses.
+                # The error's text is only for the operator: it may have addresses.
                 shown = "the shard did not send the tokenizer; the log says why"
             if self._troubles.get(info.model) != shown:
                 logger.warning("model %s is not ready: %s", info.model, error)
@@ -424,7 +424,7 @@ class Models:
     def _forget_replaced(self) -> None:
         """Drop texts of models that are served with another tokenizer now.
 
-        Texts of a model that is away are kept: as a rule it returns with the same tokenizer.
+        Texts of an absent model are kept: it usually returns with the same tokenizer.
         """
         infos = [shard.info for shard in self._fleet.shards if shard.info is not None]
         used = {(info.model, info.tokenizer_hash) for info in infos}
@@ -435,7 +435,6 @@ class Models:
                 self._failed_at.pop(key, None)
 
     async def close(self) -> None:
-        """Cancel all loading."""
         for task in self._texts.values():
             task.cancel()
         await asyncio.gather(*self._texts.values(), return_exceptions=True)

@@ -1,7 +1,9 @@
-"""A few threads for work that is too long for the event loop and releases the interpreter lock.
+"""Runs work that is too long for the event loop and releases the interpreter lock, in a few
+threads.
 
-The queue of clients' work is bounded: what is beyond it is refused at once. Of each client's, no
-more than there are threads is under way: however much of it waits, others' is next.
+The queue of clients' work is bounded: more work is refused immediately. One client's work occupies
+at most as many places as there are threads. The client's other work waits, and other clients are
+next.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ _Result = TypeVar("_Result")
 
 
 class Threads:
-    """Runs functions in an executor, which belongs to the caller."""
+    """Runs functions in an executor, which the caller owns."""
 
     def __init__(self, executor: Executor, max_pending: int, num_threads: int = 1) -> None:
-        """`max_pending` bounds what runs and waits, together; the executor has `num_threads`."""
+        """Use an executor with `num_threads`. `max_pending` bounds running and waiting work
+        together.
+        """
         self._executor = executor
         self._num_threads = num_threads
         self._max_pending = max_pending
@@ -31,8 +35,8 @@ class Threads:
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def run(self, work: Callable[[], _Result], client: str = "") -> _Result:
-        """Returns or raises what `work` does; raises `TooManyRequests` if too much waits. `client`
-        is whose work it is; "": the router's own.
+        """Return or raise what `work` does; raises `TooManyRequests` if too much waits. `client`
+        owns the work; "": the router.
         """
         if self._num_pending >= self._max_pending:
             raise TooManyRequests(
@@ -46,20 +50,20 @@ class Threads:
             await turn.acquire()
             scope.callback(turn.release)
             done = asyncio.wrap_future(self._executor.submit(work))
-            # When the work is done, even if its caller was cancelled.
+            # Released when the work is done, even if its caller was cancelled.
             kept = scope.pop_all()
             done.add_done_callback(lambda _: kept.close())
         try:
             return await asyncio.shield(done)
         finally:
-            # An error refers to this frame, and its future to the error.
+            # Break the reference cycle of frame, future and error.
             del done
 
     def _forget_one(self) -> None:
         self._num_pending -= 1
 
     async def run_for_all(self, work: Callable[[], _Result]) -> _Result:
-        """Run what several may wait for: it is never refused, as that would be to all of them for
-        what one has sent.
+        """Run work that several clients may wait for. It is never refused: that would punish all
+        clients for the work of one.
         """
         return await asyncio.wrap_future(self._executor.submit(work))

@@ -1,10 +1,10 @@
-"""Processes: one router in this process, or several that share its port. Signals, sockets, exits.
+"""Runs one router in this process, or several workers that share its port.
 
-The port is bound before anything else, so that one in use is a line and an exit status at once.
-With several workers the parent proves the port free (a second router that also shared it would
-otherwise get half of the requests), keeps it reserved and serves nothing itself. Signals are the
-parent's alone: a terminal sends them to the whole process group, and what the parent passed on
-would be a worker's second.
+The port is bound first, so that a used port causes one line and an exit status immediately. With
+several workers, the parent proves that the port is free (another router that shared it would get
+half of the requests), keeps it reserved and serves nothing itself. Only the parent handles signals:
+a terminal sends them to the whole process group, so a forwarded signal would be a worker's second
+signal.
 """
 
 from __future__ import annotations
@@ -58,26 +58,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.router")
 
-# The service's name in traces.
+# Name in traces.
 _SERVICE = "penstock-router"
 _RESTART_DELAY_S = 1.0
-# After this many starts in a row in which a worker never got to serve, give up.
+# After this many starts in a row without serving, give up.
 _MAX_FAILED_STARTS = 3
-# How long one of several workers waits to be ready before it listens anyway.
+# Maximum of time for which one of several workers waits until it is ready; then it listens
+# anyway.
 _READY_S = 20.0
 _READY_POLL_S = 0.05
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A full garbage collection comes only after this many of the middle generation, each of which comes
-# after some 7,000 new objects.
+# A full garbage collection runs only after this many collections of the middle generation. Each of
+# those runs after about 7,000 new objects.
 _COLLECT_ALL_AFTER = 1000
-# How long after the shutdown timeout requests may still write their last events.
+# Time after the shutdown timeout in which requests may still write their last events.
 _LAST_WORDS_S = 3.0
-# How long after both a worker is killed.
+# Time after both until a worker is killed.
 _GRACE_S = 5.0
 
 
 def run(config: RouterConfig) -> int:
-    """Serve until SIGTERM or SIGINT; the process's exit status."""
+    """Serve until SIGTERM or SIGINT; return the process's exit status."""
     _set_up_logging(config)
     # One key for all workers.
     config = dataclasses.replace(config, resume_key=config.resume_key or secrets.token_hex(16))
@@ -99,7 +100,7 @@ def run(config: RouterConfig) -> int:
 
 
 def _warn_if_open(config: RouterConfig, host: str, port: int) -> None:
-    """Say loudly that other machines may use it, where nothing asks them for a key."""
+    """Warn if other machines may use the router without a key."""
     asks_for_keys = config.api_key is not None or config.api_keys_file is not None
     if not asks_for_keys and not is_for_this_machine(host):
         logger.warning(
@@ -122,7 +123,7 @@ def _serve_all(config: RouterConfig, listener: socket.socket) -> int:
     try:
         _check_audit_logs(config)
     except OSError as error:
-        # Checked here: a worker that ended because of it would be restarted for ever.
+        # Check this here: a worker that ended because of it would be restarted forever.
         return _refuse(f"--audit-log: {error}")
     port = listener.getsockname()[1]
     listener.close()
@@ -152,13 +153,13 @@ def _set_up_logging(config: RouterConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FirstWorker:
-    """The one of several workers that listens before it can serve, and answers probes with that.
+    """The worker that listens before it can serve, and tells probes that it is not ready.
 
-    The others listen only once it can serve: otherwise a client that a ready worker told so might
-    reach this one next.
+    The other workers listen only when it can serve. Otherwise a client that a ready worker answered
+    might reach this worker next.
     """
 
-    # Whether it is this process, and whether it can serve, or could once.
+    # True if this process is the first worker; and an event, set when the first worker can serve.
     is_here: bool
     can_serve: Event
 
@@ -171,13 +172,13 @@ async def serve(
     first: FirstWorker | None = None,
     on_serving: Callable[[], None] = lambda: None,
 ) -> int:
-    """Serve on `listener` until told to stop: by a signal, or by the end of `lifeline`.
+    """Serve on `listener` until told to stop, by a signal or the end of `lifeline`.
 
-    With several workers, one that is not the `first` does not listen until both that one and
-    itself can serve, or a while has passed. `on_serving` is called when it listens.
+    A worker that is not the `first` listens when both can serve, or after a while. `on_serving` is
+    called when this worker listens.
     """
-    # Imported here: metrics check at import whether this process is one of several, and the parent
-    # of those needs nothing of HTTP.
+    # Imported here: at import, metrics check whether this process is one of several, and the parent
+    # needs no HTTP.
     from penstock_router.app import build_app, error_of_http
     from penstock_router.observe.metrics import Metrics
     from penstock_router.routes.base import ROUTER
@@ -232,7 +233,7 @@ async def serve(
 async def _listening(
     runner: Runner, listener: socket.socket, config: RouterConfig, dates: CertificateDates
 ) -> AsyncIterator[None]:
-    """Accept connections and reload certificates for as long as the scope lasts."""
+    """Accept connections and reload certificates as long as the scope lasts."""
     async with (
         https_context(config.tls_cert_file, config.tls_key_file, dates) as tls,
         runner.listening(listener, tls),
@@ -243,9 +244,9 @@ async def _listening(
 
 
 def _rest_collector() -> None:
-    """Keep Python's garbage collector from traversing all objects: with thousands of streams that
-    blocks the event loop for a quarter of a second. Requests leave no cycles behind; rare ones are
-    found while they are young, or after millions of new objects.
+    """Keep Python's garbage collector from traversing all objects, which with thousands of streams
+    blocks the event loop for a quarter of a second. Requests leave no cycles. Rare cycles are found
+    while young, or after millions of new objects.
     """
     gc.collect()
     # Objects made so far live as long as the process.
@@ -261,6 +262,7 @@ def _fleet(
         api_key=config.shard_api_key,
         tls=_shard_tls(config, dates),
         policy=config.policy,
+        first_token_allowance_s=config.first_token_allowance_s,
         patience=Patience(wait_s=config.failover_timeout_s),
         stall_timeout_s=config.stall_timeout_s,
         observe=metrics.count_fleet_event,
@@ -302,7 +304,7 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
 
 def _stop_or_leave(stop: asyncio.Event) -> None:
     if stop.is_set():
-        # The second signal: somebody is waiting at a terminal.
+        # This is the second signal: a person waits at a terminal.
         os._exit(1)
     stop.set()
 
@@ -318,8 +320,8 @@ def _stop_at_end_of(lifeline: Connection, stop: asyncio.Event) -> None:
 
 
 async def _until_ready(models: Models, first: FirstWorker, stop: asyncio.Event) -> None:
-    """Return when a model can be served, here and at the first worker; or after `_READY_S`, or when
-    the worker is to stop.
+    """Wait until a model can be served, here and at the first worker; at most `_READY_S`, or until
+    the worker stops.
     """
     until_s = time.monotonic() + _READY_S
     while time.monotonic() < until_s and not stop.is_set():
@@ -330,7 +332,7 @@ async def _until_ready(models: Models, first: FirstWorker, stop: asyncio.Event) 
 
 @asynccontextmanager
 async def _telling(models: Models, first: FirstWorker | None) -> AsyncIterator[None]:
-    """Within the scope, if this is the first worker, tell the others when it can serve."""
+    """If this is the first worker, tell the other workers within the scope when it can serve."""
     if first is None or not first.is_here:
         yield
         return
@@ -374,7 +376,7 @@ def _worker_main(
         sys.exit(_refuse(why_not_imported(error, "router")))
 
 
-# Bounds that are split between workers. A worker's part of the queue may be 0.
+# Bounds split between workers. A worker's part of the queue may be 0.
 _SHARED_OUT = (
     *("max_concurrent_requests", "max_concurrent_requests_per_key"),
     *("max_queued_requests", "max_queued_requests_per_key"),
@@ -400,7 +402,7 @@ def _config_of(config: RouterConfig, index: int) -> RouterConfig:
 
 
 def _check_audit_logs(config: RouterConfig) -> None:
-    """Raises `OSError` if a worker could not write to its audit log."""
+    """Raise `OSError` if a worker could not write to its audit log."""
     for index in range(config.workers):
         log = _open_audit_log(_config_of(config, index))
         if log is not None:
@@ -408,27 +410,28 @@ def _check_audit_logs(config: RouterConfig) -> None:
 
 
 class _Parent:
-    """Starts workers, restarts those that die, and stops all of them at the end."""
+    """Starts workers, restarts those that die, and stops all at the end."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._context = multiprocessing.get_context("spawn")
-        # Workers hold one end and stop when the other is closed, or gone with this process.
+        # Workers have one end, and stop when the other end is closed, also by the end of this
+        # process.
         self._lifeline, self._lifeline_end = self._context.Pipe(duplex=False)
         self._wake, self._wake_end = os.pipe()
         self._signals = 0
-        # Why all of them end; said when they have.
+        # The reason why all workers end, logged afterwards.
         self._reason = ""
         self._first_can_serve = self._context.Event()
-        # For each worker: the pipe on which it reports that it serves; and, for workers that never
-        # served, how often they ended. A worker that once served is always restarted.
+        # For each worker, the pipe on which it reports that it serves; and, if it never served, the
+        # number of times that it ended. A worker that once served is always restarted.
         self._serving: dict[int, Connection] = {}
         self._failed_starts = dict.fromkeys(range(config.workers), 0)
 
     def run(self) -> int:
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
-        # Started now: starting it along with the first worker would unblock the signals.
+        # Start it now: if it started with the first worker, it would unblock the signals.
         resource_tracker.ensure_running()
         workers: dict[int, SpawnProcess] = {}
         hopeful = self._start_all(workers)
@@ -441,7 +444,7 @@ class _Parent:
         return status if hopeful else USAGE_STATUS
 
     def _start_all(self, workers: dict[int, SpawnProcess]) -> bool:
-        """Start all workers; False, with `_reason`, if the system refuses to start one."""
+        """Start all workers; false, with `_reason`, if the system refuses to start a worker."""
         try:
             for index in range(self._config.workers):
                 workers[index] = self._start(index)
@@ -463,26 +466,27 @@ class _Parent:
         heard, serving = self._context.Pipe(duplex=False)
         self._serving[index] = heard
         can_serve = self._first_can_serve
-        # A later replacement of the first worker listens when it can serve, as all others do.
+        # A later replacement of the first worker listens when it can serve, like all others.
         first = FirstWorker(index == 0 and not can_serve.is_set(), can_serve)
         worker = self._context.Process(
             target=_worker_main,
             args=(_config_of(self._config, index), self._lifeline, first, serving),
             name=f"penstock-router-{index}",
         )
-        # Blocked in the worker from its first instant and for good: see the top of this file.
+        # Block signals in the worker from its start to its end: see the module's docstring.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             worker.start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            # Only the worker keeps this end open: so the other end is closed when the worker ends.
+            # Only the worker keeps this end open, so that the other end is closed when the worker
+            # ends.
             serving.close()
         return worker
 
     def _restart_dead(self, workers: dict[int, SpawnProcess]) -> bool:
-        """Restart workers that have ended; False if that is in vain, with `_reason` unless a worker
-        said it.
+        """Restart ended workers; false if that cannot help, with `_reason` unless a worker logged
+        the reason.
         """
         from prometheus_client import multiprocess
 
@@ -504,12 +508,12 @@ class _Parent:
                 try:
                     workers[index] = self._start(index)
                 except OSError as error:
-                    # The worker counts as ended at the next check too, so that is tried again.
+                    # The worker counts as ended at the next check too, so it is tried again.
                     logger.error("cannot start a worker: %s", error.strerror)
         return True
 
     def _count_start(self, index: int) -> None:
-        """Note that a worker has ended: one that never served counts as a failed start."""
+        """Note a worker's end. If it never served, count a failed start."""
         serving = self._serving.pop(index, None)
         if serving is None:
             return
@@ -524,7 +528,9 @@ class _Parent:
             self._failed_starts[index] += 1
 
     def _stop(self, workers: list[SpawnProcess]) -> int:
-        """Wait for workers to stop; a second signal, or the deadline, kills the others."""
+        """Wait for workers to stop; a second signal, or the deadline, kills those that still
+        run.
+        """
         self._lifeline_end.close()
         deadline = time.monotonic() + self._config.shutdown_timeout_s + _LAST_WORDS_S + _GRACE_S
         while running := [worker for worker in workers if worker.exitcode is None]:

@@ -1,1 +1,1 @@
-"""A shard: one model behind gRPC, token ids in and token ids out. Never sees text."""
+"""A shard: one model behind gRPC, token ids in and token ids out. It never sees text."""

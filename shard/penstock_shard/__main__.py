@@ -1,4 +1,4 @@
-"""`python -m penstock_shard`: what `penstock shard` starts."""
+"""The module that `penstock shard` runs."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from penstock_shard.ipc.process_group import adopt_orphans
 
 
 def main() -> int:
-    """Parse, serve, exit."""
     # Until the server installs its own handlers, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # When numpy is imported, here and in the engine, its BLAS starts a thread for each core: a
-    # quarter of a start's processor time, for nothing. How many torch has is said by others.
+    # numpy's BLAS would start a thread for each core, here and in the engine. That would waste a
+    # quarter of a start's processor time. torch's threads are set elsewhere.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     config = parse_config(sys.argv[1:])
     set_up_logging(config.log_format, config.log_level, shard=config.log_name)
-    if config.node_rank > 0:
+    if config.node_rank > 0 and config.engine == "penstock":
         return serve_node(config)
     quiet_grpc()
     adopt_orphans()
     try:
-        # Imported after parsing, so that --help and bad flags answer at once.
-        from penstock_shard.server.app import serve
+        # Import after parsing, so that --help and errors about flags appear at once.
+        if config.node_rank > 0:
+            from penstock_shard.server.vllm_node import serve_vllm_node as serve
+        else:
+            from penstock_shard.server.app import serve
     except ImportError as error:
         end_log(f"penstock shard: {why_not_imported(error, config.extra)}")
         return USAGE_STATUS

@@ -1,4 +1,6 @@
-"""Command line -> one frozen `ShardConfig`. The only place that reads arguments and environment."""
+"""Turns a command line into one frozen `ShardConfig`. No other module reads arguments and
+environment.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from penstock_shard.vllm_engine.engine_arguments import check_engine
 
 
 def parse_config(argv: abc.Sequence[str]) -> ShardConfig:
-    """Parse the command line of a shard; exits with status 2 and one line on a bad value."""
+    """Parse a shard's command line; a bad value exits with status 2 and one line."""
     parser = parser_of(
         ShardConfig,
         prog="penstock shard",
@@ -90,7 +92,7 @@ def _check_adapters(parser: OneLineParser, config: ShardConfig) -> None:
 
 
 def _check_copies(parser: OneLineParser, config: ShardConfig) -> None:
-    """Check that KV blocks can be copied, to disk too, and peers asked, where that is wanted."""
+    """Check the flags about copies of KV blocks, on disk and at peers."""
     if config.kv_peers:
         _check_peers(parser, config)
     elif config.role != "both":

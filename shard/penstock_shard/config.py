@@ -1,7 +1,7 @@
-"""The configuration of a shard, in one frozen object whose fields are the shard's flags.
+"""The configuration of a shard: a frozen object whose fields are the shard's flags.
 
-Their order and groups are those of `penstock shard --help`. Flags that mean the same as vLLM's have
-the same names, so that users' habits carry over.
+`penstock shard --help` has them in the same order and groups. Flags that mean the same as in vLLM
+have the same names.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _port = functools.partial(flag, at_least=0, at_most=65535)
 
 @dataclass(frozen=True, slots=True)
 class ConstraintLimits:
-    """Processor time and memory that compiling one constraint may take."""
+    """The processor time and memory that compiling one constraint may take."""
 
     timeout_s: float
     memory_bytes: int
 
 
 def adapter(text: str) -> tuple[str, str]:
-    """The name and the source of an adapter."""
+    """Parse an adapter's NAME=PATH. Raises ArgumentTypeError."""
     name, _, source = text.partition("=")
     if not (name and source):
         raise argparse.ArgumentTypeError(f"must be NAME=PATH, not {short(text)}")
@@ -45,7 +45,7 @@ def adapter(text: str) -> tuple[str, str]:
 
 
 def engine_arg(text: str) -> tuple[str, str]:
-    """The name and the value of an engine's argument."""
+    """Parse an engine argument's NAME=VALUE. Raises ArgumentTypeError."""
     name, given, value = text.partition("=")
     if not (name.isidentifier() and given):
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {short(text)}")
@@ -53,7 +53,7 @@ def engine_arg(text: str) -> tuple[str, str]:
 
 
 def name_refusal(name: str, model_names: Collection[str]) -> str:
-    """Say why an adapter cannot have this name; empty if it can."""
+    """Say why an adapter cannot have this name; '' if it can."""
     if not 1 <= len(name) <= MAX_ADAPTER_NAME_CHARACTERS:
         return f"a name has 1..{MAX_ADAPTER_NAME_CHARACTERS} characters"
     if not name.isprintable() or name != name.strip():
@@ -65,7 +65,7 @@ def name_refusal(name: str, model_names: Collection[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShardConfig(ObservingConfig):
-    """Everything that is configured of a shard. Sizes that are None are determined at load."""
+    """The configuration of a shard. Sizes that are None are determined at load."""
 
     model: str | None = flag(
         None,
@@ -312,6 +312,14 @@ class ShardConfig(ObservingConfig):
         at_least=0,
         metavar="BYTES",
     )
+    retained_kv_share: float = flag(
+        0.5,
+        "most of the KV blocks that are retained for requests that have ended, whose clients run "
+        "tools meanwhile; 0: none",
+        at_least=0,
+        at_most=1,
+        metavar="F",
+    )
     kv_host_bytes: int = flag(
         0,
         "memory of the machine for copies of KV blocks whose prefixes are used again, as 512M or "
@@ -425,53 +433,54 @@ class ShardConfig(ObservingConfig):
 
     def __post_init__(self) -> None:
         if not self.served_model_names:
-            # Once: what a path leads to may change while the shard runs.
+            # Set this once, because a link in the path may change while the shard runs.
             object.__setattr__(self, "served_model_names", (model_name(self.model),))
 
     @property
     def model_name(self) -> str:
-        """The name in requests."""
+        """The model's first name in requests."""
         return self.served_model_names[0]
 
     @property
     def extra(self) -> str:
-        """The extra of penstock that brings what this shard needs."""
+        """The extra of penstock with the packages that this shard needs."""
         return "fake" if self.runner == "fake" else "shard"
 
     @property
     def log_name(self) -> str:
-        """The name of this shard in its own log; empty where its port is not known yet. One that
-        listens on all addresses has its machine's: in a container the name that others know.
+        """The name of this shard in its log; empty while its port is unknown. A shard that listens
+        on all addresses uses its machine's name, which other machines know even if it is a
+        container.
         """
         host = socket.gethostname() if self.host in _ALL_ADDRESSES else self.host
         return f"{host}:{self.port}" if self.port else ""
 
     @property
     def serves_adapters(self) -> bool:
-        """Tell whether requests may use adapters."""
         return self.enable_lora or bool(self.loras)
 
     @property
     def constraint_limits(self) -> ConstraintLimits:
-        """Bounds on what one constraint may take to be compiled."""
         return ConstraintLimits(self.constraint_timeout_s, self.constraint_memory_bytes)
 
     @property
     def max_step_logits(self) -> int:
-        """Most rows of logits of a step: one for each sequence, one for each draft token."""
+        """The largest number of rows of logits of a step: one for each sequence and each draft
+        token.
+        """
         drafts = max(self.max_num_seqs, self.speculative_tokens) if self.speculative_tokens else 0
         return self.max_num_seqs + drafts
 
     def batched_tokens(self, device: str) -> int:
-        """Most tokens of a step; by default what such a device computes in about half a second."""
+        """The largest number of tokens of a step; by default, about half a second of computing."""
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return max(512 if device == "cpu" else 2048, self.max_num_seqs)
 
     def most_logprobs(self, vocab_size: int) -> int:
-        """Bound the log-probabilities of a token, for a model with so many ids."""
+        """The largest number of log-probabilities of a token, for a model with `vocab_size` ids."""
         return vocab_size if self.max_logprobs < 0 else self.max_logprobs
 
     def prefill_tokens(self, device: str) -> int:
-        """Most prompt tokens of a step in which other requests decode."""
+        """The largest number of prompt tokens of a step in which other requests decode."""
         return self.max_prefill_tokens or max(1, self.batched_tokens(device) // 2)

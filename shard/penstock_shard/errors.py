@@ -1,5 +1,5 @@
-"""The exception for a model that cannot be served; how to recognise and report that a device is
-out of memory; which exceptions a failing device or compiler raises.
+"""Exceptions for models, adapters and images that cannot be used. Recognizes and reports errors of
+libraries and devices, such as out of memory.
 """
 
 from __future__ import annotations
@@ -13,41 +13,43 @@ from penstock_common.version import why_not_imported
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.triton_support import is_installed
 
-# Messages: of torch's allocator on cpu; of CUDA and Triton; of cuBLAS.
+# Parts of out-of-memory messages: of torch's allocator on cpu; of CUDA and Triton; of cuBLAS.
 _OUT_OF_MEMORY = ("allocate memory", "out of memory", "ALLOC_FAILED")
-# torch's exception, by its name: importing torch takes seconds.
+# torch's exception by name, because importing torch takes seconds.
 _OUT_OF_MEMORY_CLASS = "OutOfMemoryError"
-# Of what a library says, in characters.
+# The largest number of characters of a library's message.
 _LONGEST_REASON = 400
 
 
 class ModelError(Exception):
-    """A model cannot be loaded or served; the message is one line, for the operator."""
+    """The error for a model that cannot be loaded or served; one line, for the operator."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
 
 
 class AdapterNotFound(ModelError):
-    """There is no adapter at a path, or none that can be read. The message says what is there, so
-    callers must not get it: they may name any path.
+    """The error for a path without a readable adapter. The message says what the path has instead.
+    Clients must not get it, because they may name any path.
     """
 
 
 def cannot_hold(names: str, error: ValueError, weights: str) -> ModelError:
-    """The error for tensors with a value that this kind of weights cannot represent."""
+    """Make the error for tensors with a value that this kind of weights cannot represent."""
     advice = "; use --dtype float32" if weights == "float16" else ""
     return ModelError(f"{names}: {error}{advice}")
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of the error's message; the name of its class if the message is empty."""
+    """Return the first line of an error's message, or its class name if the message is empty."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0]
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Libraries, and torch on cpu, raise a plain RuntimeError: only its words tell."""
+    """Tell whether an error means out of memory. Libraries, and torch on cpu, raise a plain
+    RuntimeError, so the message decides.
+    """
     if any(kind.__name__ == _OUT_OF_MEMORY_CLASS for kind in type(error).__mro__):
         return True
     return any(words in str(error) for words in _OUT_OF_MEMORY)
@@ -55,8 +57,8 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 @contextmanager
 def report_out_of_memory(when: str) -> Iterator[None]:
-    """Turns an out-of-memory error into a ModelError that says which flags to lower. Other errors,
-    and ModelErrors of inner code that knew more, pass unchanged.
+    """Turn an out-of-memory error into a ModelError that says which flags to lower. Other errors,
+    and more precise ModelErrors of inner code, pass unchanged.
     """
     try:
         yield
@@ -72,8 +74,8 @@ def report_out_of_memory(when: str) -> Iterator[None]:
 
 @contextmanager
 def report_missing(config: ShardConfig) -> Iterator[None]:
-    """Turns the lack of a package into a ModelError that says how to install what this shard needs.
-    Another start would lack it too.
+    """Turn the lack of a package into a ModelError that says what to install. A restart would not
+    help.
     """
     try:
         yield
@@ -82,7 +84,7 @@ def report_missing(config: ShardConfig) -> Iterator[None]:
 
 
 def library_faults() -> tuple[type[Exception], ...]:
-    """The errors that libraries raise over values in a model's files that nobody has checked."""
+    """The errors that libraries raise for unchecked values in a model's files."""
     errors = importlib.import_module("huggingface_hub.errors")
     return (
         ArithmeticError,
@@ -100,20 +102,20 @@ def library_faults() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def report_faults(what: str) -> Iterator[None]:
-    """Turns what libraries stumble over in a model's files into a ModelError that begins with
-    `what`. Other errors pass unchanged.
+    """Turn `library_faults`, raised for a model's files, into a ModelError that begins with `what`.
+    Other errors pass unchanged.
     """
     try:
         yield
     except library_faults() as error:
-        # Which value is wrong stands in the second line of those that check types.
+        # Errors of type checks name the wrong value in their second line.
         is_known = isinstance(error, OSError | ValueError) or not str(error)
         reason = first_line(error) if is_known else f"{type(error).__name__}: {error}"
         raise ModelError(f"{what}: {reason[:_LONGEST_REASON]}") from error
 
 
 def device_failures() -> tuple[type[Exception], ...]:
-    """The errors that GPU libraries and compilers raise when they cannot do what they are asked."""
+    """The errors that GPU libraries and compilers raise if they fail."""
     known: tuple[type[Exception], ...] = (
         RuntimeError,
         ValueError,
@@ -123,7 +125,7 @@ def device_failures() -> tuple[type[Exception], ...]:
         LookupError,
         OSError,
         ImportError,
-        # Triton runs a C compiler.
+        # Triton runs a C compiler, which raises this.
         subprocess.SubprocessError,
     )
     if not is_installed():
@@ -132,4 +134,4 @@ def device_failures() -> tuple[type[Exception], ...]:
 
 
 class ImageUnusable(Exception):
-    """An image cannot be encoded; the text says why, in a few words."""
+    """The error for an image that cannot be encoded; the text says why in a few words."""

@@ -1,4 +1,4 @@
-"""A sequence: a request, its tokens so far, and how much of it is computed. No torch, no wire."""
+"""A sequence: a request, its tokens so far, and the number of computed tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class SequenceState(enum.Enum):
-    """The state in which the scheduler has a sequence: queued, waiting for copies in its blocks,
-    running or ended.
+    """A sequence's state in the scheduler: queued, waiting for copies in its blocks, running or
+    ended.
     """
 
     WAITING = "waiting"
@@ -27,54 +27,54 @@ class SequenceState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The tokens of a request that are known, and how many of them are computed into the KV cache.
+    """The known tokens of a request, and the number computed into the KV cache.
 
-    There is no prefill phase and no decode phase: each step computes some tokens that are known,
-    and a step that reaches the last known token samples one more. Steps overlap, so counts run
-    ahead of values: `token_ids` (the prompt, then the output so far) holds what has come back,
-    `num_pending` counts tokens that launched steps will sample after those, and `num_computed`
-    tokens have been handed to steps; their keys and values are, or are about to be, in its blocks.
+    Each step computes some known tokens, and a step that reaches the last known token samples one
+    more. Steps overlap, so counts are ahead of values. `token_ids` has the prompt and the output
+    tokens that came back. `num_pending` counts the tokens that launched steps will sample next.
+    `num_computed` counts the tokens in launched steps, whose keys and values are, or soon will be,
+    in the sequence's blocks.
     """
 
     request: Request
-    # Four bytes each, where a list would take some forty.
+    # Four bytes a token; a list would take about forty.
     token_ids: array[int]
     num_prompt_tokens: int
-    # Output tokens that were delivered before this attempt began; never sent again.
+    # Output tokens that were delivered before this attempt began and are never sent again.
     num_delivered: int
     # The adapter's index in the runner; 0 without one.
     adapter_index: int = 0
-    # How far its constraint has got, once that is compiled; it goes with the sequence wherever that
-    # is computed again.
+    # The state of its constraint, once that is compiled. It stays when the sequence is computed
+    # again.
     constraint: ConstraintState | None = None
-    # Order and time of arrival; a sequence that is preempted keeps its own.
+    # The order and the time of its arrival, which preemption does not change.
     arrival: int = 0
     arrived_s: float = 0.0
 
     state: SequenceState = SequenceState.WAITING
-    # Where the runner keeps what it knows of the sequence, while it runs and until the last step
-    # that has a row of it is collected; -1 without one.
+    # The sequence's index in the runner's arrays, from its start until its last step is collected;
+    # else -1.
     slot: int = -1
     num_pending: int = 0
     num_computed: int = 0
-    # Launched steps that have a row of this sequence and are not collected. Until they are, its
-    # blocks and its slot stay its own, whatever becomes of it.
+    # Launched steps that have a row of this sequence and are not collected. Until they are, it
+    # keeps its blocks and its slot, even if it has ended.
     num_steps_in_flight: int = 0
-    # When its last token came back.
+    # The time at which its last token came back.
     last_token_s: float = 0.0
-    # Tokens found in the prefix cache when the sequence was first scheduled; None before.
+    # Tokens found in the prefix cache when the sequence was first scheduled; None before that.
     cached_tokens: int | None = None
     # Prompt tokens whose log-probabilities have been sent; the first token has none.
     num_prompt_logprobs_sent: int = 0
     preemptions: int = 0
-    # Steps that computed a chunk of it and sampled nothing.
+    # Steps that computed a chunk of its prompt and sampled nothing.
     num_partial_steps: int = 0
-    # Output tokens that took no step of their own, because drafts were accepted.
+    # Output tokens that needed no step, because drafts were accepted.
     num_accepted_drafts: int = 0
 
     @classmethod
     def of(cls, request: Request, adapter_index: int = 0) -> Sequence:
-        """The sequence of a request that has just arrived."""
+        """Make the sequence of a request that has just arrived."""
         token_ids = array("I", request.prompt + request.output)
         num_prompt_tokens = request.num_prompt_tokens
         num_delivered = len(token_ids) - num_prompt_tokens
@@ -82,12 +82,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Known and pending tokens."""
+        """The number of known and pending tokens."""
         return len(self.token_ids) + self.num_pending
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens that have come back."""
+        """The number of output tokens that have come back."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -96,8 +96,8 @@ class Sequence:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Tell whether some are still to be sent, so the prompt must be computed, not taken from
-        the cache.
+        """True if prompt log-probabilities are still to be sent: then the prompt must be computed,
+        not found cached.
         """
         if self.request.prompt_logprobs is None:
             return False
@@ -105,24 +105,24 @@ class Sequence:
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Tell whether every prompt token must be computed, the prefix cache not used."""
+        """True if every prompt token must be computed, without the prefix cache."""
         return self.needs_prompt_logprobs or self.request.pooling is Pooling.MEAN
 
     def end_outside_images(self, end: int) -> int:
-        """`end`, or where the image begins of whose tokens only some would be before it."""
+        """Return `end`, or if that is inside an image, the position at which the image begins."""
         for image in self.request.images:
             if image.offset < end < image.offset + image.num_tokens:
                 return image.offset
         return end
 
     def image_at(self, start: int) -> int:
-        """Count the tokens of the image that begins there; 0 if none does."""
+        """Count the tokens of the image that begins at `start`; 0 if no image begins there."""
         lengths = (image.num_tokens for image in self.request.images if image.offset == start)
         return next(lengths, 0)
 
     def take_unsent(self, start: int, prompt_logprobs: Logprobs) -> Logprobs:
-        """Take those prompt log-probabilities of a row that began at `start` that were not sent
-        before the sequence was preempted; they count as sent now.
+        """Take the prompt log-probabilities of a row that began at `start`, except those that were
+        sent before the sequence was preempted. They count as sent now.
         """
         known = self.num_prompt_logprobs_sent - start
         if known > 0:

@@ -1,12 +1,15 @@
 """What every client asks, so that a plain HTTP request can ask the same.
 
-Read by the tests and by the scripts, which run in another environment: imports nothing.
+Read by the tests and by the scripts, which run in another environment: imports only Python's own.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+# What computes: "" is penstock's own engine.
+ENGINE = os.environ.get("PENSTOCK_CLIENTS_ENGINE", "")
 MODEL = "penstock-toy"
 NO_MODEL = "gpt-4"
 KEY = "a-key"

@@ -1,4 +1,7 @@
-"""The pairs that released clients talk to: one fast and made-up, one with a real model."""
+"""The pairs that released clients talk to: one fast and made-up, one with a real model.
+
+With PENSTOCK_CLIENTS_ENGINE=vllm both have the real model, and vLLM computes it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from clients.asked import KEY
+from clients.asked import ENGINE, KEY
 from support.processes import Router, Shard, running
+from support.vllm_shards import START_S, start
+
+_OF_VLLM = ENGINE == "vllm"
 
 
 @dataclass(frozen=True)
@@ -23,7 +29,7 @@ class Served:
 
 @pytest.fixture(scope="package")
 def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    flags = ("--step-ms", "2", "--max-num-seqs", "64")
+    flags = ("--step-ms", "2", "--max-num-seqs", "64") if not _OF_VLLM else ()
     with _served(tmp_path_factory.mktemp("fake"), *flags) as served:
         yield served
 
@@ -32,18 +38,28 @@ def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The built-in model, as exact as the reference computes."""
     pytest.importorskip("torch")
-    flags = ("--runner", "model", "--threads", "1", "--dtype", "float32")
+    flags = ("--runner", "model", "--threads", "1", "--dtype", "float32") if not _OF_VLLM else ()
     with _served(tmp_path_factory.mktemp("toy"), *flags) as served:
         yield served
 
 
 @contextmanager
 def _served(logs: Path, *flags: str) -> Iterator[Served]:
-    shard = Shard(logs / "shard", *flags)
+    shard = _start_vllm(logs) if _OF_VLLM else Shard(logs / "shard", *flags)
     router = Router(logs / "router", [shard.address])
     secured = Router(logs / "secured", [shard.address], "--api-key", KEY)
     with running(shard, router, secured):
         yield Served(router.url, secured.url)
+
+
+def _start_vllm(logs: Path) -> Shard:
+    shard = start(logs / "vllm", "--max-model-len", "2048", "--max-num-seqs", "64")
+    try:
+        shard.wait_healthy(START_S)
+    except BaseException:
+        shard.close()
+        raise
+    return shard
 
 
 @pytest.fixture(scope="package")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clients.asked import ENGINE
 
 TESTS = Path(__file__).parents[1]
 ENVIRONMENTS = TESTS.parent / ".venv-clients"
@@ -58,6 +59,12 @@ def made(environment: str) -> Path:
             pytest.fail(missing)
         pytest.skip(missing)
     return ENVIRONMENTS / environment
+
+
+# vLLM's answers end where the model ends them, and may depend on what else is computed.
+OF_ANY_LENGTH = pytest.mark.skipif(ENGINE == "vllm", reason="this engine's answers may end early")
+# It embeds in a mode in which it does nothing else.
+WITH_EMBEDDINGS = pytest.mark.skipif(ENGINE == "vllm", reason="this engine has no embeddings")
 
 
 def observe(environment: str, script: str, *arguments: str) -> Any:

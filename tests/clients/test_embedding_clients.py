@@ -12,7 +12,9 @@ import openai
 import pytest
 from clients.asked import MODEL, NO_MODEL, PROMPTS
 from clients.direct import post
-from clients.environments import observe
+from clients.environments import WITH_EMBEDDINGS, observe
+
+pytestmark = WITH_EMBEDDINGS
 
 # Of a number as JSON and as a float32.
 ROUNDING = 1e-6

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from clients.asked import MAX_TOKENS, MESSAGES, MODEL, NO_MODEL, PROMPT, PROMPTS, SEED
 from clients.direct import post
-from clients.environments import observe
+from clients.environments import OF_ANY_LENGTH, observe
 
 pytestmark = pytest.mark.soak
 
@@ -67,12 +67,14 @@ def test_a_completion_and_its_stream_are_the_text_that_a_plain_request_gets(
     assert len(seen["completion"]["streamed"]) > 2
 
 
+@OF_ANY_LENGTH
 def test_a_batch_with_n_and_best_of_keeps_its_prompts_apart(fake, seen) -> None:
     for prompt, texts in zip(PROMPTS, seen["completion"]["batch"], strict=True):
         alone = post(f"{fake.url}/v1/completions", prompt=prompt, n=2, best_of=3, **OPTIONS)
         assert texts == [choice["text"] for choice in alone["choices"]]
 
 
+@OF_ANY_LENGTH
 def test_a_batchs_usage_counts_all_that_was_generated(seen) -> None:
     """Three for each of three prompts, of which two are answered."""
     usage = seen["completion"]["batch_usage"]

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from clients.asked import MAX_TOKENS, MODEL, NO_MODEL
+from clients.asked import ENGINE, MAX_TOKENS, MODEL, NO_MODEL
 from clients.direct import post
-from clients.environments import observe
+from clients.environments import WITH_EMBEDDINGS, observe
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,8 @@ def test_the_models_are_listed_and_shown(seen) -> None:
     (running,) = seen["running"]["models"]
     assert (running["model"], running["context_length"]) == (MODEL, 2048)
     shown = seen["shown"]
-    assert shown["capabilities"] == ["completion", "tools", "embedding"]
+    embeds = [] if ENGINE == "vllm" else ["embedding"]
+    assert shown["capabilities"] == ["completion", "tools", *embeds]
     name = shown["modelinfo"]["general.architecture"]
     assert shown["modelinfo"][f"{name}.context_length"] == 2048
     assert "messages" in shown["template"]
@@ -133,6 +134,7 @@ def test_a_context_goes_on_after_prompt_and_answer(seen) -> None:
     assert remembered["second"][0] == remembered["context"] + remembered["first"][0] - 1
 
 
+@WITH_EMBEDDINGS
 def test_an_empty_input_has_no_vector(seen) -> None:
     assert len(seen["vectors"]["several"]) == 2
     assert seen["vectors"]["none"] == []

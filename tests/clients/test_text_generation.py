@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from clients.asked import MAX_TOKENS, PROMPT, SEED
 from clients.direct import post
-from clients.environments import observe
+from clients.environments import OF_ANY_LENGTH, observe
 
 pytestmark = pytest.mark.soak
 
@@ -68,6 +68,7 @@ def test_the_best_of_two_comes_with_the_other(seen) -> None:
     assert mean(best) >= mean(other)
 
 
+@OF_ANY_LENGTH
 def test_the_clients_defaults_are_taken(seen) -> None:
     default = seen["generated"]["default"]["details"]
     assert (default["generated_tokens"], default["seed"]) == (20, None)
@@ -88,6 +89,7 @@ def test_four_at_once_and_a_stream_get_the_same_text(seen, direct) -> None:
     assert seen["asynchronous"]["streamed"] == direct["generated_text"]
 
 
+@OF_ANY_LENGTH
 def test_a_chat_with_the_model_that_the_client_names_is_answered(fake, seen) -> None:
     messages = [{"role": "user", "content": PROMPT}]
     url = f"{fake.url}/v1/chat/completions"

@@ -95,6 +95,7 @@ _SCHEDULING = {
     "cache_salt": _silent("salted"),
     "request_id": _silent("mine"),
     "session_id": _silent("a session"),
+    "kv_hints.actions": _silent([{"action_type": "retain", "payload": {"ttl_seconds": 9}}]),
     "timeout": _silent(500),
 }
 # Of all that generate but Anthropic's and TGI's.
@@ -235,6 +236,7 @@ def _messages() -> Route:
         *("stop_token_ids", "allowed_token_ids", "bad_words", "repeat_last_n"),
         *("include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens"),
         *("priority", "slo", "is_latency_sensitive", "cache_salt", "session_id", "request_id"),
+        "kv_hints.actions",
     )
     thinks = {"thinking": {"type": "enabled"}}
     cases = {
@@ -251,6 +253,7 @@ def _messages() -> Route:
         "system": Case({"": "Be brief."}),
         "tools": Case({"": [tool]}),
         "tool_choice": Case({"": {"type": "any"}}, {"tools": [tool]}),
+        "metadata": _silent({"user_id": '{"session_id":"s"}'}),
         "thinking.type": _silent("enabled"),
         # A model that does not reason needs no bound.
         "thinking.budget_tokens": Case({"": 3}, thinks, shows=False),
@@ -477,6 +480,7 @@ def _count_tokens() -> Route:
     whole = _messages()
     silent = ["model", "tool_choice", "output_config.effort", "output_config.format"]
     silent += ["output_format", "thinking.type", "thinking.budget_tokens", "thinking.display"]
+    silent += ["metadata"]
     silent += ["chat_template_kwargs", "context_management.edits", "output_config.task_budget"]
     silent += ["enable_thinking", "reasoning_effort"]
     shown = ("messages", "system", "tools")

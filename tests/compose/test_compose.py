@@ -110,7 +110,7 @@ def test_a_container_is_nobody_writes_nowhere_and_is_limited(
     assert limits["Memory"] == (4 if service == "router" else 16) << 30
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu", "gpu-split", "monitoring"])
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "gpu-split", "vllm", "monitoring"])
 def test_compose_takes_every_profile(engine: Engine, profile: str) -> None:
     """And does not find that settings contradict each other."""
     file = str(ROOT / "deploy" / "compose.yaml")

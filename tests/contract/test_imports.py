@@ -37,7 +37,7 @@ _ROOMS = (
 TENSOR_ROOMS = (
     *(f"penstock_shard.{room}." for room in _ROOMS),
     # Gives vLLM its masks.
-    "penstock_shard.vllm_engine.grammars",
+    "penstock_shard.vllm_engine.in_core.grammars",
 )
 # These of them stay free of torch: what runs without it needs them.
 FREE_OF_TENSORS = (

@@ -96,11 +96,14 @@ def test_packages_are_those_that_the_images_python_asks_for() -> None:
     assert f"\nARG PYTHON_IMAGE=python:{PINS.PYTHON['python_version']}-" in text
 
 
-def test_what_the_routers_image_installs_asks_for_no_torch() -> None:
+def test_what_a_router_and_a_shards_server_install_asks_for_no_torch() -> None:
     assert {"aiohttp", "tokenizers"} <= PINS.packages(PINS.FILES["router"]).keys()
     of_shards = {"torch", "transformers", "numpy"}
     assert of_shards <= PINS.packages(PINS.FILES["shard"]).keys()
     assert not of_shards & PINS.packages(PINS.FILES["router"]).keys()
+    # Nor does a shard's server, beside an engine that has its own.
+    assert {"grpcio", "llguidance"} <= PINS.packages(PINS.FILES["server"]).keys()
+    assert not {"torch", "transformers"} & PINS.packages(PINS.FILES["server"]).keys()
     # torch comes with these, of its own index.
     for name in ("torch", "triton", "nvidia-cudnn-cu13", "cuda-bindings", "penstock-llm"):
         assert PINS.LEFT_OUT.fullmatch(name)

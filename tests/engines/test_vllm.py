@@ -11,15 +11,20 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+from support.adapters import make_adapter
 from support.processes import Shard, is_alive, running, wait_until
+from support.vllm_shards import INSTALLED, START_S, family, named, start
 
 from penstock_client import (
     Constraint,
     ConstraintKind,
+    EmbeddingRequest,
     FinishReason,
     GenerationRequest,
+    InvalidRequest,
     NotServed,
     Output,
     RequestRefused,
@@ -28,37 +33,12 @@ from penstock_client import (
     ShardUnavailable,
 )
 
-ENVIRONMENT = Path(__file__).parents[2] / ".venv-clients" / "vllm"
-PYTHON = ENVIRONMENT / "bin" / "python"
-START_S = 240.0
-
-pytestmark = [
-    pytest.mark.soak,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: make soak does that"),
-]
-
-
-def start(folder: Path, *flags: str) -> Shard:
-    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0-1"}
-    sizes = ("--max-num-seqs", "8", "--max-model-len", "512", "--dtype", "float32")
-    engine = ("--engine", "vllm", "--engine-python", str(PYTHON), "--enforce-eager")
-    return Shard(folder / "log", *engine, *sizes, "--runner", "model", *flags)
-
-
-def family(shard: Shard) -> list[psutil.Process]:
-    """The processes of its engine, which is vLLM's here, and of what that started."""
-    everyone = psutil.Process(shard.process.pid).children(recursive=True)
-    return [each for each in everyone if "vllm" in " ".join(each.cmdline()).lower()]
-
-
-def named(shard: Shard, name: str) -> psutil.Process:
-    return next(each for each in family(shard) if name in " ".join(each.cmdline()))
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900), INSTALLED]
 
 
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shard]:
-    shard = start(tmp_path_factory.mktemp("vllm"))
+    shard = start(tmp_path_factory.mktemp("vllm"), "--enable-lora", "--max-loras", "2")
     try:
         shard.wait_healthy(START_S)
         yield shard
@@ -119,6 +99,63 @@ def _columns(outputs: list[Output], name: str) -> dict[str, list[Any]]:
         "top_token_ids": [x for part in parts for x in part.top_token_ids],
         "top_logprobs": [x for part in parts for x in part.top_logprobs],
     }
+
+
+async def test_adapters_are_loaded_used_and_unloaded_as_on_penstocks_own_engine(
+    client: ShardClient, tmp_path: Path
+) -> None:
+    queries = {f"model.layers.{layer}.self_attn.q_proj": (256, 256) for layer in (0, 1)}
+    sources = {n: str(make_adapter(tmp_path / n, queries, seed=i)) for i, n in enumerate("abc")}
+    wide = make_adapter(tmp_path / "wide", queries, rank=100)
+    own = Shard(
+        tmp_path / "log", "--runner", "model", "--dtype", "float32", "--enable-lora",
+        "--max-loras", "2",
+    )  # fmt: skip
+    with running(own):
+        async with ShardClient(own.address) as other:
+            told = []
+            for who in (client, other):
+                found: list[object] = [await tokens_of(who, asked())]
+                for name in "ab":
+                    await who.load_adapter(name, sources[name])
+                    found.append(await tokens_of(who, asked(adapter=name)))
+                with pytest.raises(NotServed, match="2 adapters are loaded"):
+                    await who.load_adapter("c", sources["c"])
+                found.append(await tokens_of(who, asked()))
+                found.append((await who.info()).adapters)
+                await who.unload_adapter("a")
+                with pytest.raises(InvalidRequest, match="rank"):
+                    await who.load_adapter("wide", str(wide))
+                await who.load_adapter("c", sources["c"])
+                found.append(await tokens_of(who, asked(adapter="c")))
+                await asyncio.gather(who.unload_adapter("b"), who.unload_adapter("c"))
+                with pytest.raises(InvalidRequest, match="adapter 'a' is not loaded"):
+                    await tokens_of(who, asked(adapter="a"))
+                told.append(found)
+    theirs, ours = told
+    assert theirs == ours
+    assert len({tuple(tokens) for tokens in ours if isinstance(tokens, list)}) == 4
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+async def test_embeddings_are_those_of_penstocks_own_engine(pooling: str, tmp_path: Path) -> None:
+    flags = ("--embeddings", pooling)
+    theirs = start(tmp_path / "vllm", *flags)
+    own = Shard(tmp_path / "log", "--runner", "model", "--dtype", "float32", *flags)
+    inputs = [PROMPT, [5], list(range(300))]
+    try:
+        theirs.wait_healthy(START_S)
+        with running(own):
+            async with ShardClient(theirs.address) as first, ShardClient(own.address) as second:
+                clients = (first, second)
+                request = EmbeddingRequest(inputs, dimensions=100)
+                found, expected = [await each.embed(request) for each in clients]
+                assert np.allclose(found, expected, atol=1e-4)
+                assert (await first.info()).embedding == (await second.info()).embedding
+                with pytest.raises(NotServed, match=f"pooling {pooling} and nothing else"):
+                    await tokens_of(first, asked())
+    finally:
+        theirs.close()
 
 
 _OBJECT = {"type": "object", "properties": {"a": {"enum": [1, 2]}, "b": {"type": "string"}}}

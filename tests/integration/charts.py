@@ -13,6 +13,7 @@ from support.budget import in_soak
 Values = Mapping[str, Any]
 
 QWEN = {"name": "qwen", "model": "Qwen/Qwen3-0.6B", "gpus": 1}
+OF_VLLM = {**QWEN, "engine": "vllm"}
 BIG = {
     **{"name": "big", "model": "org/big", "gpus": 8, "nodes": 2},
     "cache": {"type": "existing", "existingClaim": "models"},
@@ -216,6 +217,14 @@ CASES: dict[str, Values] = {
             ],
         }
         for part in ("router", "shard")
+    },
+    "vllm's engine, tls": {
+        "models": [{**OF_VLLM, "gpus": 2, "engineArgs": {"seed": 1}}],
+        "shardTls": {**SHARD_TLS, "mutual": True},
+    },
+    "vllm's engine": {
+        "models": [OF_VLLM, {"name": "toy"}],
+        "monitoring": {"enabled": True},
     },
 }
 every_case = pytest.mark.parametrize(

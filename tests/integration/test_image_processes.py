@@ -253,8 +253,10 @@ async def test_an_image_that_takes_too_much_memory_is_refused_and_the_next_is_no
     ],
 )
 async def test_the_largest_images_have_memory_and_time_enough(
-    images: Images, mode: str, kind: str, orientation: int
+    images: Images, mode: str, kind: str, orientation: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A bound of time that passes, which other load uses up. That of processor time stays.
+    monkeypatch.setattr(decoder_pool, "_MAX_S", 300.0)
     exif = PillowImage.Exif()
     exif[0x0112] = orientation
     data = saved(PillowImage.new(mode, LARGE), kind, exif=exif.tobytes(), **_FAST[kind])

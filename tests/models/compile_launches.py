@@ -31,7 +31,7 @@ from penstock_shard.ops.experts import route
 from penstock_shard.ops.triton_ops import TritonOps
 
 _HOST = torch.device("cpu")
-_HEADS, _KV_HEADS, _DIM, _HIDDEN = 32, 8, 128, 4096
+_HEADS, _KV_HEADS, _DIM, _HIDDEN, _INNER = 32, 8, 128, 4096, 14336
 # Shared memory for one program, in bytes, by compute capability: A100, A10 and RTX 3090, L4 and
 # RTX 4090, H100 and H200, B200, RTX 5090. From the CUDA C++ programming guide, "Technical
 # Specifications per Compute Capability".
@@ -126,6 +126,7 @@ def _launches(
         yield f"drawing, {how}", partial(_draw, dtype)
     if has_fp8:
         yield "rounding", lambda: round_rows(torch.zeros(3, _HIDDEN, dtype=torch.bfloat16))
+        yield from _of_layers(TritonOps(_HOST, torch.bfloat16, "fp8", TritonBackend()), "fp8")
 
 
 def _of_layers(ops: TritonOps, how: str) -> Iterator[Launch]:
@@ -135,6 +136,8 @@ def _of_layers(ops: TritonOps, how: str) -> Iterator[Launch]:
     yield f"norm alone, {how}", lambda: ops.add_rms_norm(x, None, weight, 1e-6, 1.0)
     yield f"silu, {how}", lambda: ops.gated_activation(x, "silu")
     yield f"gelu, {how}", lambda: ops.gated_activation(x, "gelu_tanh")
+    wide = torch.zeros(3, 2 * _INNER, dtype=ops.dtype)
+    yield f"silu of many, {how}", lambda: ops.gated_activation(wide, "silu")
 
 
 def _of_states(ops: TritonOps, how: str, *, few: bool) -> Iterator[Launch]:

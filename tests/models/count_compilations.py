@@ -46,6 +46,7 @@ def main() -> int:
             _launch(
                 rows, TritonOps(_HOST, _DTYPE, "bfloat16", TritonBackend(exact=exact), exact=exact)
             )
+        _layers(rows, TritonOps(_HOST, _DTYPE, "fp8", TritonBackend()))
     again = {what: keys for what, keys in found.items() if len(keys) > 1}
     for (name, *_), keys in again.items():
         print(f"{name}: {len(keys)} times, as {sorted(keys)}")

@@ -30,7 +30,7 @@ from torch import Tensor
 from penstock_shard.attention.sdpa import SdpaBackend
 from penstock_shard.distributed import parallel_model
 from penstock_shard.distributed.collectives import Ranks
-from penstock_shard.distributed.messages import ToRank
+from penstock_shard.distributed.messages import Call, ToRank
 from penstock_shard.distributed.parallel_model import MirroredModel
 from penstock_shard.ipc.request import PlacedImage, SamplingParams
 from penstock_shard.ipc.runner_info import CacheGroup
@@ -335,6 +335,7 @@ def test_ranks_record_the_shapes_that_they_are_told() -> None:
     followers: Any = SimpleNamespace(tell=told.append)
     MirroredModel(recorded[0], Ranks(0, 2), followers).capture(shapes, 16, [33])
     body = msgspec.msgpack.decode(msgspec.msgpack.encode(told[0]), type=ToRank)
-    parallel_model._capture(recorded[1], body.arguments)
+    assert isinstance(body, Call)
+    parallel_model._capture(recorded[1], [int(each) for each in body.arguments])
     for model in recorded:
         model.capture.assert_called_once_with(shapes, 16, [33])

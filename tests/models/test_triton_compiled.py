@@ -33,7 +33,16 @@ def test_no_kernel_is_compiled_again_for_another_number_of_rows() -> None:
     """Within a serving step a compiler would take seconds."""
     found = _run("count_compilations.py")
     assert found.returncode == 0, found.stdout + found.stderr[-2000:]
-    assert found.stdout.startswith("19 kernels, 0 "), found.stdout
+    assert found.stdout.startswith("20 kernels, 0 "), found.stdout
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton here")
+@pytest.mark.parametrize("capability", [each for each in CAPABILITIES if int(each) >= 89])
+def test_a_norm_that_rounds_is_computed_as_one_that_does_not(capability: str) -> None:
+    """The interpreter knows neither layouts nor fused products."""
+    found = _run("compare_norms.py", capability)
+    assert found.returncode == 0, found.stdout + found.stderr[-2000:]
+    assert found.stdout == "12 of 12 norms alike\n"
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)

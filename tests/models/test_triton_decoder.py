@@ -48,7 +48,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("Triton compiles for a device here", allow_module_level=True)
 
 from penstock_shard.attention.triton import TritonBackend
-from penstock_shard.kernels import triton_layers, triton_quantize
+from penstock_shard.kernels import triton_layers
 from penstock_shard.kernels.triton_draw import draw_by_id
 from penstock_shard.kernels.triton_layers import combine_rows
 from penstock_shard.kernels.triton_matmul import fixed_linear, grouped_linear
@@ -304,6 +304,18 @@ def twice(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales * 2
 
 
+def rounds_twice_as_far(kernel: Any) -> Any:
+    """That carries scales which are twice those of its result."""
+
+    def compute(*args: Any, rounded: Any, **named: Any) -> Tensor:
+        result: Tensor = kernel(*args, rounded=rounded, **named)
+        if rounded is not None:
+            rounded[1].mul_(2)
+        return result
+
+    return compute
+
+
 def forgetful(kernel: Any) -> Any:
     """That begins each sequence anew."""
 
@@ -328,6 +340,25 @@ def stateless(kernel: Any) -> Any:
 def _sound(*, exact: bool) -> bool:
     """Whether the check finds nothing in the kernels as they are, with what its caller patched."""
     return check.triton_fault(CPU, F32, "float32", exact=exact) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("add_rms_norm", "norm"), ("gated_activation", "silu")]
+)
+def test_the_check_looks_at_what_results_carry_in_fp8(
+    name: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "multiplies_fp8", lambda device: True)
+
+    def fault() -> str | None:
+        return check.triton_fault(
+            CPU, torch.bfloat16, "fp8", exact=False, kernels=("rows", "rounding")
+        )
+
+    assert fault() is None
+    kernel = rounds_twice_as_far(getattr(triton_layers, name))
+    monkeypatch.setattr(triton_layers, name, kernel)
+    assert (fault() or "").startswith(f"Triton's rounded {words} differs")
 
 
 @pytest.mark.parametrize(
@@ -360,8 +391,6 @@ def _sound(*, exact: bool) -> bool:
 def test_the_check_finds_any_kernel_that_is_wrong(
     place: str, kernel: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The interpreter does not round to fp8 as devices do.
-    monkeypatch.setattr(triton_quantize, "round_rows", round_in_torch)
     monkeypatch.setattr(check, "multiplies_fp8", lambda device: True)
     assert _sound(exact="fixed" in place)
     with monkeypatch.context() as patch:

@@ -1,23 +1,31 @@
-"""How many launches drawing and routing take on a device: what `docs/models.md` says."""
+"""How many launches a step takes on a device: what `docs/models.md` and `docs/gpu.md` say."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from model_maker import make_model
 from support.triton_interpreter import use_interpreter
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 if not use_interpreter():
     pytest.skip("there is no Triton here", allow_module_level=True)
 
+from models.test_triton_decoder import VOCABULARY, make_decoder
 from triton.runtime.interpreter import InterpretedFunction
 
 from penstock_shard.attention.sdpa import SdpaBackend
+from penstock_shard.attention.triton import TritonBackend
+from penstock_shard.kernels.triton_quantize import round_rows
+from penstock_shard.ops import quantized
 from penstock_shard.ops.base import RoutingRule
 from penstock_shard.ops.triton_ops import TritonOps
+from penstock_shard.selfcheck.random_steps import random_steps
 from penstock_shard.worker.sampling import draw as drawing
 from penstock_shard.worker.sampling import top_k_top_p
 from penstock_shard.worker.sampling.draw import draw
@@ -84,3 +92,47 @@ def test_tokens_are_routed_in_two_launches(
     with torch.inference_mode(), Launches(monkeypatch) as launches:
         ops.route(logits, rule, bias if rule.scores == "sigmoid" else None)
     assert launches.names == ["_choose_kernel", "_sort_kernel"]
+
+
+@pytest.mark.parametrize(("family", "more"), [("llama", []), ("gemma2", ["_norm_kernel"])])
+def test_a_layer_in_fp8_rounds_attention_alone_in_a_launch_of_its_own(
+    family: str, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No program has a whole row of it. `more`: the norms of what a layer's parts give."""
+    launches = Launches(monkeypatch)
+    monkeypatch.setattr(quantized, "_emulated_mm", _as_one(launches, quantized._emulated_mm))
+    monkeypatch.setattr(quantized, "round_in_torch", round_rows)
+    ops = TritonOps(torch.device("cpu"), torch.bfloat16, "fp8", TritonBackend())
+    directory = make_model(tmp_path, family, num_hidden_layers=2, vocab_size=VOCABULARY)
+    model = make_decoder(directory, ops)
+    with random_steps(model, VOCABULARY, 16, 6, ops.dtype) as steps, launches:
+        steps.run([(steps.sequence(5), 4, 1)])
+    # From the first layer's rotation to the second's.
+    begin, end = (place for place, name in enumerate(launches.names) if name == "_rope_kernel")
+    assert launches.names[begin:end] == [
+        "_rope_kernel",
+        "split_kernel",
+        "combine_kernel",
+        "_round_kernel",
+        "product",
+        *more,
+        "_norm_kernel",
+        "product",
+        "_gated_round_kernel",
+        "product",
+        *more,
+        "_norm_kernel",
+        "product",
+    ]
+
+
+def _as_one(launches: Launches, product: Any) -> Any:
+    """The emulated product, which is one launch on a device."""
+
+    def multiply(*arguments: Any) -> Tensor:
+        before = list(launches.names)
+        result: Tensor = product(*arguments)
+        launches.names = [*before, "product"]
+        return result
+
+    return multiply

@@ -112,6 +112,9 @@ class _Adapters:
         adapter = adapter_of("", source)
         return ReadAdapter(adapter.content_hash, adapter.rank)
 
+    def discard(self, adapter: ReadAdapter) -> None:
+        return
+
     def place(self, index: int, adapter: ReadAdapter) -> None:
         return
 
@@ -227,8 +230,7 @@ class SimulatedEngine:
         runner = self._make_runner()
         engine = self.engine = self._make_engine(runner)
         adapters = EngineAdapters(_Adapters(), 4, self._news.set, InlineExecutor())
-        for wanted in start.adapters:
-            adapters.load(wanted.name, wanted.source, wanted.content_hash)
+        adapters.load_wanted(start.adapters, tell=lambda _: None)
         clock = self._clock_of(runner)
         loop = EngineLoop(engine, adapters, self._send, checks=True, clock=clock)
         self.beats.run(self._beat(Heartbeat(loop, clock)))

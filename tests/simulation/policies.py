@@ -7,6 +7,7 @@ with a policy of its own. No sockets, no time of this machine.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import math
@@ -15,23 +16,34 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import mean
+from typing import NamedTuple
 
 from support.engines import make_request
 
-from penstock_client.load_balancing.base import Candidate, Policy, Reason, load_tokens
+from penstock_client.load_balancing.base import (
+    MOST_URGENT,
+    Candidate,
+    Policy,
+    Reason,
+    work_ahead,
+)
 from penstock_client.load_balancing.held_pieces import HeldPieces
-from penstock_client.types import GenerationRequest
-from penstock_shard.ipc.messages import Output
-from penstock_shard.ipc.request import Request
+from penstock_client.load_balancing.prefill_rate import PrefillRate
+from penstock_client.types import ClassLoad, GenerationRequest
+from penstock_shard.ipc.messages import Inbox, Output, Retention
+from penstock_shard.ipc.request import Objective, Request
 from penstock_shard.scheduler.step_budget import SchedulerLimits
+from penstock_shard.sequence import Sequence as EngineSequence
+from penstock_shard.server.live_requests import ClassLoads, Route
 from simulation.scheduling import Cost, Simulation, linear_cost
 
 # As shards send them, and what a network adds.
 _BETWEEN_REPORTS_S = 0.1
 _REPORT_DELAY_S = 0.001
 _SAMPLE_S = 1.0
-# What a simulated device answers, and what its clock starts at.
-_TOKEN = 7
+# What a simulated device answers.
+TOKEN = 7
+# What the clock of a run starts at.
 _START_S = 1.0
 
 _COST = linear_cost(step_s=0.01, decode_s=0.0001, prompt_token_s=0.0001, key_s=1e-8)
@@ -64,7 +76,11 @@ class Answer:
     reason: Reason
     arrived_s: float
     prompt_tokens: int
+    request_id: str = ""
     cached_tokens: int = 0
+    # When it first had a place in a step, and what was cached is known; None while it is queued.
+    started_s: float | None = None
+    is_ended: bool = False
     token_times_s: list[float] = field(default_factory=list)
 
     @property
@@ -86,13 +102,13 @@ class Device:
     cost: Cost = _COST
     limits: SchedulerLimits = _LIMITS
     num_blocks: int = 10_000
+    block_size: int = 16
+    retained_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run came to. `imbalance` is how many requests the busiest shard had for each that the
-    mean shard had, over the seconds in which there was one for each shard at least.
-    """
+    """What a run came to."""
 
     requests: int
     output_tokens_per_s: float
@@ -104,42 +120,71 @@ class Summary:
     reasons: dict[Reason, int]
 
 
+class _Load(NamedTuple):
+    """A report of a shard's; tokens and seconds are sums over all steps."""
+
+    classes: Sequence[ClassLoad] = ()
+    computed_tokens: int = 0
+    seconds: float = 0.0
+
+
 class _View:
     """What a router knows of a shard: what it was told, and what it sent there since."""
 
     def __init__(self, shard: _Shard) -> None:
         self._shard = shard
-        self.load = (0, 0, 0)
-        self.sent_requests = 0
-        self.sent_prompt_tokens = 0
+        self.load = _Load()
+        self.sent: list[ClassLoad] = []
         self.pieces = HeldPieces()
+        self.rate = PrefillRate()
 
-    def take(self, load: tuple[int, int, int], changes: Mapping[int, int]) -> None:
+    def take(self, load: _Load, changes: Mapping[int, int]) -> None:
         self.load = load
-        self.sent_requests = self.sent_prompt_tokens = 0
+        self.rate.note(load.computed_tokens, load.seconds, self._shard.runner.now_s)
+        self.sent.clear()
         for name, tier in changes.items():
             self.pieces.take({tier: [name]})
 
-    def candidate(self) -> Candidate:
-        running, waiting, queued = self.load
-        num_requests = running + waiting + self.sent_requests
-        tokens = load_tokens(num_requests, queued + self.sent_prompt_tokens)
+    def candidate(self, priority: int = 0) -> Candidate:
+        tokens, uncached = work_ahead((*self.load.classes, *self.sent), priority)
         address, block_size = self._shard.address, self._shard.block_size
-        return Candidate(address, address, tokens, block_size, pieces=self.pieces)
+        return Candidate(
+            address,
+            address,
+            tokens,
+            block_size,
+            pieces=self.pieces,
+            uncached_tokens=uncached,
+            prefill_tokens_per_s=self.rate.tokens_per_s,
+        )
 
 
 class _Shard:
     """A simulated shard, and what its server holds."""
 
-    def __init__(self, address: str, device: Device) -> None:
+    def __init__(
+        self, address: str, device: Device, started: Callable[[_Shard, Sequence[str]], None]
+    ) -> None:
         self.address = address
-        simulation = Simulation(device.limits, device.cost, num_blocks=device.num_blocks)
+        simulation = Simulation(
+            device.limits,
+            device.cost,
+            num_blocks=device.num_blocks,
+            block_size=device.block_size,
+            retained_share=device.retained_share,
+            tell_started=partial(started, self),
+        )
         self.engine, self.runner = simulation.engine, simulation.runner
         self.scheduler = simulation.scheduler
+        self.blocks = simulation.blocks
         self.block_size = simulation.blocks.block_size
+        # Tokens whose blocks it was given at the start.
+        self.held_tokens = 0
         # Waits for the step in progress, whose outputs come when it is over.
         self.inbox: list[Request] = []
         self.outputs: list[Output] = []
+        self.routes: dict[str, Route] = {}
+        self.classes = ClassLoads()
         self.stepping = False
         self.reported_s = 0.0
         self.report_is_due = False
@@ -151,12 +196,49 @@ class _Shard:
     def num_requests(self) -> int:
         return self.scheduler.num_running + self.scheduler.num_waiting + len(self.inbox)
 
-    def load(self) -> tuple[int, int, int]:
-        """Running, waiting, queued tokens: the engine's, and what its server holds for it."""
+    def load(self) -> _Load:
+        """The engine's, and what its server holds for it."""
         load = self.engine.load()
         inbox_tokens = sum(request.num_tokens for request in self.inbox)
         queued_tokens = load.queued_tokens + load.prefill_tokens_left + inbox_tokens
-        return load.running, load.waiting + len(self.inbox), queued_tokens
+        waiting = load.waiting + len(self.inbox)
+        of_all = ClassLoad(MOST_URGENT, load.running, waiting, queued_tokens)
+        loads = [
+            ClassLoad(each.priority, each.running, each.waiting, each.queued_prompt_tokens)
+            for each in self.classes.report(queued_tokens)
+        ]
+        return _Load(loads or [of_all], load.computed_tokens_total, load.steps_seconds_total)
+
+    def receive(self, request: Request, now_s: float) -> None:
+        """Take a request as a server does."""
+        name, tokens = request.request_id, request.num_tokens
+        route = Route(name, 1, lambda output: None, tokens, request.priority, now_s)
+        self.routes[name] = route
+        self.classes.add(route)
+        self.inbox.append(request)
+
+    def start(self, name: str, now_s: float) -> None:
+        """Count a request as running."""
+        route = self.routes[name]
+        self.classes.start(route)
+        route.started_s = now_s
+
+    def count(self, output: Output) -> None:
+        """Count what a request gave, and its end."""
+        route = self.routes[output.request_id]
+        if output.token_ids and not route.num_given:
+            self.classes.end_prompt(route)
+        route.num_given += len(output.token_ids)
+        if output.is_last:
+            self.classes.remove(self.routes.pop(output.request_id))
+
+    def hold(self, sequence: EngineSequence) -> None:
+        """Have it cached, as if it had been computed."""
+        num_found = self.blocks.acquire_prefix(sequence)
+        assert self.blocks.grow(sequence, max(num_found, sequence.num_tokens)), "too long"
+        sequence.num_computed = sequence.num_tokens
+        self.blocks.cache_full_blocks([sequence])
+        self.blocks.forget(sequence)
 
     def take_changes(self) -> dict[int, int]:
         changes, self.changes = self.changes, {}
@@ -171,6 +253,11 @@ class _Talk:
         self.name = conversation.name
         self.turns = iter(conversation.turns)
         self.history: list[int] = []
+
+
+def _filled(candidate: Candidate, tokens: int) -> Candidate:
+    """A shard as if what it holds were what it has to do."""
+    return dataclasses.replace(candidate, load_tokens=tokens, uncached_tokens=tokens)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -192,7 +279,7 @@ class SimulatedFleet:
     ) -> None:
         """Without `tells_pieces` shards are of an older release, which does not."""
         device = device or Device()
-        self._shards = {f"s{i}": _Shard(f"s{i}", device) for i in range(num_shards)}
+        self._shards = {f"s{i}": _Shard(f"s{i}", device, self._started) for i in range(num_shards)}
         self._new_policy = policy
         self._tells_pieces = tells_pieces
         self._policies: list[Policy] = []
@@ -203,8 +290,8 @@ class SimulatedFleet:
             self.start_router(number)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = itertools.count()
-        self._requests: dict[str, tuple[_Talk, Answer]] = {}
-        self.now_s = _START_S
+        self._requests: dict[str, tuple[Answer, Callable[[Answer], None]]] = {}
+        self.started_s = self.now_s = _START_S
         self.answers: list[Answer] = []
         # Once a second: requests on the busiest shard, and on all of them.
         self.samples: list[tuple[int, int]] = []
@@ -227,18 +314,25 @@ class SimulatedFleet:
         for conversation in conversations:
             talk = _Talk(conversation)
             self._at(_START_S + conversation.start_s, partial(self._next_turn, talk))
+        self.run_until(math.inf, progress)
+        return self.answers
+
+    def run_until(self, ends_s: float, progress: Callable[[float], None] | None = None) -> None:
+        """Until all have ended, or so many seconds are over."""
         self._at(_START_S, partial(self._sample, progress))
-        while self._events:
+        while self._events and self._events[0][0] <= _START_S + ends_s:
             self.now_s, _, action = heapq.heappop(self._events)
             action()
-        return self.answers
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Have something done so much later."""
+        self._at(self.now_s + seconds, action)
 
     def summary(self, seconds: float) -> Summary:
         """Of all answers; the rate of tokens is that of the first `seconds`, when requests came."""
-        answers, num_shards = self.answers, len(self._shards)
+        answers = self.answers
         firsts = [answer.first_token_s for answer in answers]
         times_s = [time_s for answer in answers for time_s in answer.token_times_s]
-        busy = [most * num_shards / total for most, total in self.samples if total >= num_shards]
         return Summary(
             requests=len(answers),
             output_tokens_per_s=sum(t <= _START_S + seconds for t in times_s) / seconds,
@@ -247,9 +341,17 @@ class SimulatedFleet:
             inter_token_p99_s=percentile([gap for a in answers for gap in a.gaps_s], 0.99),
             cached_share=sum(a.cached_tokens for a in answers)
             / sum(a.prompt_tokens for a in answers),
-            imbalance=mean(busy) if busy else 1.0,
+            imbalance=self.imbalance(),
             reasons=dict(Counter(answer.reason for answer in answers)),
         )
+
+    def imbalance(self, from_s: float = 0.0) -> float:
+        """How many requests the busiest shard had for each that the mean shard had, over seconds
+        from then on in which there was one for each shard at least.
+        """
+        count, samples = len(self._shards), self.samples[math.ceil(from_s / _SAMPLE_S) :]
+        busy = [most * count / total for most, total in samples if total >= count]
+        return mean(busy) if busy else 1.0
 
     def _at(self, time_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time_s, next(self._num_events), action))
@@ -267,36 +369,84 @@ class SimulatedFleet:
     def _next_turn(self, talk: _Talk) -> None:
         turn = next(talk.turns, None)
         if turn is not None:
-            self._at(self.now_s + turn.think_s, partial(self._submit, talk, turn))
+            self.after(turn.think_s, partial(self._ask, talk, turn))
 
-    def _submit(self, talk: _Talk, turn: Turn) -> None:
+    def _ask(self, talk: _Talk, turn: Turn) -> None:
         prompt = [*talk.history, *turn.new_ids]
-        talk.history = [*prompt, *([_TOKEN] * turn.output_tokens)]
-        request = GenerationRequest(prompt, max_tokens=turn.output_tokens)
+        talk.history = [*prompt, *([TOKEN] * turn.output_tokens)]
+        self.submit(prompt, turn.output_tokens, talk.name, lambda answer: self._next_turn(talk))
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        output_tokens: int,
+        session: str,
+        ended: Callable[[Answer], None],
+        priority: int = 0,
+    ) -> Answer:
+        """Send a request to the shard that the policy chooses; `ended` is called when it has all
+        its tokens, which are `TOKEN`.
+        """
+        request = GenerationRequest(prompt, max_tokens=output_tokens, session=session)
         number = len(self.answers) % len(self._policies)
         views = self._views[number]
-        candidates = [view.candidate() for view in views.values()]
-        decision = self._policies[number].choose(candidates, request, talk.name)
+        candidates = [view.candidate(priority) for view in views.values()]
+        decision = self._policies[number].choose(candidates, request, session)
         shard, view = self._shards[decision.address], views[decision.address]
-        view.sent_requests += 1
-        view.sent_prompt_tokens += len(prompt)
-        answer = Answer(shard.address, decision.reason, self.now_s, len(prompt))
+        view.sent.append(ClassLoad(priority, 0, 1, len(prompt) - decision.held_tokens))
         name = str(len(self.answers))
+        answer = Answer(shard.address, decision.reason, self.now_s, len(prompt), name)
         self.answers.append(answer)
-        self._requests[name] = (talk, answer)
-        shard.inbox.append(make_request(name, prompt, max_tokens=turn.output_tokens))
+        self._requests[name] = (answer, ended)
+        objective = Objective(priority) if priority else None
+        shard.receive(
+            make_request(name, prompt, max_tokens=output_tokens, objective=objective), self.now_s
+        )
         self._changed(shard)
         if not shard.stepping:
             self._step(shard)
+        return answer
+
+    @property
+    def preemptions(self) -> int:
+        """How many times a sequence was put down, at all shards."""
+        return sum(shard.scheduler.preemptions_total for shard in self._shards.values())
+
+    def retain(self, answer: Answer, seconds: float) -> None:
+        """Have a shard retain the blocks of a request that has ended there."""
+        retention = Retention(answer.request_id, seconds)
+        self._shards[answer.shard].engine.take_blocks(Inbox([], [], retentions=[retention]))
+
+    def hold(self, tokens: Sequence[int], session: str) -> None:
+        """Have a shard hold these tokens' blocks from the start, as if it had computed them: that
+        which the policy chooses where the load is what was placed so. Routers are told by reports.
+        """
+        request = GenerationRequest(tokens, session=session)
+        policy, views = self._policies[0], self._views[0]
+        candidates = [
+            _filled(view.candidate(), self._shards[address].held_tokens)
+            for address, view in views.items()
+        ]
+        shard = self._shards[policy.choose(candidates, request, session).address]
+        shard.held_tokens += len(tokens)
+        shard.hold(EngineSequence.of(make_request("held", tokens)))
+
+    def _started(self, shard: _Shard, names: Sequence[str]) -> None:
+        for name in names:
+            answer, sequence = self._requests[name][0], shard.engine.find(name)
+            assert sequence is not None
+            answer.started_s, answer.cached_tokens = self.now_s, sequence.cached_tokens or 0
+            shard.start(name, self.now_s)
 
     def _take(self, output: Output) -> None:
-        talk, answer = self._requests[output.request_id]
+        answer, ended = self._requests[output.request_id]
         answer.token_times_s += [self.now_s] * len(output.token_ids)
-        if output.cached_tokens is not None:
-            answer.cached_tokens = output.cached_tokens
+        self._shards[answer.shard].count(output)
         if output.is_last:
+            assert output.error is None, output.error
+            answer.is_ended = True
             del self._requests[output.request_id]
-            self._next_turn(talk)
+            ended(answer)
 
     # ---- shards ----
 
@@ -329,8 +479,6 @@ class SimulatedFleet:
         report = partial(self._reported, shard.address, shard.load(), shard.take_changes())
         self._at(self.now_s + _REPORT_DELAY_S, report)
 
-    def _reported(
-        self, address: str, load: tuple[int, int, int], changes: Mapping[int, int]
-    ) -> None:
+    def _reported(self, address: str, load: _Load, changes: Mapping[int, int]) -> None:
         for views in self._views:
             views[address].take(load, changes)

@@ -102,19 +102,29 @@ class Simulation:
         cost: Cost,
         *,
         num_blocks: int = 100_000,
+        block_size: int = 16,
+        retained_share: float = 0.0,
         max_model_len: int = 200_000,
         max_steps_ahead: int = 1,
         max_queued_requests: int | None = None,
         aging_s: float = 30.0,
+        tell_started: Callable[[list[str]], None] = lambda request_ids: None,
     ) -> None:
         info = runner_info(
-            num_blocks=num_blocks, max_model_len=max_model_len, max_steps_ahead=max_steps_ahead
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_steps_ahead=max_steps_ahead,
         )
         self.runner = SimulatedRunner(info, cost)
-        self.blocks = BlockManager([num_blocks], info.block_size)
+        self.blocks = BlockManager([num_blocks], info.block_size, retained_share=retained_share)
         self.scheduler = create_scheduler(limits, self.blocks, aging_s=aging_s)
         self.engine = Engine(
-            self.runner, self.scheduler, self.blocks, clock=lambda: self.runner.now_s
+            self.runner,
+            self.scheduler,
+            self.blocks,
+            clock=lambda: self.runner.now_s,
+            tell_started=tell_started,
         )
         self.timelines: dict[str, Timeline] = {}
         self.refused = 0

@@ -12,6 +12,7 @@ import pytest
 
 from penstock_client import (
     Attempt,
+    ConstraintKind,
     GenerationRequest,
     GenerationStream,
     LoadReport,
@@ -28,6 +29,16 @@ from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.load_balancing.policies import make_policy
 
 _instances = itertools.count()
+# What every shard of the first revision serves; tests of later fields add them.
+FIRST_CAPABILITIES = frozenset(
+    (
+        *("typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *("logit_bias", "bad_words", "allowed_token_ids", "logprob_token_ids", "min_tokens"),
+        *("logprobs", "prompt_logprobs", "priority", "time_to_first_token_s", "adapter"),
+        *("seconds_between_tokens", "latency_sensitive"),
+        *(kind.value for kind in ConstraintKind),
+    )
+)
 
 
 def info(address: str, **differences: object) -> ShardInfo:
@@ -54,7 +65,7 @@ def info(address: str, **differences: object) -> ShardInfo:
         kv_dtype="",
         device="",
         attention_backend="",
-        capabilities=frozenset(),
+        capabilities=FIRST_CAPABILITIES,
         batch_invariant=True,
         numerics_fingerprint="f",
         adapters={},

@@ -191,7 +191,9 @@ class Service(ABC):
             self._seen.update(psutil.Process(self.process.pid).children(recursive=True))
         for child in self._seen:
             with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+                # Those end by themselves, once they have removed what the others left.
+                if "multiprocessing.resource_tracker" not in " ".join(child.cmdline()):
+                    child.kill()
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()

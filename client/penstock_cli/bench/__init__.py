@@ -1,1 +1,1 @@
-"""`penstock bench`: load on a server, measured as a user sees it."""
+"""`penstock bench`: puts load on a server, and measures what users would see."""

@@ -1,7 +1,7 @@
-"""`penstock bench`: load on a server, measured as a user sees it.
+"""`penstock bench`: puts load on a server, and measures what users would see.
 
-Knows the command line; `load.py` sends, `report.py` sums up. Any server with
-`/v1/completions` or `/v1/chat/completions` can be measured.
+Reads the command line; `load.py` sends, `report.py` summarizes. Works with any server that has
+`/v1/completions` or `/v1/chat/completions`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from penstock_common.version import how_to_install
 
 _DEFAULT_STREAMS = 16
 _DEFAULT_REQUESTS = 64
-# Median prompt words and output tokens, or just those, by --lengths.
+# Median prompt words and output tokens (exact values with "fixed"), by --lengths.
 _DEFAULT_LENGTHS = {"fixed": (128, 64), "sharegpt": (64, 128)}
 _PROGRESS_PERIOD_S = 0.25
 _positive = number(float, above=0)
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("argument --rate: inf sends all at once and needs --requests, not --duration")
     if args.plot and not importlib.util.find_spec("matplotlib"):
         parser.error(f"argument --plot: needs matplotlib; {how_to_install('bench')}")
-    # Prompts go on where the load before ended: none is found in the server's prefix cache.
+    # All loads share a random sequence, so no prompt is in the server's prefix cache.
     rng = random.Random(args.seed)
     summaries = []
     for load in _loads(args):
@@ -158,7 +158,7 @@ def _fields(text: str) -> dict[str, Any]:
 
 
 def _new_file(text: str) -> Path:
-    """Found out before the load runs, not after."""
+    """Check the file's place before the load runs, not after."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, not {text!r}")
@@ -218,7 +218,6 @@ async def _measure(load: Load, args: argparse.Namespace, rng: random.Random) -> 
 
 @contextlib.asynccontextmanager
 async def _progress(load: Load, answers: Sequence[Answer]) -> AsyncIterator[None]:
-    """A line that renews itself, on a terminal only."""
     if not sys.stderr.isatty():
         yield
         return
@@ -246,13 +245,13 @@ def _show(summary: dict[str, Any], as_json: bool) -> None:
     elif summary["requests"]:
         print(table(summary), flush=True)
     else:
-        # Most often nobody is there: a table of zeros would hide it.
+        # Usually no server is running: a table of zeros would hide that.
         reason = summary["first_error"] or "none was sent in this time"
         print(escape(f"penstock bench: no request succeeded: {reason}"), file=sys.stderr)
 
 
 def _write_files(summaries: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
-    """Raises OSError where one cannot be written."""
+    """Raises OSError if a file cannot be written."""
     if args.output:
         lengths = _lengths(args)
         settings = {

@@ -1,4 +1,4 @@
-"""Load on an OpenAI-compatible server: when requests are sent, and what each looked like."""
+"""Puts load on an OpenAI-compatible server: sends requests, and measures their answers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import aiohttp
 
 from penstock_cli.router_errors import CUT_OFF, NOT_HTTP, no_answer, one_line, refusal
 
-# Short, common and distinct, so that a prompt of n words is about n tokens for most tokenizers.
+# Short, common words, so that a prompt of n words is about n tokens for most tokenizers.
 _WORDS = (
     *("the", "of", "and", "to", "in", "is", "on", "by", "it", "or", "be", "at", "as"),
     *("an", "we", "us", "if", "do", "my", "up", "so", "he", "go", "no", "me"),
 )
-# The shape of chats as people have shared them: most are short, a few are very long.
+# Log-normal lengths, as in chats that people have shared: most are short, a few are very long.
 _SHAREGPT_PROMPT_SIGMA = 1.4
 _SHAREGPT_OUTPUT_SIGMA = 1.0
 _SHAREGPT_MIN, _SHAREGPT_MAX = 4, 1024
@@ -35,11 +35,11 @@ _SAID = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Arrival of requests.
+    """The arrival of requests.
 
-    Closed loop: `level` requests at once, the next as soon as one is answered. Open loop: on
-    average `level` requests a second whatever the answers, with exponential gaps (a Poisson
-    process); an infinite level sends all at once.
+    Closed loop: `level` requests at once; the end of one starts the next. Open loop: on average
+    `level` requests per second, regardless of answers, with exponential gaps (a Poisson process);
+    an infinite level sends all at once.
     """
 
     open_loop: bool
@@ -56,8 +56,8 @@ class Load:
 class Lengths:
     """Words in a prompt and tokens in an answer.
 
-    `spread`: they are medians of log-normal distributions (sigma 1.4 and 1.0, clipped to 4 to
-    1024) as in ShareGPT's chats; otherwise every request has exactly these.
+    With `spread`, the values are medians of log-normal distributions (sigma 1.4 and 1.0, clipped to
+    4 to 1024), as in ShareGPT's chats. Otherwise every request has exactly these lengths.
     """
 
     prompt_words: int
@@ -83,7 +83,7 @@ def _log_normal(rng: random.Random, median: int, sigma: float) -> int:
 class Plan:
     """The requests of one load; at least one of `requests` and `duration_s` ends it.
 
-    After `duration_s` nothing new is sent, and what is in flight is waited for.
+    After `duration_s`, no new requests are sent, and the running ones are awaited.
     """
 
     load: Load
@@ -94,10 +94,9 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """The server that requests go to, and the fields each body has beside its prompt and its
-    length.
+    """The measured server, and the fields of each request besides prompt and length.
 
-    Without `sends_done` its streams end without the [DONE] of the OpenAI API.
+    Without `sends_done`, its streams end without the [DONE] of the OpenAI API.
     """
 
     url: str
@@ -105,7 +104,7 @@ class Server:
     api_key: str | None = None
     keepalive: bool = True
     sends_done: bool = True
-    # Prompts are the one message of a chat each.
+    # True to send each prompt as a chat.
     chat: bool = False
 
     @property
@@ -113,7 +112,6 @@ class Server:
         return f"{self.url}/v1/{'chat/completions' if self.chat else 'completions'}"
 
     def body(self, prompt: str, output_tokens: int) -> dict[str, Any]:
-        """The body of one request."""
         asked: dict[str, Any] = {"prompt": prompt}
         if self.chat:
             asked = {"messages": [{"role": "user", "content": prompt}]}
@@ -122,11 +120,11 @@ class Server:
 
 @dataclass(slots=True)
 class Answer:
-    """A request as seen from outside. Times are of `time.perf_counter`."""
+    """A request as its client sees it. Times are of `time.perf_counter`."""
 
-    # When it should have been sent: a load that lags behind must not flatter the server.
+    # The due time of the request: a late load must not flatter the server.
     due_s: float
-    # The parts of a complete answer that have not arrived yet.
+    # Required parts of the answer that have not arrived yet.
     missing: set[str]
     first_s: float = 0.0
     last_s: float = 0.0
@@ -139,24 +137,24 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from when it was due to its first text, or to its end where there was no text."""
+        """Seconds from the due time to the first text, or to the end of an answer without text."""
         return (self.first_s or self.ended_s) - self.due_s
 
     @property
     def tpot_s(self) -> float:
-        """Mean time per output token after the first; 0 where there is no second."""
+        """Mean time per output token after the first; 0 with one token."""
         return (self.last_s - self.first_s) / max(self.output_tokens - 1, 1)
 
     @property
     def e2e_s(self) -> float:
-        """Seconds from when it was due to the end of its answer."""
+        """Seconds from the due time to the end of the answer."""
         return self.ended_s - self.due_s
 
     def fail(self, kind: str, error: str) -> None:
         self.error_kind, self.error = kind, error
 
     def take(self, data: bytes) -> None:
-        """Take an event of the answer; raises ValueError for what cannot be one."""
+        """Take an event of the answer. Raises ValueError if `data` is not such an event."""
         if data == b"[DONE]":
             self.missing.discard("[DONE]")
             return
@@ -174,7 +172,7 @@ class Answer:
             self._take_time()
         if any(choice.get("finish_reason") for choice in choices):
             self.missing.discard("finish_reason")
-        # Some servers send it along with the last choice, most in an event of its own.
+        # Some servers send usage with the last choice; most send it in a separate event.
         if usage or not choices:
             self.output_tokens = int(usage["completion_tokens"])
             self.prompt_tokens = int(usage["prompt_tokens"])
@@ -190,13 +188,13 @@ class Answer:
 
 
 def _says(choice: dict[str, Any]) -> bool:
-    """Tell whether it has a piece of an answer, in the form of completions or of chats."""
+    """True if the choice has a piece of an answer, of a completion or a chat."""
     delta = choice.get("delta") or {}
     return bool(choice.get("text")) or any(delta.get(name) for name in _SAID)
 
 
 async def run(plan: Plan, server: Server, rng: random.Random, answers: list[Answer]) -> float:
-    """Send what the plan says; answers are appended as they end. Returns the seconds it took."""
+    """Send the plan's requests; append answers as they end. Return the duration in seconds."""
     timeout = aiohttp.ClientTimeout(total=None, sock_read=_READ_TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0, force_close=not server.keepalive)
     headers = {"Authorization": f"Bearer {server.api_key}"} if server.api_key else {}
@@ -217,7 +215,7 @@ async def run(plan: Plan, server: Server, rng: random.Random, answers: list[Answ
 
 
 def _bodies(plan: Plan, server: Server, rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Prompts are distinct, so that no prefix is shared by accident."""
+    """Yield bodies with distinct prompts, so that no prefix is shared by accident."""
     for _ in itertools.repeat(None) if plan.requests is None else range(plan.requests):
         prompt_words, output_tokens = plan.lengths.draw(rng)
         yield server.body(" ".join(rng.choices(_WORDS, k=prompt_words)), output_tokens)
@@ -256,7 +254,7 @@ async def _open_loop(
 async def _complete(
     session: aiohttp.ClientSession, server: Server, body: dict[str, Any], due_s: float
 ) -> Answer:
-    """Send a request, whatever becomes of it: one that fails must not end the others."""
+    """Send a request and record any failure, which must not end the others."""
     answer = Answer(due_s, missing={"finish_reason"})
     if server.sends_done:
         answer.missing.add("[DONE]")
@@ -267,12 +265,12 @@ async def _complete(
     except aiohttp.ClientPayloadError:
         answer.fail("cut off", CUT_OFF)
     except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError) as error:
-        # Before ValueError, which one of a bad certificate is too.
+        # Before ValueError, because a bad certificate's error is both.
         answer.fail("connection", _unanswered(error, server))
     except ValueError as error:
         answer.fail("no completion", one_line(error))
     except (aiohttp.ClientError, OSError) as error:
-        # 400 is what aiohttp's own parser says; one from the server is an answer like others.
+        # This status 400 is from aiohttp's parser; a server's own 400 raises nothing.
         unreadable = isinstance(error, aiohttp.ClientResponseError) and error.status == 400
         kind = "timeout" if isinstance(error, TimeoutError) else "connection"
         answer.fail(kind, NOT_HTTP if unreadable else _unanswered(error, server))
@@ -285,19 +283,18 @@ def _unanswered(error: Exception, server: Server) -> str:
 
 
 def _cause(error: Exception) -> Exception:
-    """Name what went wrong below aiohttp."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return error.certificate_error
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return http.client.RemoteDisconnected(str(error))
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-    # TLS errors have numbers of their own, not errno values, and failed name lookups negative ones.
+    # TLS errors have their own numbers, not errno values; failed name lookups have negative ones.
     if (
         isinstance(cause, OSError)
         and not isinstance(cause, ssl.SSLError)
         and (cause.errno or 0) > 0
     ):
-        # In the system's words: asyncio's name the call.
+        # Use the system's words: asyncio's words name the call.
         return OSError(cause.errno, os.strerror(cause.errno or 0))
     return cause
 
@@ -320,7 +317,7 @@ async def _stream(
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each server-sent event. Several that came together cost one wake-up."""
+    """Yield the data of each server-sent event; events that arrive together cost one wake-up."""
     rest = b""
     async for piece in content.iter_any():
         *lines, rest = (rest + piece).split(b"\n")

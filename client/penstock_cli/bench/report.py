@@ -1,4 +1,4 @@
-"""Figures of a load: a summary for programs, a table and plots for people."""
+"""Summarizes a load: JSON for programs, a table and plots for people."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LATENCIES = {
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The limits, in ms, that an answer must keep to count as good; infinite: no limit."""
+    """Limits, in ms, that a good answer meets. Infinite means no limit."""
 
     ttft_ms: float = math.inf
     tpot_ms: float = math.inf
@@ -42,11 +42,11 @@ def summarize(
     client_cpu_s: float,
     objective: Objective | None = None,
 ) -> dict[str, Any]:
-    """Summarize a load as a JSON object. Rates are of whole answers only, over all of `wall_s`.
+    """Summarize a load as a JSON object. Rates count only complete answers, over all of `wall_s`.
 
-    `inter_token_ms` are the gaps between events, which may carry several tokens; `tpot_ms` is a
-    request's mean per token. `goodput` is there with an objective: the share of all requests,
-    failed ones too, that kept it, and how many that was a second.
+    `inter_token_ms` are gaps between events, which may carry several tokens; `tpot_ms` is a
+    request's mean time per token. With an objective, `goodput` has the share of all requests,
+    including failed ones, that met it, and the number of these requests per second.
     """
     good = [answer for answer in answers if not answer.error]
     output_tokens = sum(answer.output_tokens for answer in good)
@@ -54,7 +54,7 @@ def summarize(
     summary: dict[str, Any] = {
         "load": load.name,
         "open_loop": load.open_loop,
-        # JSON knows no infinity.
+        # JSON has no infinity.
         "level": None if math.isinf(load.level) else load.level,
         "requests": len(good),
         "failed": len(answers) - len(good),
@@ -79,7 +79,7 @@ def summarize(
 
 
 def _spread_ms(values_s: Sequence[float]) -> dict[str, float | None]:
-    """Mean and percentiles; None of no values."""
+    """Mean and percentiles; None without values."""
     if not values_s:
         return dict.fromkeys(("mean", "p50", "p90", "p99"))
     cuts = statistics.quantiles([*values_s] * (1 + (len(values_s) == 1)), n=100, method="inclusive")
@@ -92,7 +92,6 @@ def _spread_ms(values_s: Sequence[float]) -> dict[str, float | None]:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """A summary for a terminal."""
     lines = [
         f"{summary['load']}: {summary['requests']} requests in {summary['wall_s']:.1f} s, "
         f"{summary['failed']} failed",
@@ -119,14 +118,14 @@ def _cell(value_ms: float | None) -> str:
 
 
 def plot(summaries: Sequence[dict[str, Any]], path: Path) -> None:
-    """TTFT, inter-token latency and throughput against load, as a PNG.
+    """Plot TTFT, inter-token latency and throughput against load, as a PNG.
 
-    Needs matplotlib. Raises OSError where the file cannot be written.
+    Needs matplotlib. Raises OSError if the file cannot be written.
     """
     figure = importlib.import_module("matplotlib.figure").Figure(
         figsize=(12, 4), layout="constrained"
     )
-    # Evenly spaced, not scaled: "all at once" is one of them.
+    # Evenly spaced loads, not to scale: "all at once" may be one of them.
     names = ["all at once" if s["level"] is None else f"{s['level']:g}" for s in summaries]
     first, gaps, throughput = figure.subplots(1, 3)
     for axes, key, title in (

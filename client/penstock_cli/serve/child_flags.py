@@ -1,7 +1,7 @@
-"""Checks that the router and the shards of `penstock serve` take the flags it has for them.
+"""Checks that the router and the shards of `penstock serve` accept their flags.
 
-Asked before anything starts, of their own parsers, which run in processes of their own. What they
-say is put in terms of the command that was typed.
+Before anything starts, separate processes run the parsers of router and shards. Errors are
+rewritten for the typed command.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock_common.child_environment import child_environment
 from penstock_common.flags import UNKNOWN_FLAGS, did_you_mean
 from penstock_common.shared_flags import USAGE_STATUS
 
-# The exit status of the check where the process would run; after --help it is 0.
+# Exit status of the check if the process would run; after --help it is 0.
 _WOULD_RUN_STATUS = 3
 _READ_FLAGS = f"""
 import sys
@@ -29,45 +29,45 @@ parse_config(sys.argv[1:])
 sys.exit({_WOULD_RUN_STATUS})
 """
 _ROUTER, _SHARD = "router", "shard"
-# Without these it complains of them before it does of an unknown flag.
+# Required flags: a process reports missing ones before unknown ones.
 _NEEDED: dict[str, list[str]] = {_ROUTER: ["--shards", "127.0.0.1:1"], _SHARD: []}
 
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """The command line that a process is to be started with."""
+    """The command line of a process to start."""
 
     flags: Sequence[str]
-    # What it gets of our variables, and others.
+    # Names of variables that the process gets from our environment, and additional variables.
     variables: Sequence[str]
     environment: Mapping[str, str]
 
 
 class Unusable(Exception):
-    """A fault of the flags, in one line."""
+    """Invalid flags; the text is one line."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """The outcome of reading flags: the exit status and what was said."""
+    """The outcome of reading flags: exit status and output."""
 
     status: int
     said: str
 
     @property
     def unknown(self) -> str:
-        """The arguments that no flag is known for, as they were typed; "" if there are none."""
+        """The unknown arguments, as typed; "" if there are none."""
         return self.said.partition(UNKNOWN_FLAGS)[2].partition(" (see ")[0].partition("; did ")[0]
 
     @property
     def resembled(self) -> list[str]:
-        """The flag that the first of these resembles, if there is one."""
+        """The known flag that the first unknown one resembles, if any."""
         return re.findall(r"; did you mean (\S+)\?", self.said)
 
 
 def check(router: Typed, shards: Sequence[Typed], own: Sequence[str]) -> bool:
-    """Tell whether all would run; False if one printed its help. `own` flags are no child's, and
-    stand among those of shards. Raises `Unusable`.
+    """True if all processes would run; false if one printed its help. `own`: the flags of `penstock
+    serve` itself, which are typed among shards' flags. Raises `Unusable`.
     """
     would_run = True
     checks = [*((_SHARD, shard, router) for shard in shards), (_ROUTER, router, shards[0])]
@@ -95,7 +95,7 @@ def _read(process: str, flags: Sequence[str], typed: Typed) -> _Reading:
 
 
 def _told(reading: _Reading, process: str, other_process: Typed, own: Sequence[str]) -> str:
-    """The process's words, as `penstock serve` says them."""
+    """The process's error, in words for a user of `penstock serve`."""
     if not reading.unknown:
         return reading.said.strip().removeprefix(f"penstock {process}: ")
     flag = reading.unknown.split()[0]

@@ -1,4 +1,4 @@
-"""The words of `penstock serve` once its router is ready: how to use it."""
+"""Tells how to use the router of `penstock serve` once it is ready."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ _TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The way to the router: its address, whether callers must send a key, and that key if it
-    is known here.
-    """
+    """The router's address, true if callers must send a key, and the key if known here."""
 
     url: str
     needs_key: bool = False
@@ -33,7 +31,7 @@ class Access:
 
 
 async def greet(access: Access, models: Sequence[str] = ()) -> None:
-    """Wait until the router is ready, then say how to use it; of several `models` all must be."""
+    """Wait until the router is ready and serves all `models`, then say how to use it."""
     health = access.url + "/health"
     while not await asyncio.to_thread(_answers, health, verify=False):
         await asyncio.sleep(_POLL_S)
@@ -62,8 +60,8 @@ def _chat(url: str, model: str) -> str:
 
 
 def _command() -> str:
-    """The command as it can be typed here: by its path where it is in an environment that another
-    terminal has not activated.
+    """The `penstock` command as a user can type it. It has its path if another terminal may lack
+    this environment.
     """
     started = sys.argv[0]
     is_unknown = shutil.which("penstock") is None and os.path.basename(started) == "penstock"
@@ -71,12 +69,12 @@ def _command() -> str:
 
 
 def _curl(access: Access, model: str, *, is_known: bool) -> str:
-    # Quoted, as brackets of an IPv6 address are special in some shells.
+    # Quoted: brackets of an IPv6 address are special in some shells.
     chat = shlex.quote(access.url + "/v1/chat/completions")
     which = f'"model": {json.dumps(model)}, ' if model else ""
     content = '"messages": [{"role": "user", "content": "What is penstock?"}]'
     body = f'{{{which}"stream": true, "max_tokens": 60, {content}}}'
-    # Not the key itself: this may be a log.
+    # Not the key itself, because the output may be a log.
     key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if access.needs_key else ""
     authority = "" if is_known else ' --cacert "$SSL_CERT_FILE"'
     return (
@@ -86,7 +84,9 @@ def _curl(access: Access, model: str, *, is_known: bool) -> str:
 
 
 def _answers(url: str, *, verify: bool) -> bool:
-    """Ask whether our own router is up; `verify`: with a certificate of an authority known here."""
+    """True if our own router answers. `verify`: an authority known here must have signed its
+    certificate.
+    """
     try:
         with open_directly(url, _TIMEOUT_S, _context(verify=verify)):
             return True
@@ -95,7 +95,7 @@ def _answers(url: str, *, verify: bool) -> bool:
 
 
 def _serves(access: Access, models: Sequence[str]) -> bool:
-    """Ask whether all models are served; taken for granted where the key is not known here."""
+    """True if all models are served, or the key is unknown."""
     headers = {"Authorization": f"Bearer {access.key}"} if access.key else {}
     request = urllib.request.Request(access.url + "/v1/models", headers=headers)
     try:
@@ -110,7 +110,7 @@ def _serves(access: Access, models: Sequence[str]) -> bool:
 
 def _context(*, verify: bool) -> ssl.SSLContext:
     context = ssl.create_default_context()
-    # It may be for another name than the address at which it is reached here.
+    # The certificate may be for another name than the address used here.
     context.check_hostname = False
     if not verify:
         context.verify_mode = ssl.CERT_NONE

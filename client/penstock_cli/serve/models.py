@@ -1,4 +1,4 @@
-"""Models that `penstock serve` is to serve, and the names that clients ask for them by."""
+"""Models that `penstock serve` serves, and the names by which clients ask for them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _SOURCE, _NAME = "--model", "--served-model-name"
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The model that shards load, "" for the built-in model; and the name that was given, "" for
-    its own.
+    """A model for shards to load ("" is the built-in one), and the user's name for it ("" is its
+    own name).
     """
 
     source: str = ""
@@ -27,14 +27,13 @@ class Model:
 
     @property
     def flags(self) -> list[str]:
-        """The flags of its shards."""
         source = [_SOURCE, self.source] if self.source else []
         return [*source, _NAME, self.given_name] if self.given_name else source
 
 
 def split_models(arguments: Sequence[str]) -> tuple[list[Model], list[str]]:
-    """The models, which come first: behind a shard's flag one could be that flag's value. Then the
-    rest of the arguments.
+    """Split the arguments into models and the rest. Models come first: after a flag, a model could
+    be the flag's value.
     """
     count = next((i for i, word in enumerate(arguments) if word.startswith("-")), len(arguments))
     models = [_model(word) for word in arguments[:count]] or [Model()]
@@ -48,7 +47,7 @@ def _model(word: str) -> Model:
 
 
 def check_models(models: Sequence[Model], shard_flags: Sequence[str]) -> None:
-    """Raises `Unusable` where several cannot be told apart."""
+    """Raise `Unusable` if several models cannot be told apart."""
     if len(models) == 1:
         return
     for flag in (_SOURCE, _NAME):

@@ -1,6 +1,7 @@
 """`penstock serve`: a router and its shards as child processes on this machine.
 
-Restarts one that dies, ends all on Ctrl-C; where it is itself killed, they end with it on Linux.
+Restarts a child that dies, and ends all children on Ctrl-C. On Linux, children end even if this
+process is killed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from penstock_cli.serve.greeting import Access, greet
 from penstock_cli.serve.models import Model, check_models, split_models
 from penstock_cli.serve.with_parent import with_parent
 from penstock_client.fleet.discovery import authority
-from penstock_common.child_environment import HUB, TRACES, child_environment
+from penstock_common.child_environment import HUB, TRACES, VLLM, child_environment
 from penstock_common.flags import OneLineParser, flag, parser_of, usable_key, words_of
 from penstock_common.listening import listen
 from penstock_common.port_holder import holder_of, why_not
@@ -38,22 +39,22 @@ from penstock_common.shared_flags import (
     seconds,
 )
 
-# How long a router may take to stop beyond the time that requests may take to finish.
+# Time for a router to stop after the time for its requests.
 _STOP_TIMEOUT_S = 15.0
 _FIRST_BACK_OFF_S = 0.5
 _MAX_BACK_OFF_S = 10.0
-# A child that ran this long has recovered: deaths are counted anew.
+# A child that ran for this time has recovered: its count of deaths starts again.
 _STEADY_S = 30.0
 _MAX_DEATHS = 5
-# How many ports from the usual one on are tried for shards, where none is asked for.
+# Number of ports tried for shards if none is given, from the usual port on.
 _MOST_PORTS = 1000
 _MAX_PORT = 65535
-# The address at which a router that listens on all addresses is reached.
+# The addresses of shards, and of a router that listens on all addresses.
 _LOOPBACK = "127.0.0.1"
 _HERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
-# The variables that each reads, beyond those that every process gets.
-_SHARD_VARIABLES = (*SHARD_API_KEY, "PENSTOCK_KV_PEER_KEY", *HUB, *TRACES)
+# Variables for shards and for the router, besides those that every child gets.
+_SHARD_VARIABLES = (*SHARD_API_KEY, "PENSTOCK_KV_PEER_KEY", *HUB, *VLLM, *TRACES)
 _ROUTER_VARIABLES = (
     *("PENSTOCK_API_KEY", "PENSTOCK_API_KEYS_FILE", "PENSTOCK_ADMIN_KEY", "PENSTOCK_RESUME_KEY"),
     *("PENSTOCK_SHARD_", *TRACES),
@@ -62,7 +63,7 @@ _ROUTER_VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(ListeningConfig):
-    """Flags of `penstock serve` itself; all others are those of shards, or of the router."""
+    """Flags of `penstock serve` itself; all others are for shards or the router."""
 
     port: int = flag(8000, "its port", group=SERVING, at_least=1, at_most=_MAX_PORT)
     shutdown_timeout_s: float = seconds(
@@ -92,11 +93,11 @@ class ServeConfig(ListeningConfig):
 class _Child:
     name: str
     command: list[str]
-    # What it gets of our variables; and others, with secrets that lists of processes would show
-    # among arguments.
+    # Names of variables that the child gets from our environment; and additional variables, such as
+    # secrets, which process lists would show among arguments.
     variables: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
-    # How long it may take to end.
+    # Time that the child may take to end.
     stop_timeout_s: float = _STOP_TIMEOUT_S
     process: asyncio.subprocess.Process | None = None
     deaths: int = 0
@@ -114,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
     num_shards = len(models) * config.shards
     try:
         check_models(models, shard_flags)
-        # Their flags first, whatever their ports: one may be --help. One shard of each model.
+        # Check flags before ports, because one flag may be --help. Check one shard of each model.
         *shards, router = children(_usual_ports(config, num_shards))
         asked = [_typed(shard) for shard in shards[:: config.shards]]
         if not check(_typed(router), asked, _parser().flags):
@@ -137,7 +138,6 @@ def _access(config: ServeConfig, router_flags: Sequence[str]) -> Access:
 
 
 def _needs_key(api_key: str | None, router_flags: Sequence[str]) -> bool:
-    """Tell whether callers of the router must send a key."""
     variables = ("PENSTOCK_API_KEY", "PENSTOCK_API_KEYS_FILE")
     return (
         bool(api_key)
@@ -147,7 +147,6 @@ def _needs_key(api_key: str | None, router_flags: Sequence[str]) -> bool:
 
 
 def _parsed(arguments: Sequence[str], num_models: int = 1) -> tuple[ServeConfig, list[str]]:
-    """Parse the flags of `penstock serve` itself, and those for shards."""
     parser = _parser()
     given, shard_flags = parser.parse_known_args(arguments)
     config = ServeConfig(**vars(given))
@@ -189,8 +188,7 @@ def _children(
     router_flags: Sequence[str],
     shard_ports: Sequence[int],
 ) -> list[_Child]:
-    """The shards of each model, then the router."""
-    # The same key for all: otherwise a shard would take the one in our own environment.
+    # The same key for all: otherwise a shard would use the one in our own environment.
     key = {} if config.api_key is None else {"PENSTOCK_API_KEY": config.api_key}
     size = config.tensor_parallel_size
     gpus = itertools.cycle(
@@ -221,7 +219,7 @@ def _children(
 def _shards(
     ports: Sequence[int], flags: Sequence[str], environments: Iterator[dict[str, str]]
 ) -> Iterator[_Child]:
-    """The shards of one model, which are peers of each other where they copy KV blocks."""
+    """The shards of one model. They are peers if they copy KV blocks."""
     addresses = [f"{_LOOPBACK}:{port}" for port in ports]
     is_peer = len(addresses) > 1 and _copies_blocks(flags)
     peer_key = {"PENSTOCK_KV_PEER_KEY": secrets.token_hex(32)} if is_peer else {}
@@ -236,7 +234,7 @@ def _shards(
 
 
 def _copies_blocks(shard_flags: Sequence[str]) -> bool:
-    """Tell whether shards have memory for copies of KV blocks, and no peers that somebody chose."""
+    """True if shards have memory for copies of KV blocks, and the flags name no peers."""
     names = {flag.partition("=")[0] for flag in shard_flags}
     return "--kv-host-bytes" in names and "--kv-peers" not in names
 
@@ -246,8 +244,8 @@ def _others(address: str, addresses: Sequence[str]) -> list[str]:
 
 
 def _too_few_gpus(num_shards: int, size: int) -> str:
-    """An error text if there are too few GPUs for shards of several each, or "". Shards of one GPU
-    may share it, and a single shard checks that itself.
+    """An error text if shards need several GPUs each and too few exist, or "". Shards that need one
+    GPU may share it, and a single shard checks its GPUs itself.
     """
     if num_shards == 1 or size == 1:
         return ""
@@ -261,19 +259,19 @@ def _too_few_gpus(num_shards: int, size: int) -> str:
 
 
 def _groups(gpus: list[str], size: int) -> list[list[str]]:
-    """Groups of `size` GPUs; those left over are not used."""
+    """Groups of `size` GPUs; remaining GPUs are not used."""
     count = len(gpus) // size
     return [gpus[index * size : (index + 1) * size] for index in range(count)]
 
 
 def _usual_ports(config: ServeConfig, count: int) -> list[int]:
-    """The ports of so many shards, where they are free."""
+    """The ports that `count` shards use if all are free."""
     first: int = SHARD_PORT if config.shard_port is None else config.shard_port
     return list(range(first, first + count))
 
 
 def _shard_ports(config: ServeConfig, count: int) -> list[int]:
-    """Ports that are free: those that were asked for, else the next ones, and then it is said.
+    """Free ports: the given ones, else the next free ones, with a message.
 
     Raises `Unusable`.
     """
@@ -298,9 +296,9 @@ def _shard_ports(config: ServeConfig, count: int) -> list[int]:
 
 
 def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:
-    """An error text if one of the ports is taken, or "".
+    """An error text if one of the ports is in use, or "".
 
-    Checked before anything starts: another process on the router's port would answer in its place.
+    Checked before anything starts: another process at the router's port would answer in its place.
     """
     for number in range(port, port + count):
         try:
@@ -316,7 +314,7 @@ def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:
 
 
 def _typed(child: _Child) -> Typed:
-    # Each command is a Python, -m and a module, and then its flags.
+    # A command is a Python, -m, a module and the flags.
     return Typed(child.command[3:], child.variables, child.environment)
 
 
@@ -325,7 +323,7 @@ def _python(module: str, *arguments: str) -> list[str]:
 
 
 async def _serve(children: list[_Child], access: Access, models: Sequence[str] = ()) -> int:
-    """Run until a signal, or until a child cannot be kept running; returns the exit status."""
+    """Run until a signal, or until a child cannot be kept running; return the exit status."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in _stop_signals():
@@ -337,27 +335,27 @@ async def _serve(children: list[_Child], access: Access, models: Sequence[str] =
     for task in (greeting, stopped, *keepers):
         task.cancel()
     for signum in (signal.SIGINT, signal.SIGTERM):
-        # A second Ctrl-C does not wait for running requests. A second SIGHUP means nothing: a
-        # terminal that is closed often sends two.
+        # A second Ctrl-C does not wait for running requests. A second SIGHUP is ignored: a closed
+        # terminal often sends two.
         loop.add_signal_handler(signum, _kill_all, children)
     if stopped in done:
-        # A terminal that is closed cannot be written to.
+        # The terminal may be closed, so that writing fails.
         with contextlib.suppress(OSError):
             _say("ending as soon as running requests have; Ctrl-C again ends them at once")
-    # The router first: it lets its requests finish, and for that it needs the shards.
+    # The router first: it needs the shards to let its requests finish.
     for child in reversed(children):
         await _end(child)
     if stopped in done:
         return 0
     failures = [task.result() for task in keepers if task in done]
-    # Last, below whatever the others logged meanwhile.
+    # The reasons go below all other log lines.
     for _, reason in failures:
         _say(f"ended, as {reason}")
     return max(status for status, _ in failures)
 
 
 def _stop_signals() -> list[signal.Signals]:
-    """Ctrl-C, a kill, and a closed terminal unless nohup has told us to outlive it."""
+    """The signals of Ctrl-C, of a kill and, without nohup, of a closed terminal."""
     signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signals.remove(signal.SIGHUP)
@@ -365,12 +363,12 @@ def _stop_signals() -> list[signal.Signals]:
 
 
 async def _keep(child: _Child) -> tuple[int, str]:
-    """Run a child, and restart it when it dies; when that is pointless, returns the exit status for
-    this command, and why.
+    """Run a child, and restart it when it dies. If a restart is pointless, return this command's
+    exit status and the reason.
     """
     back_off_s = _FIRST_BACK_OFF_S
     while True:
-        # Its own session: Ctrl-C reaches us alone, and we end children in the right order.
+        # In a session of its own: Ctrl-C reaches only us, and we end children in the right order.
         child.process = await asyncio.create_subprocess_exec(
             *with_parent(child.command),
             start_new_session=True,
@@ -390,7 +388,6 @@ async def _keep(child: _Child) -> tuple[int, str]:
 
 
 def _last_words(child: _Child, status: int) -> str:
-    """Say why a child is not started again."""
     if status == USAGE_STATUS:
         command = child.command[2].replace("_", " ")
         return f"the {child.name} cannot start: the line above that begins `{command}:` says why"
@@ -401,7 +398,6 @@ def _last_words(child: _Child, status: int) -> str:
 
 
 def _end_of(status: int) -> str:
-    """Say what became of a process."""
     if status >= 0:
         return f"ended with status {status}"
     if -status == signal.SIGKILL:

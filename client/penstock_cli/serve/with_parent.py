@@ -1,6 +1,6 @@
-"""Executes another command, which gets SIGTERM when the process that started it is gone.
+"""Runs another command, which gets SIGTERM when its parent process ends.
 
-That holds however that process ended: the kernel sends the signal, on Linux only.
+The kernel sends the signal for any end of the parent, but only on Linux.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import signal
 import sys
 from collections.abc import Sequence
 
-# From linux/prctl.h. The setting survives exec.
+# A number of linux/prctl.h. The setting survives exec.
 _PR_SET_PDEATHSIG = 1
 
 
 def with_parent(command: Sequence[str]) -> list[str]:
-    """A command line for a child of this process; except on Linux, the command as it is."""
+    """A command line for a child of this process; except on Linux, the command unchanged."""
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-m", __name__, str(os.getpid()), *command]

@@ -1,1 +1,1 @@
-"""`penstock translate`: command lines of other servers as those of penstock."""
+"""`penstock translate`: turns command lines of other servers into penstock's."""

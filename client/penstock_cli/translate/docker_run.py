@@ -1,6 +1,6 @@
-"""A `docker run` command line: its image, what the container is told, and which paths are whose.
+"""Reads a `docker run` command line: its image, the container's arguments, and mounted paths.
 
-Docker's options as far as a server's command line needs them.
+Understands Docker's options as far as a server's command line needs them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 ENGINES = ("docker", "podman", "nerdctl")
-# All other options have a value.
+# Options without a value; all others have one.
 _SWITCHES = frozenset(
     [
         *("--detach", "--disable-content-trust", "--init", "--interactive", "--no-healthcheck"),
@@ -28,28 +28,26 @@ class DockerError(Exception):
 
 @dataclass(slots=True)
 class DockerRun:
-    """A parsed `docker run` command line."""
-
     image: str = ""
     arguments: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
-    # (host's address or "", its port, the container's), as they are written.
+    # (host's address or "", its port, the container's port), as written.
     ports: list[tuple[str, str, str]] = field(default_factory=list)
     # The container's path -> the host's, or the name of a volume.
     mounts: dict[str, str] = field(default_factory=dict)
     gpus: str = ""
-    # Options that concern the container and not what runs in it.
+    # Options that concern the container and not its command.
     others: list[str] = field(default_factory=list)
 
     def host_path(self, path: str) -> str:
-        """Find where a path of the container is on the host, as far as a mounted folder says."""
+        """The host's path for a container's path in a mounted folder; other paths unchanged."""
         for inside, outside in self.mounts.items():
             if path == inside or path.startswith(f"{inside}/"):
                 return outside + path[len(inside) :] if is_path(outside) else path
         return path
 
     def published(self, port: str) -> tuple[str, str]:
-        """The host's address and port for one of the container's; ("", port) where it has none."""
+        """The host's address and port for a container's port; ("", port) if it is not published."""
         for address, outside, inside in self.ports:
             if inside == port:
                 return address, outside
@@ -57,15 +55,15 @@ class DockerRun:
 
 
 def is_path(source: str) -> bool:
-    """Tell whether a folder of the host is mounted, and not a volume of docker's."""
+    """True if a mount's source is a folder of the host, not a docker volume."""
     return source.startswith(("/", ".", "~", "$")) or "/" in source
 
 
 def parse_docker_run(words: Sequence[str], ambient: Mapping[str, str]) -> DockerRun:
-    """Read what follows `docker`; `ambient` is where `-e NAME` takes its value from.
+    """Parse the words after `docker`; `ambient` has the values for `-e NAME`.
 
     Raises:
-        DockerError: for another command than `run`, or one without an image.
+        DockerError: the command is not `run`, or has no image.
     """
     rest = [word for word in words[:1] if word != "container"] + list(words[1:])
     if rest[:1] != ["run"]:

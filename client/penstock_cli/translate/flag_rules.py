@@ -1,4 +1,4 @@
-"""Rules for another server's flags: a flag of ours, nothing to do, a loss, or a refusal."""
+"""Rules for another server's flags. A flag becomes a flag of ours, nothing, a loss or a refusal."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from penstock_common.flags import as_size
 
 
 class Takes(Enum):
-    """The values that a flag takes."""
-
     VALUE = ""
     NOTHING = "!"
     VALUES = "+"
@@ -28,26 +26,26 @@ class Part(Enum):
     SHARD = "shards"
     ROUTER = "the router"
     BOTH = "shards and the router"
-    # How often the model is there: the product of all such flags.
+    # Number of shards of the model. Several such flags are multiplied.
     COPIES = "how many shards"
-    # And of how many devices each is: a product too.
+    # Number of devices of each shard. Several such flags are multiplied.
     DEVICES = "how many GPUs of a shard"
     ENVIRONMENT = "the environment"
 
 
 class Loss(Enum):
-    """The harm done where a flag has no counterpart."""
+    """The consequence if a flag has no counterpart."""
 
     NONE = "nothing to do"
-    # There is a counterpart, but it needs to be told what the flag does not say.
+    # The counterpart needs information that the flag does not have.
     BY_HAND = "by hand"
     LOST = "no counterpart"
-    # Answers would differ and nobody would notice: not served in its place.
+    # Without the flag, answers would differ unnoticed, so the server does not start.
     REFUSED = "refused"
 
 
 class NotTranslatable(Exception):
-    """A flag's value that has no counterpart; the text says why and what to do instead."""
+    """A flag's value has no counterpart; the text says why and what to do instead."""
 
     def __init__(self, text: str, loss: Loss = Loss.LOST) -> None:
         super().__init__(text)
@@ -64,33 +62,34 @@ class Rule:
     takes: Takes = Takes.VALUE
     to: str = ""
     part: Part = Part.SHARD
-    # The value as ours; None where the flag is to be left out, as its default is the same.
+    # Converts to our value; None if the flag is left out, because our default is the same.
     convert: Convert = str
     why: str = ""
     loss: Loss = Loss.NONE
-    # Values that ask for nothing: no loss.
+    # Values that change nothing, so that no loss is reported.
     harmless: frozenset[str] = frozenset()
-    # Whether it may be given several times, for several values, as ours may.
+    # True if the flag may be given several times, as ours may.
     repeats: bool = False
-    # The separator of several values in one; "" if it takes one value.
+    # The separator of several values in one argument; "" if the flag takes one value.
     separator: str = ""
-    # Whether several become one, with commas.
+    # True if several values are joined with commas.
     joins: bool = False
 
 
-# By name; in an environment also by family, a name with a * for any letters.
+# Rules by name; for variables also by family: a name in which * stands for any letters.
 Table = dict[str, Rule]
 
 
 def rule_of(variable: str, table: Table) -> Rule | None:
-    """The variable's own rule, or that of the first family which it is of."""
+    """The variable's own rule, or the rule of its first family."""
     families = (name for name in table if "*" in name and fnmatchcase(variable, name))
     return table.get(variable) or table.get(next(families, ""))
 
 
 def named(text: str, rule: Rule) -> Table:
-    """Give one rule to several names: `name` takes a value, `name!` none, `name+` several, `name?`
-    one or none. One that takes none has a `--no-name` too."""
+    """Give several names one rule. `name` takes one value, `name!` no value, `name+` several,
+    `name?` at most one. A flag without a value also has the form `--no-name`.
+    """
     return {
         word.rstrip("!+?"): replace(rule, takes=Takes(word[len(word.rstrip("!+?")) :]))
         for word in text.split()
@@ -98,7 +97,7 @@ def named(text: str, rule: Rule) -> Table:
 
 
 def same(text: str, part: Part = Part.SHARD) -> Table:
-    """Flags of the same name and meaning."""
+    """Flags that have the same name and meaning here."""
     table: Table = {}
     for word in text.split():
         name = word.rstrip("!+?")
@@ -107,31 +106,31 @@ def same(text: str, part: Part = Part.SHARD) -> Table:
 
 
 def becomes(text: str, to: str, part: Part = Part.SHARD, convert: Convert = str) -> Table:
-    """Flags of another name here, or with other values."""
+    """Flags that have another name or other values here."""
     return named(text, Rule(to=to, part=part, convert=convert))
 
 
 def needless(text: str, why: str) -> Table:
-    """Flags that change nothing here: it is so anyway, or there is nothing that they could tune."""
+    """Flags that change nothing here: penstock always does so, or has nothing to tune."""
     return named(text, Rule(why=why))
 
 
 def lost(text: str, why: str, harmless: str = "") -> Table:
-    """Flags without a counterpart; clients or operators notice."""
+    """Flags without a counterpart; clients or operators notice the loss."""
     return named(text, Rule(why=why, loss=Loss.LOST, harmless=frozenset(harmless.split())))
 
 
 def by_hand(text: str, why: str, harmless: str = "") -> Table:
-    """Flags whose counterpart needs to be told what they do not say."""
+    """Flags whose counterpart needs more information than the flag has."""
     return named(text, Rule(why=why, loss=Loss.BY_HAND, harmless=frozenset(harmless.split())))
 
 
 def refused(text: str, why: str, harmless: str = "") -> Table:
-    """Flags without which answers would differ, and nobody would notice."""
+    """Flags without which answers would differ unnoticed."""
     return named(text, Rule(why=why, loss=Loss.REFUSED, harmless=frozenset(harmless.split())))
 
 
-# Variables of the hub's library, of CUDA and of proxies, which penstock's processes read too.
+# Variables of the hub's library, of CUDA and of proxies, which penstock reads too.
 _SHARED = """
 HF_TOKEN HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE HF_ENDPOINT HF_HUB_DOWNLOAD_TIMEOUT
 HF_HUB_ETAG_TIMEOUT HF_HUB_DISABLE_XET HF_XET_HIGH_PERFORMANCE CUDA_VISIBLE_DEVICES
@@ -148,7 +147,7 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def readable_int(text: str) -> str:
-    """`1k` is 1000 and `1K` is 1024, as vLLM reads them."""
+    """Read a whole number in vLLM's form, where `1k` is 1000 and `1K` is 1024."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a whole number")
@@ -159,12 +158,14 @@ def readable_int(text: str) -> str:
 
 
 def readable_bytes(text: str) -> str:
-    """Bytes in the form that our flags take them: in whole KiB, one at least."""
+    """Convert a number of bytes to our flags' form: whole KiB, at least 1."""
     return as_size(max(1, int(readable_int(text)) >> 10) << 10)
 
 
 def one_of(values: dict[str, str | None], otherwise: str, loss: Loss = Loss.LOST) -> Convert:
-    """Values with a counterpart each (None: leave the flag out); why others have none."""
+    """Convert values to their counterparts (None: leave the flag out). `otherwise`: the reason why
+    other values have no counterpart.
+    """
 
     def convert(text: str) -> str | None:
         if text.lower() not in values:
@@ -181,7 +182,7 @@ log_level = one_of(
     },
     "levels are debug, info, warning and error, for the whole router",
 )
-# What a checkpoint has is seen from its files.
+# A checkpoint's files show its own format.
 quantization = one_of(
     {
         "fp8": "fp8",
@@ -195,7 +196,7 @@ quantization = one_of(
 
 
 def otlp_over_http(text: str) -> str:
-    """The endpoint of a collector; theirs is for OTLP over gRPC, which has a port of its own."""
+    """Convert a collector's endpoint. Other servers send OTLP over gRPC, which has another port."""
     if text.rstrip("/").endswith(":4317"):
         raise NotTranslatable(
             f"{text}: spans are sent by HTTP; name the collector's port for that (4318)",
@@ -205,7 +206,7 @@ def otlp_over_http(text: str) -> str:
 
 
 def at_least(low: int, otherwise: str) -> Convert:
-    """A whole number; below `low` it meant something that is not here."""
+    """Make a converter of whole numbers that refuses those below `low` with `otherwise`."""
 
     def convert(text: str) -> str:
         value = readable_int(text)

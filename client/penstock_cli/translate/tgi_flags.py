@@ -1,7 +1,7 @@
-"""text-generation-inference's launcher (3.3): what becomes of each of its flags and variables.
+"""Rules for each flag and variable of text-generation-inference's launcher (3.3).
 
-Data alone. Each flag is also a variable of the environment, in capitals; `ENVIRONMENT` has the
-variables that are no flags.
+Only data. Each flag is also an environment variable, in capitals; `ENVIRONMENT` has the variables
+that are not flags.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SHORT = {"-p": "port", "-e": "env", "-g": "graceful-termination-timeout"}
 
 
 def _memory_share(text: str) -> str | None:
-    # All of it is TGI's default, of which it then takes nine tenths, as we do.
+    # TGI's default is 1, but then it uses nine tenths, which is our default.
     return None if float(text) == 1 else text
 
 
 def _batched_tokens(text: str) -> str:
-    # A shard's step also holds one token of each running request, of which there may be 256.
+    # A shard's step also has one token of each running request; 256 requests may run.
     return str(max(int(text), 256))
 
 
@@ -45,7 +45,7 @@ def _drafts(text: str) -> str | None:
 
 
 def _adapter(text: str) -> str:
-    """NAME=PATH, or a hub id, which is the name too."""
+    """Read NAME=PATH, or a hub id that is also the name."""
     name, _, source = text.strip().partition("=")
     if "@" in (source or name):
         raise NotTranslatable(f"{text}: adapters come at their newest revision; give a directory")

@@ -1,8 +1,7 @@
-"""`penstock translate`: the command line of vLLM or text-generation-inference as one of penstock's.
+"""`penstock translate`: turns command lines of vLLM or text-generation-inference into penstock's.
 
-Prints `penstock serve ...`, and a line for each flag that has no counterpart; or runs it at once,
-which is what the all-in-one image does. What becomes of which flag say the tables of `vllm_flags`,
-`vllm_environment` and `tgi_flags`.
+Prints `penstock serve ...`, and a line for each flag without a counterpart; or runs the command at
+once, as the all-in-one image does. `vllm_flags`, `vllm_environment` and `tgi_flags` have the rules.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
                 "put -- before the command, as in: penstock translate -- vllm serve MODEL"
             )
         if len(words) == 1:
-            # As one word, in quotes.
+            # The command line is one quoted word.
             words = _split(words[0])
         result = read(words, os.environ, gpus=len(visible_gpus()), ambient=args.run)
     except (UnknownCommand, DockerError) as error:
@@ -88,10 +87,10 @@ def _split(text: str) -> list[str]:
 def read(
     words: Sequence[str], environment: Mapping[str, str], *, gpus: int, ambient: bool
 ) -> Translation:
-    """Translate a command line; `ambient`: the environment is meant for it, too.
+    """Translate a command line. `ambient`: the environment is also meant for that command.
 
     Raises:
-        UnknownCommand, DockerError: where it is none of a server that is known.
+        UnknownCommand, DockerError: the words are not the command of a known server.
     """
     given: dict[str, str] = {}
     rest = list(words)
@@ -106,7 +105,6 @@ def read(
 
 
 def _recognize(words: Sequence[str]) -> tuple[Peer, Sequence[str]]:
-    """The command, and what follows its name."""
     program = PurePath(words[0]).name if words else ""
     if program == "vllm" and words[1:2] == ["serve"]:
         return VLLM, words[2:]
@@ -121,7 +119,7 @@ def _recognize(words: Sequence[str]) -> tuple[Peer, Sequence[str]]:
 
 
 def pretty(result: Translation) -> str:
-    """The command as a shell takes it, a flag with its values on each line."""
+    """The command for a shell. Each line has one flag with its values."""
     variables = [f"{name}={_quoted(value)}" for name, value in result.environment.items()]
     lines = [" ".join([*variables, "penstock", "serve"])]
     for word in result.arguments:
@@ -136,7 +134,7 @@ def pretty(result: Translation) -> str:
 
 
 def _quoted(word: str) -> str:
-    # What the shell is to expand when this is run, it was to expand there: $volume, $HF_TOKEN.
+    # Let the shell expand variables, such as $HF_TOKEN.
     if re.fullmatch(r"[\w@%+=:,./~-]*\$\{?\w+\}?[\w@%+=:,./-]*", word):
         return f'"{word}"'
     return word if re.fullmatch(r"~/[\w@%+=:,./-]*", word) else shlex.quote(word)
@@ -148,7 +146,7 @@ def _print_remarks(result: Translation) -> None:
 
 
 def _run(result: Translation, folder: Path | None) -> int:
-    """Become `penstock serve`; the exit status where that is not to be."""
+    """Become `penstock serve`. If that is impossible, return the exit status."""
     if result.refused:
         names = ", ".join(r.subject for r in result.remarks if r.loss is Loss.REFUSED)
         print(f"penstock translate: not served, as answers would differ without {names}",
@@ -159,7 +157,7 @@ def _run(result: Translation, folder: Path | None) -> int:
 
 
 def _drop_root(folder: Path) -> bool:
-    """Give up root; tell whether this process is root no more."""
+    """Give up root; true if this process is no longer root."""
     try:
         problem = drop_root(folder)
     except OSError as error:
@@ -173,7 +171,7 @@ def _drop_root(folder: Path) -> bool:
 
 
 def _become(result: Translation) -> NoReturn:
-    """Replace this process, so that signals and exit status need no passing on."""
+    """Replace this process, so that signals and exit status need no forwarding."""
     sys.stderr.flush()
     command = [sys.executable, "-m", "penstock_cli.main", "serve", *result.arguments]
     os.execve(sys.executable, command, {**os.environ, **result.environment})

@@ -1,4 +1,4 @@
-"""Another server's flags and variables, by its tables of rules, as arguments of `penstock serve`.
+"""Translates another server's flags and variables to arguments of `penstock serve`, by rules.
 
 Prints nothing.
 """
@@ -29,12 +29,12 @@ _EVERYWHERE = "0.0.0.0"
 
 
 class UnknownCommand(Exception):
-    """A command line that is not that of a known server."""
+    """The command line is not a known server's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another server: its flags, and its defaults."""
+    """A server other than penstock: its flags and defaults."""
 
     name: str
     version: str
@@ -42,13 +42,13 @@ class Peer:
     short: Mapping[str, str]
     environment: Table
     defaults: Mapping[str, str]
-    # Whether each flag can also be given as an environment variable.
+    # True if each flag can also be an environment variable.
     flags_are_variables: bool
-    # Whether --disable-x switches --enable-x off, and the other way round.
+    # True if --disable-x switches --enable-x off, and the reverse.
     has_inverses: bool
-    # The value of --metrics-names for its metrics.
+    # The value of --metrics-names for this server's metrics.
     metrics_names: str
-    # Its image's environment variables, and the folder in it that holds models.
+    # The environment variables and the models' folder of the server's image.
     image_environment: Mapping[str, str]
     image_home: str
 
@@ -83,7 +83,7 @@ TGI = Peer(
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """A remark on a flag or variable that has no counterpart, or none with that value."""
+    """A remark on a flag or variable that has no counterpart, or none for its value."""
 
     subject: str
     loss: Loss
@@ -92,7 +92,7 @@ class Remark:
 
 @dataclass(slots=True)
 class Translation:
-    """The command to run, and what is lost."""
+    """The translated command, and the losses."""
 
     model: str = ""
     copies: int = 1
@@ -106,7 +106,6 @@ class Translation:
 
     @property
     def arguments(self) -> list[str]:
-        """The arguments for `penstock serve`."""
         copies = ["--shards", str(self.copies)] if self.copies > 1 else []
         after = ["--", *self.router] if self.router else []
         devices = ["--tensor-parallel-size", str(self.devices)] if self.devices > 1 else []
@@ -122,7 +121,7 @@ class Translation:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A flag as it was given: `subject` is how the user knows it."""
+    """A flag as given. `subject`: its name as the user wrote it."""
 
     name: str
     subject: str
@@ -138,10 +137,10 @@ def translate(
     *,
     ambient: Mapping[str, str] | None = None,
 ) -> Translation:
-    """Translate what follows a server's name.
+    """Translate the words after a server's name.
 
-    `variables` were given with the command; `ambient` is the rest of the environment: of it only
-    losses are reported, and nothing needs to be set again.
+    `variables` were given with the command. `ambient` is the rest of the environment: it stays set,
+    so only its losses are reported.
     """
     # For existing dashboards and autoscalers.
     result = Translation(router=["--metrics-names", peer.metrics_names])
@@ -151,7 +150,7 @@ def translate(
     for name, value in {**around, **variables}.items():
         rule = rule_of(name, peer.environment)
         if rule is not None and not value and rule.to != name:
-            # Compose files pass on variables that may be unset as empty ones.
+            # Compose files pass unset variables on as empty ones.
             continue
         if rule is not None and not (name in around and _goes_without_saying(rule, name)):
             _apply(rule, Given(name, name, (value,)), result)
@@ -159,7 +158,7 @@ def translate(
             result.environment[name] = value
     is_named = "--served-model-name" in result.shard
     if result.model and not is_named and model_name(result.model) != result.model:
-        # Clients of theirs ask for a model by its path.
+        # The other server's clients ask for a model by its path.
         result.shard += ["--served-model-name", result.model]
     return result
 
@@ -167,7 +166,7 @@ def translate(
 def _flags(
     peer: Peer, words: Sequence[str], variables: Mapping[str, str], gpus: int, result: Translation
 ) -> dict[str, Given]:
-    """Flags in effect, by name: those given, those from variables, and defaults."""
+    """Flags in effect, by name: from arguments, variables, and defaults."""
     flags = {name: Given(name, f"--{name}", (value,)) for name, value in peer.defaults.items()}
     if peer.flags_are_variables:
         flags |= {given.name: given for given in _flags_of(peer, variables)}
@@ -181,12 +180,12 @@ def _flags(
 
 
 def _goes_without_saying(rule: Rule, name: str) -> bool:
-    """Tell whether an ambient variable needs no remark: its name is kept, or has no effect."""
+    """True if an ambient variable needs no remark: it has the same name here, or no effect."""
     return rule.to == name or (rule.loss is Loss.NONE and bool(rule.why))
 
 
 def translate_docker(words: Sequence[str], ambient: Mapping[str, str], gpus: int) -> Translation:
-    """Translate what follows `docker`: as run on the host itself."""
+    """Translate the words after `docker` to a command for the host itself."""
     run = parse_docker_run(words, ambient)
     peer = _peer_of_image(run.image)
     flags = run.arguments[2:] if run.arguments[:2] == ["vllm", "serve"] else run.arguments
@@ -220,7 +219,6 @@ def _peer_of_image(image: str) -> Peer:
 
 
 def _publish(run: DockerRun, result: Translation) -> None:
-    """Listen on the host's port that docker would have published."""
     if "--port" not in result.serve:
         result.serve += ["--port", "8000"]
     place = result.serve.index("--port") + 1
@@ -230,14 +228,14 @@ def _publish(run: DockerRun, result: Translation) -> None:
 
 
 def _chosen_gpus(text: str) -> str:
-    """The value of CUDA_VISIBLE_DEVICES for docker's --gpus; "" for all."""
+    """The value of CUDA_VISIBLE_DEVICES for docker's --gpus; "" for all GPUs."""
     text = text.strip("\"'")
     if text.isdigit():
         return ",".join(map(str, range(int(text))))
     return text.removeprefix("device=") if text.startswith("device=") else ""
 
 
-# ---- reading -------------------------------------------------------------------------------------
+# ---- reading ------------------------------------------------------------------------------------
 
 
 def _read_flags(peer: Peer, words: Sequence[str], result: Translation) -> Iterator[Given]:
@@ -260,10 +258,10 @@ def _read_flags(peer: Peer, words: Sequence[str], result: Translation) -> Iterat
 
 
 def _name(peer: Peer, word: str) -> tuple[str, bool, str | None]:
-    """A flag's name, whether this switches it off, and the value that is attached to it."""
+    """A flag's name, true if the flag is switched off, and an attached value."""
     flag, equals, value = word.partition("=")
     attached = value if equals else None
-    # --compilation-config.mode: one key of a value that is an object.
+    # --compilation-config.mode gives one key of an object.
     flag = flag.partition(".")[0]
     if not flag.startswith("--"):
         if flag in peer.short:
@@ -289,7 +287,6 @@ def _inverse(peer: Peer, name: str) -> str | None:
 
 
 def _values(takes: Takes, attached: str | None, rest: list[str]) -> tuple[str, ...]:
-    """The values of a flag, taken off `rest`."""
     if attached is not None:
         return (attached,)
     most = {Takes.NOTHING: 0, Takes.VALUES: math.inf}.get(takes, 1)
@@ -302,7 +299,6 @@ def _values(takes: Takes, attached: str | None, rest: list[str]) -> tuple[str, .
 
 
 def _flags_of(peer: Peer, variables: Mapping[str, str]) -> Iterator[Given]:
-    """Flags given as environment variables."""
     for name, rule in peer.flags.items():
         variable = _variable(name)
         if not variables.get(variable) or not _is_flag(peer, variable):
@@ -330,7 +326,7 @@ def _mend(peer: Peer, flags: dict[str, Given], gpus: int) -> None:
         return
     host = flags["hostname"]
     if host.subject == "HOSTNAME" and not _is_address(host.values[0]):
-        # Every container has such a variable; TGI listens everywhere then.
+        # Every container has a HOSTNAME; TGI then listens on all addresses.
         flags["hostname"] = replace(host, values=(_EVERYWHERE,))
     if "sharded" in flags and flags["sharded"].values == ("false",):
         flags.pop("num-shard", None)
@@ -373,7 +369,7 @@ def _apply(rule: Rule, given: Given, result: Translation) -> None:
 
 
 def _words(rule: Rule, given: Given) -> list[str] | None:
-    """Ours; None where the flag is to be left out."""
+    """The words of our flag; None if it is left out."""
     flag = rule.to.split()
     if rule.takes is Takes.NOTHING:
         if not flag[0].startswith("--[no-]"):

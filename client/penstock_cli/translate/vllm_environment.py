@@ -1,6 +1,6 @@
-"""vLLM (0.33): what becomes of each variable of the environment that it reads.
+"""Rules for each environment variable of vLLM (0.33).
 
-Data alone, beside the flags of `vllm_flags`. A name with a * is a family: all that it fits.
+Only data; `vllm_flags` has the flags. A name with a * is a family.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock_cli.translate.flag_rules import (
 
 
 def _gibibytes(text: str) -> str | None:
-    # 0 is vLLM's word for its default.
+    # 0 means vLLM's default.
     return f"{text}G" if text != "0" else None
 
 
@@ -32,7 +32,9 @@ def _body_bytes(text: str) -> str:
 
 
 def _threads(text: str) -> str | None:
-    """The number of cores in `0-31` or `0,2,4`; of several instances (`0-3|4-7`) those of one."""
+    """The number of cores in `0-31` or `0,2,4`; for several instances (`0-3|4-7`), the number of
+    the first instance.
+    """
     if text in ("auto", "nobind"):
         return None
     try:

@@ -1,6 +1,6 @@
-"""vLLM (0.33): what becomes of each flag of `vllm serve` and of each variable that it reads.
+"""Rules for each flag of `vllm serve` (0.33).
 
-Data alone. Names of flags are without their dashes; `vllm_environment` has the variables.
+Only data. Names of flags are without dashes; `vllm_environment` has the variables.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ _SAME_TOOL_PARSERS = """
 apertus dots functiongemma gemma4 gigachat3 granite internlm k2_horizon kimi_k2 kimi_k3 lfm2 longcat
 mimo minicpm5 minimax_m2 minimax_m3 olmo3 seed_oss step3 xlam
 """
-# Between <think> and </think>.
+# Parsers of reasoning between <think> and </think>.
 _THINK_PARSERS = """
 deepseek_r1 deepseek_v3 deepseek_v4 deepseek_v41 glm45 glm47 granite_thinking_parser holo2 kimi_k2
 ling3 mimo minicpmv minimax_m2 nemotron_v3 olmo3 poolside_v1 qwen3 step3p5 step5
 """
-# None where the chat template tells: "mistral" is of several formats, "hf" the model's own.
+# None if the chat template shows the format: "mistral" has several, "hf" is the model's own.
 _TOOL_PARSERS: dict[str, str | None] = {
     **dict.fromkeys(("mistral", "hf")),
     **dict.fromkeys(("hermes", "qwen3_json", "granite4", "ernie45"), "hermes"),
@@ -126,12 +126,12 @@ _REASONING_PARSERS: dict[str, str | None] = {
 
 
 def _context(text: str) -> str | None:
-    # What fits in memory, which a shard finds out by itself.
+    # The longest context that fits in memory, which is a shard's default.
     return None if text.lower() in ("auto", "-1") else readable_int(text)
 
 
 def _bound_or_none(text: str) -> str:
-    """Read a number; -1 is no bound here too."""
+    """Read a number. -1 means no bound, here and in vLLM."""
     return text if text == "-1" else readable_int(text)
 
 
@@ -148,7 +148,7 @@ def _keep_alive(text: str) -> str:
 
 
 def _shutdown(text: str) -> str:
-    # The shortest there is: requests are ended, not waited for.
+    # At 0, vLLM ends requests at once: take the shortest possible time.
     return text if float(text) > 0 else "0.001"
 
 
@@ -166,7 +166,6 @@ def _template(text: str) -> str:
 
 
 def _lora_module(text: str) -> str:
-    """NAME=PATH, or the same as a JSON object."""
     if not text.startswith("{"):
         return text
     module = json.loads(text)
@@ -184,17 +183,17 @@ def _draft_tokens(text: str) -> str:
 
 
 def _gibibytes(text: str) -> str | None:
-    """The bytes; None where there are none to set."""
+    """Convert GiB to bytes; None for 0."""
     return readable_bytes(str(int(float(text) * 2**30))) if float(text) > 0 else None
 
 
 def _max_loras(text: str) -> str | None:
-    # Theirs may be in one step, ours may be loaded: less than our default helps nobody.
+    # vLLM's number is for one step, ours for loaded adapters. So it may only raise our default.
     return readable_int(text) if int(readable_int(text)) > _DEFAULT_MAX_LORAS else None
 
 
 def _max_images(text: str) -> str | None:
-    # --limit-mm-per-prompt.image 4 is a number.
+    # The value of --limit-mm-per-prompt.image is a number.
     limits = json.loads(text)
     limit = limits.get("image") if isinstance(limits, dict) else limits
     count = limit.get("count") if isinstance(limit, dict) else limit

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from penstock_client.types import GenerationRequest, SamplingParams, ShardInfo
+from penstock_proto.features import Asked
 
 
 def same_model(first: ShardInfo, second: ShardInfo) -> bool:
@@ -28,17 +30,18 @@ def same_numerics(first: ShardInfo, second: ShardInfo) -> bool:
     )
 
 
-def unseen_field(info: ShardInfo, request: GenerationRequest) -> str:
-    """Name a field of the request that the shard's revision of the wire lacks and so silently
-    drops; "" if it has all. Fields of the first revision that a shard does not serve it refuses
-    itself.
+def asked_of(request: GenerationRequest, *, has_output: bool = False) -> Asked:
+    """List what the request asks an engine to honour; `has_output` if some of its output is there
+    besides what it brings.
     """
-    asked = {
-        "images": bool(request.images),
-        "thinking_budget": request.thinking_budget is not None,
-        "penalty_window_tokens": request.sampling.penalty_window_tokens is not None,
-    }
-    return next((name for name in asked if asked[name] and name not in info.capabilities), "")
+    parts = (request, request.sampling, request.objective)
+
+    def value_of(name: str) -> Any:
+        return next((getattr(part, name) for part in parts if hasattr(part, name)), None)
+
+    kind = request.constraint.kind.value if request.constraint is not None else ""
+    is_continued = has_output or bool(request.output_token_ids)
+    return Asked(value_of, constraint=kind, is_continued=is_continued)
 
 
 def complete_request(request: GenerationRequest, info: ShardInfo) -> GenerationRequest:

@@ -26,12 +26,8 @@ from penstock_client.errors import (
     Unauthenticated,
     cause_of,
 )
-from penstock_client.fleet.compatibility import (
-    same_adapter,
-    same_model,
-    same_numerics,
-    unseen_field,
-)
+from penstock_client.fleet import request_checks as checks
+from penstock_client.fleet.compatibility import asked_of, same_adapter, same_model, same_numerics
 from penstock_client.fleet.fleet_stream import FIRST_BACK_OFF_S, FleetStream
 from penstock_client.fleet.placement.image_puts import PIXELS, ImagePuts, given_up
 from penstock_client.fleet.placement.moves import Moves, Plan
@@ -43,7 +39,6 @@ from penstock_client.fleet.placement.roles import (
     wants_to_leave,
 )
 from penstock_client.fleet.poison_requests import POISON_DEATHS, RefusedRequests
-from penstock_client.fleet.request_checks import check_adapter, check_known, check_tokenizer
 from penstock_client.fleet.shard_state import ShardState, serving
 from penstock_client.load_balancing.base import Policy
 from penstock_client.rpc.generation_stream import GenerationStream
@@ -60,6 +55,7 @@ from penstock_common.clock import Clock
 from penstock_common.request_bounds import TRIAL_TOKENS
 from penstock_common.tasks import run_lasting
 from penstock_common.tracing.spans import SpanContext
+from penstock_proto.features import Asked
 
 _MAX_BACK_OFF_S = 1.0
 # After sending for this long, give the event loop a turn.
@@ -161,7 +157,7 @@ class Continuations:
             pixels=pixels,
         )
         if not self._send(stream):
-            check_known(self._shards, request)
+            checks.check_known(self._shards, request)
             self._wait(stream)
         return stream
 
@@ -294,7 +290,7 @@ class Continuations:
             # But an adapter that was just unloaded here may be loaded elsewhere.
             # Nor do dropped pixels make a request invalid.
             wrong = isinstance(error, InvalidRequest) and error.field not in ("adapter", PIXELS)
-            if not taken and (wrong or not self._fitting(stream)):
+            if not taken and (wrong or not self.fitting(stream)):
                 return error
         else:
             return error
@@ -318,26 +314,26 @@ class Continuations:
             source,
             lambda shard: self._policy.held_tokens(shard.candidate(), request),
         )
-        candidates = [shard.candidate() for shard in suited]
+        candidates = [shard.candidate(request.priority) for shard in suited]
         decision = self._policy.choose(candidates, request, request.session)
         reason = "pinned" if request.shard else decision.reason
         source = source or decision.kv_source
         source = "" if source == decision.address else source
-        return Plan(self._shards[decision.address], reason, source)
+        return Plan(self._shards[decision.address], reason, source, decision.held_tokens)
 
     def _kv_source(self, stream: FleetStream) -> str:
-        """The shard where it ran last, if still there to ask: it has KV blocks up to the last
-        token.
-        """
+        """The shard where it ran last and has KV blocks, if that can still be asked for them."""
         last = self._shards.get(stream.attempts[-1].shard) if stream.attempts else None
         return last.address if last is not None and (last.ready or last.handing_over) else ""
 
-    def _fitting(self, stream: FleetStream) -> list[ShardState]:
+    def fitting(self, stream: FleetStream) -> list[ShardState]:
+        """List the shards that may take a request now, with its output so far."""
         now_s, request = self._clock(), stream.request
         shards = serving(self._shards.values(), request.model, request.tokenizer_hash)
-        return [shard for shard in shards if self._fits(stream, shard, now_s)]
+        asked = asked_of(request, has_output=bool(stream.token_ids))
+        return [shard for shard in shards if self._fits(stream, asked, shard, now_s)]
 
-    def _fits(self, stream: FleetStream, shard: ShardState, now_s: float) -> bool:
+    def _fits(self, stream: FleetStream, asked: Asked, shard: ShardState, now_s: float) -> bool:
         """Tell whether the request may go to this shard, which serves its model, now."""
         request, info = stream.request, shard.info
         assert info is not None  # it serves the model
@@ -345,7 +341,7 @@ class Continuations:
             return False
         if request.numerics and request.numerics != info.numerics_fingerprint:
             return False
-        if unseen_field(info, request):
+        if asked.unserved_by(info) is not None:
             return False
         if not info.has_adapter(request.adapter, stream.adapter_hash):
             return False
@@ -371,7 +367,7 @@ class Continuations:
         Raises `PoisonousRequest`, and what `ShardClient.attach` raises.
         """
         self._refused.check(stream.request, self._clock())
-        fitting = self._fitting(stream)
+        fitting = self.fitting(stream)
         if not fitting:
             return False
         target = self._images.target(stream)
@@ -388,8 +384,8 @@ class Continuations:
         if stream.attempt < 0:
             # Never sent: the caller loses nothing by tokenizing anew. One that was sent waits: its
             # shard may restart, or another of the same kind join.
-            check_tokenizer(self._shards, stream.request)
-        check_adapter(self._shards, stream.request, stream.adapter_hash)
+            checks.check_tokenizer(self._shards, stream.request)
+        checks.check_adapter(self._shards, stream.request, stream.adapter_hash)
 
     def _send_to(self, stream: FleetStream, plan: Plan) -> None:
         shard, info = plan.shard, plan.shard.info
@@ -420,7 +416,7 @@ class Continuations:
         shard.client.attach(stream, request, attempt)
         record.num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
         record.kv_source = plan.kv_source
-        shard.record_sent(record.num_tokens, now_s)
+        shard.record_sent(max(0, record.num_tokens - plan.held_tokens), now_s, request.priority)
         self._stop_waiting(stream)
         self._images.discard(stream)
         stream.waiting_since_s = now_s
@@ -451,7 +447,7 @@ class Continuations:
         made_by = stream.made_by
         others = [
             shard
-            for shard in self._fitting(stream)
+            for shard in self.fitting(stream)
             if shard is not stream.shard
             and (made_by is None or (shard.info and same_numerics(made_by, shard.info)))
         ]
@@ -522,8 +518,14 @@ class Continuations:
     # ---- waiting ----
 
     def _wait(self, stream: FleetStream) -> None:
-        """Let the stream wait until a shard changes, or until its back-off ends."""
+        """Let the stream wait until a shard changes, or until its back-off ends; not if none of
+        those that may come goes on with it.
+        """
         self._stop_waiting(stream)
+        if stream.token_ids and (error := checks.goes_on_nowhere(self._shards, stream.request)):
+            self._observe("given_up", "not_served")
+            self._end(stream, error)
+            return
         self._waiting[stream] = None
         stream.waiting_since_s = self._clock()
         delay_s = max(0.0, min(stream.back_off_s, self._patience_left_s(stream)))
@@ -558,8 +560,9 @@ class Continuations:
     def _last_words(self, stream: FleetStream) -> PenstockError:
         if stream.deadline_s is not None and self._clock() >= stream.deadline_s:
             return DeadlineExceeded("the request's deadline passed while it waited for a shard")
+        asked = asked_of(stream.request, has_output=bool(stream.token_ids))
         problems = "; ".join(
-            f"{shard.address}: {shard.problem or 'cannot take it'}"
+            f"{shard.address}: {shard.problem or checks.misfit(shard, asked)}"
             for shard in self._shards.values()
         )
         after = "" if stream.last_error is None else f", after: {stream.last_error}"

@@ -26,10 +26,19 @@ from penstock_client.fleet.failover import (
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.output_verification import Verification
 from penstock_client.fleet.piece_watch import PieceWatch
+from penstock_client.fleet.placement.fetches_ahead import FetchesAhead
 from penstock_client.fleet.placement.roles import PREFILL_TOKENS
+from penstock_client.fleet.retentions import Retentions
 from penstock_client.fleet.shard_state import ShardState, ShardWatch, check_served, serving
+from penstock_client.load_balancing.base import DEFAULT_ALLOWANCE_S
 from penstock_client.load_balancing.policies import make_policy
-from penstock_client.types import EmbeddingRequest, GenerationRequest, PixelSource, ShardInfo
+from penstock_client.types import (
+    EmbeddingRequest,
+    GenerationRequest,
+    PixelSource,
+    Retain,
+    ShardInfo,
+)
 from penstock_common.clock import Clock
 from penstock_common.tasks import run_lasting
 from penstock_common.tls import Tls
@@ -55,6 +64,7 @@ class Fleet:
         tls: Tls | None = None,
         connector: Connector | None = None,
         policy: str = "least-load",
+        first_token_allowance_s: float = DEFAULT_ALLOWANCE_S,
         patience: Patience | None = None,
         stall_timeout_s: float = 3.0,
         observe: Observe = lambda event, reason: None,
@@ -65,7 +75,8 @@ class Fleet:
         clock: Clock = time.monotonic,
     ) -> None:
         """`shards` are addresses, a `Source` of addresses, or a string as `discovery.parse_source`
-        reads it. A `connector` takes the place of `tls`.
+        reads it. A `connector` takes the place of `tls`. A session stays with the shard of its last
+        turn while it waits there for prompts before it no longer than `first_token_allowance_s`.
 
         A shard reports its load at least once a second; after `stall_timeout_s` without a report
         its requests go on elsewhere. `observe` is called with what happens to requests, for
@@ -86,7 +97,7 @@ class Fleet:
         self._stall_timeout_s = stall_timeout_s
         self._shards: dict[str, ShardState] = {}
         self._watches: dict[str, list[PieceWatch | ShardWatch]] = {}
-        self._policy = make_policy(policy)
+        self._policy = make_policy(policy, first_token_allowance_s)
         self._continuations = Continuations(
             self._shards,
             self._policy,
@@ -98,6 +109,8 @@ class Fleet:
             clock=clock,
         )
         self._embeddings = Embeddings(self._shards, clock)
+        self._retentions = Retentions()
+        self._fetches_ahead = FetchesAhead(self._continuations.fitting, self._policy, observe)
         self._audit = audit
         self._verification = Verification(verify_share, self._shards, self.submit, observe)
         self._changed = asyncio.Event()
@@ -131,6 +144,8 @@ class Fleet:
         await self._verification.close()
         self._continuations.close()
         self._embeddings.close()
+        self._retentions.close()
+        self._fetches_ahead.close()
         self._changed.set()
         tasks = [*self._following, *self._leaving.values()]
         for task in tasks:
@@ -208,7 +223,24 @@ class Fleet:
             NoShardAvailable: the shards that serve the model have another tokenizer.
             ShardUnavailable: the fleet was closed.
         """
+        self._fetches_ahead.forget(request.session)
         return self._continuations.start(request, pixels)
+
+    def retain(self, stream: FleetStream, retain: Retain) -> bool:
+        """Have the shard of a stream that has ended reuse its KV blocks after others, as the next
+        turn of its session will come: when that is likely, what the device has lost is loaded
+        again, or fetched by another shard if the turn would go there. Returns whether a shard is
+        asked; what it does is not told.
+        """
+        made_by = stream.made_by
+        shard = self._shards.get(made_by.address) if made_by is not None else None
+        if self._closed or shard is None or shard.info is None or made_by is None:
+            return False
+        if shard.info.instance_id != made_by.instance_id:
+            return False
+        if retain.expected_s is not None:
+            self._fetches_ahead.follow(stream, shard, retain.expected_s)
+        return self._retentions.add(shard, stream, retain)
 
     async def embed(self, request: EmbeddingRequest) -> list[list[float]]:
         """A vector for each of the inputs, in their order; cancelling it ends its calls.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock_client.errors import InvalidRequest, NoShardAvailable, NotServed
-from penstock_client.fleet.compatibility import unseen_field
+from penstock_client.fleet.compatibility import asked_of
 from penstock_client.fleet.shard_state import ShardState, check_served, known_infos, serving
 from penstock_client.types import GenerationRequest
+from penstock_proto.features import Asked
 
 Shards = Mapping[str, ShardState]
 
@@ -22,7 +23,7 @@ def check_known(shards: Shards, request: GenerationRequest) -> None:
         )
     check_served(shards.values(), request.model)
     check_tokenizer(shards, request)
-    _check_seen(shards, request)
+    _check_features(shards, request)
     check_adapter(shards, request, request.adapter_hash)
 
 
@@ -33,14 +34,31 @@ def check_tokenizer(shards: Shards, request: GenerationRequest) -> None:
         raise NoShardAvailable("no ready shard has the tokenizer that made the request's ids")
 
 
-def _check_seen(shards: Shards, request: GenerationRequest) -> None:
-    """Raises `NotServed` if all shards that serve the model would ignore one of its fields."""
+def _check_features(shards: Shards, request: GenerationRequest) -> None:
+    """Raises `NotServed` if no shard that serves the model honours all that the request asks."""
+    asked = asked_of(request)
     serving_ = serving(shards.values(), request.model)
-    unseen = [unseen_field(shard.info, request) for shard in serving_ if shard.info]
-    if unseen and all(unseen):
-        name = unseen[0]
-        text = f"{name}: not served by any shard of this model that is ready"
-        raise NotServed(text, field=name)
+    unserved = [asked.unserved_by(shard.info) for shard in serving_ if shard.info]
+    if unserved and unserved[0] is not None and all(unserved):
+        text = unserved[0].text("any shard of this model that is ready")
+        raise NotServed(text, field=unserved[0].field)
+
+
+def goes_on_nowhere(shards: Shards, request: GenerationRequest) -> NoShardAvailable | None:
+    """The error of a request some of whose output is there, if no shard of its model goes on with
+    it, nor one that is away.
+    """
+    asked = asked_of(request, has_output=True)
+    unserved = [asked.unserved_by(info) for info in known_infos(shards.values(), request.model)]
+    if not unserved or unserved[0] is None or not all(unserved):
+        return None
+    return NoShardAvailable(unserved[0].text("any shard of this model"))
+
+
+def misfit(shard: ShardState, asked: Asked) -> str:
+    """Say why a shard that serves does not take a request."""
+    unserved = asked.unserved_by(shard.info) if shard.info else None
+    return "cannot take it" if unserved is None else unserved.text("it")
 
 
 def check_adapter(shards: Shards, request: GenerationRequest, content_hash: str) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import time
+from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable, Collection
 
 from penstock_client.errors import (
@@ -21,10 +22,11 @@ from penstock_client.errors import (
 )
 from penstock_client.fleet.circuit_breaker import CircuitBreaker
 from penstock_client.fleet.outage import Outage
-from penstock_client.load_balancing.base import Candidate, load_tokens
+from penstock_client.load_balancing.base import MOST_URGENT, Candidate, work_ahead
 from penstock_client.load_balancing.held_pieces import HeldPieces
+from penstock_client.load_balancing.prefill_rate import PrefillRate
 from penstock_client.rpc.shard_client import ShardClient
-from penstock_client.types import LoadReport, ShardInfo
+from penstock_client.types import ClassLoad, LoadReport, ShardInfo
 from penstock_common.clock import Clock
 from penstock_common.tasks import run_lasting
 from penstock_proto.transport import (
@@ -42,6 +44,8 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.25
 # If a timeout fires this much too late, this process itself was stopped meanwhile.
 _STOPPED_S = 0.5
+# The schema revision from which on shards tell their load by class.
+_TELLS_CLASSES = 15
 # Reports come once a second at least.
 _NEXT_REPORT_S = 1.5
 # The problem of a shard that is gone as it said it would be.
@@ -74,14 +78,19 @@ class ShardState:
         # Whether it reports, even if it does not serve.
         self.connected = False
         self.breaker = CircuitBreaker()
-        self.sent_requests = 0
-        self.sent_prompt_tokens = 0
+        # What was sent since the last report, by class.
+        self.sent: dict[int, ClassLoad] = {}
         # Whether it is leaving the fleet; requests on it may finish.
         self.leaving = False
         # What its engine holds; who follows that keeps it up to date.
         self.pieces = HeldPieces()
-        self._candidate: Candidate | None = None
-        self._candidate_made_of: tuple[object, ...] = ()
+        self._clock = clock
+        self._rate = PrefillRate()
+        self._candidates: dict[int, Candidate] = {}
+        self._candidates_made_of: tuple[object, ...] = ()
+        # What candidates are made of: loads by class, and which classes these are.
+        self._loads: tuple[ClassLoad, ...] = ()
+        self._classes: list[int] = []
 
     @property
     def address(self) -> str:
@@ -108,20 +117,37 @@ class ShardState:
         """Tell whether most of its KV blocks are in use."""
         return 2 * self.load.referenced_blocks > self.load.num_blocks
 
-    def candidate(self) -> Candidate:
-        """The shard as a policy sees it; only if its `info` is known."""
+    def candidate(self, priority: int = 0) -> Candidate:
+        """The shard as a policy sees it for a request of this class; only if its `info` is
+        known.
+        """
         # Cached until something changes: each request asks for this, of perhaps hundreds of shards.
-        made_of = (self.info, self.load, self.sent_requests, self.pieces)
-        if self._candidate is None or made_of != self._candidate_made_of:
-            self._candidate, self._candidate_made_of = self._new_candidate(), made_of
-        return self._candidate
+        made_of = (self.info, self.load, self.pieces)
+        if made_of != self._candidates_made_of or not self._candidates:
+            self._candidates.clear()
+            self._candidates_made_of = made_of
+            self._loads = (*self._reported_loads(), *self.sent.values())
+            self._classes = sorted({load.priority for load in self._loads})
+        # Priorities between two known ones see the same.
+        place = bisect_right(self._classes, priority)
+        candidate = self._candidates.get(place)
+        if candidate is None:
+            candidate = self._candidates[place] = self._new_candidate(priority)
+        return candidate
 
-    def _new_candidate(self) -> Candidate:
+    def _reported_loads(self) -> tuple[ClassLoad, ...]:
+        """The load by class as the shard last reported it."""
+        load, info = self.load, self.info
+        # An older shard tells of no classes: its load counts for all.
+        tells = info is not None and info.schema_revision >= _TELLS_CLASSES
+        priority = 0 if tells else MOST_URGENT
+        all_ = ClassLoad(priority, load.running, load.waiting, load.queued_prompt_tokens)
+        return load.classes or (all_,)
+
+    def _new_candidate(self, priority: int) -> Candidate:
         info = self.info
         assert info is not None
-        load = self.load
-        num_requests = load.running + load.waiting + self.sent_requests
-        tokens = load_tokens(num_requests, load.queued_prompt_tokens + self.sent_prompt_tokens)
+        tokens, uncached = work_ahead(self._loads, priority)
         return Candidate(
             self.address,
             info.instance_id,
@@ -130,6 +156,8 @@ class ShardState:
             info.weights_hash,
             {name: adapter.content_hash for name, adapter in info.adapters.items()},
             self.pieces,
+            uncached,
+            self._rate.tokens_per_s,
         )
 
     async def drain(self) -> None:
@@ -143,11 +171,17 @@ class ShardState:
         finally:
             await progress.aclose()
 
-    def record_sent(self, num_tokens: int, now_s: float, num_requests: int = 1) -> None:
-        """Count what was sent and is not in a report yet."""
+    def record_sent(
+        self, num_tokens: int, now_s: float, priority: int = 0, num_requests: int = 1
+    ) -> None:
+        """Count what was sent and is not in a report yet: requests of a class, and tokens of
+        prompts that the shard does not hold.
+        """
         self.breaker.record_sent(now_s)
-        self.sent_requests += num_requests
-        self.sent_prompt_tokens += num_tokens
+        before = self.sent.get(priority, ClassLoad(priority))
+        waiting, tokens = before.waiting + num_requests, before.queued_prompt_tokens + num_tokens
+        self.sent[priority] = ClassLoad(priority, 0, waiting, tokens)
+        self._candidates.clear()
 
     def update_info(self, info: ShardInfo) -> set[str]:
         """Take the shard's info; returns the names of adapters that it unloaded."""
@@ -173,8 +207,9 @@ class ShardState:
     def update_load(self, load: LoadReport) -> None:
         """Take a report. It counts all that the shard's server has received; so count from 0."""
         self.load = load
-        self.sent_requests = 0
-        self.sent_prompt_tokens = 0
+        self._rate.note(load.computed_tokens_total, load.steps_seconds_total, self._clock())
+        self.sent.clear()
+        self._candidates.clear()
 
 
 def serving(

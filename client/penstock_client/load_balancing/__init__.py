@@ -1,1 +1,1 @@
-"""Choice of the next request's shard. No I/O and no clock: a policy sees a snapshot and decides."""
+"""Chooses the shard for a request. Policies use a snapshot of the shards, no I/O and no clock."""

@@ -1,26 +1,53 @@
-"""The interface of policies: what one sees, and what it decides."""
+"""The interface of policies: their input and their decision."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
 from penstock_client.load_balancing.held_pieces import HeldPieces
-from penstock_client.types import GenerationRequest
+from penstock_client.types import ClassLoad, GenerationRequest
 
-# What one request in a shard's batch costs the others, in prompt tokens of equal cost.
-# A decode row adds one token to each step; over the life of a typical answer that is a few hundred.
+# A request's cost to the other requests of its shard's batch, in prompt tokens. Decoding adds one
+# token to each step: over a typical answer, a few hundred.
 _TOKENS_OF_A_REQUEST = 256
 
-# Why a shard was chosen, for metrics. "only": there was no other. "imbalance": another one was
-# preferred, but had too much load.
+# This many running requests that are less urgent than a new one count as one.
+_LESS_URGENT = 8
+
+# The bounds of a priority.
+MOST_URGENT, LEAST_URGENT = -(2**31), 2**31 - 1
+
+# Longest time that a turn may wait at its session's shard for prompts before it.
+DEFAULT_ALLOWANCE_S = 2.0
+# The same bound in tokens, while the rate of prefill is unknown.
+UNMEASURED_TOKENS = 8192
+
+# The reason of a choice, for metrics. "only": no other shard was possible. "imbalance": the
+# preferred shard had too much load.
 Reason = Literal["only", "least_load", "round_robin", "prefix", "session", "imbalance"]
 
 
 def load_tokens(num_requests: int, prompt_tokens: int) -> int:
-    """The work, in tokens, of so many requests and of so many tokens of prompts to compute."""
+    """The work, in tokens, of a number of requests and of prompt tokens to compute."""
     return num_requests * _TOKENS_OF_A_REQUEST + prompt_tokens
+
+
+def work_ahead(classes: Iterable[ClassLoad], priority: int) -> tuple[int, int]:
+    """Measure the work at a shard before a new request of this priority: in tokens, and in prompt
+    tokens alone. Less urgent requests wait for the new one or are preempted, so only running ones
+    count, and little.
+    """
+    tokens = uncached = 0
+    for each in classes:
+        if each.priority <= priority:
+            num_requests = each.running + each.waiting
+            tokens += load_tokens(num_requests, each.queued_prompt_tokens)
+            uncached += each.queued_prompt_tokens
+        else:
+            tokens += load_tokens(each.running, 0) // _LESS_URGENT
+    return tokens, uncached
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,50 +55,67 @@ class Candidate:
     """A shard as a policy sees it."""
 
     address: str
-    # New at each start of its engine, when its prefix cache is empty.
+    # New at each start of the engine, when the prefix cache is empty.
     instance_id: str
-    # Work ahead of a new request: what the shard last reported, and what was sent since. Without
-    # that, requests of one moment would all pick one shard.
+    # Work before a new request: the last report, plus requests sent after it. Without these, all
+    # requests of one moment would choose one shard.
     load_tokens: int
-    # What names blocks of a prompt there, and which pieces of such its engine holds.
+    # Properties that name the shard's blocks, and the pieces that its engine holds.
     block_size: int
     weights_hash: str = ""
     adapter_hashes: Mapping[str, str] = field(default_factory=dict)
     pieces: HeldPieces = field(default_factory=HeldPieces)
+    # Prompt tokens to compute before a new request, and the shard's rate of computing them; 0 if
+    # not measured.
+    uncached_tokens: int = 0
+    prefill_tokens_per_s: float = 0.0
+
+    def delays(self, allowance_s: float) -> bool:
+        """True if a new request would wait longer than `allowance_s` for prompts before it."""
+        rate = self.prefill_tokens_per_s
+        most = rate * allowance_s if rate else UNMEASURED_TOKENS
+        return self.uncached_tokens > most
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The address of the candidate that was chosen, and why; and of another that may have more of
-    the prompt cached, empty if there is none.
+    """The chosen address and the reason; the address of a shard that may have more of the prompt
+    cached, or ""; and the prompt tokens that the chosen shard holds.
     """
 
     address: str
     reason: Reason
     kv_source: str = ""
+    held_tokens: int = 0
 
 
 class Policy(Protocol):
     """Chooses, and may remember; one object serves all requests of a fleet."""
 
     name: ClassVar[str]
-    # Whether shards are to tell which pieces of prefixes they hold.
+    # True if shards are to report the pieces of prefixes that they hold.
     uses_pieces: ClassVar[bool] = False
 
     def choose(
         self, candidates: Sequence[Candidate], request: GenerationRequest, session: str
     ) -> Decision:
-        """Choose which of the candidates, of which there is at least one, takes the request.
+        """Choose one of the candidates (at least one) for the request.
 
-        `session` is the key that requests of one session share; "" is none.
+        `session`: the key that requests of a session share; "" for none.
         """
         ...
 
+    def peek(
+        self, candidates: Sequence[Candidate], request: GenerationRequest, session: str
+    ) -> Decision | None:
+        """Choose, and remember nothing; None if the policy knows nothing of prefixes."""
+        return None
+
     def held_tokens(self, candidate: Candidate, request: GenerationRequest) -> int:
-        """The number of the prompt's tokens that a candidate holds; 0 where that is not known."""
+        """The number of prompt tokens that a candidate holds; 0 if unknown."""
         return 0
 
 
 def least_loaded(candidates: Sequence[Candidate]) -> Candidate:
-    """The one with the least work ahead; the first of equals."""
+    """The candidate with the least load; the first of equal ones."""
     return min(candidates, key=lambda candidate: candidate.load_tokens)

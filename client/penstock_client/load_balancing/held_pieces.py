@@ -1,4 +1,4 @@
-"""Contents of an engine's prefix cache, as far as they are known here. Decides nothing."""
+"""The known contents of an engine's prefix cache. Decides nothing."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from penstock_client.load_balancing.piece_index import PieceIndex
 from penstock_proto.prefix_hash import Tier
 
-# Pieces remembered as sent: of a million tokens.
+# Bound of the pieces that are remembered as sent: a million tokens.
 _MOST_SENT = 8192
 
 
 class HeldPieces:
-    """Pieces that one engine has told of, and those that were sent there and are not told of yet:
-    what it has to compute, and all that is known of a shard that tells nothing.
+    """Pieces that an engine has reported, and pieces that it was sent but has not reported: it
+    still computes them, or its shard reports nothing.
     """
 
     def __init__(self, instance_id: str = "") -> None:
         self.instance_id = instance_id
         self.told = PieceIndex()
-        # The least recently sent first. Values are unused.
+        # Names of pieces, the least recently sent first. Values are unused.
         self._sent: OrderedDict[int, None] = OrderedDict()
 
     def runs(self, names: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Count the pieces of a prompt that are held, from the first on, in each tier. They are
-        looked for by halves: what is later in a prompt is where it is slower to get, or gone.
+        """Count the pieces of a prompt that the engine holds, from the first on, by tier. Bisection
+        finds them: a later piece is never in a faster tier.
         """
         start = 0
         while start < len(names) and (tier := self._tier(names[start])) != Tier.GONE:
@@ -39,8 +39,8 @@ class HeldPieces:
         return Tier.DEVICE if tier == Tier.GONE and name in self._sent else tier
 
     def note_sent(self, names: Sequence[int]) -> None:
-        """A prompt was sent there. Its last pieces are forgotten first, as they are of no use
-        without the others.
+        """Note a prompt that was sent to the engine. Its last pieces are forgotten first: they are
+        useless without the earlier ones.
         """
         for name in reversed(names):
             self._sent[name] = None
@@ -49,7 +49,7 @@ class HeldPieces:
             self._sent.popitem(last=False)
 
     def take(self, changes: Mapping[int, Iterable[int]]) -> None:
-        """Take the engine's report: names, by the tier where they are now."""
+        """Take the engine's report: names by their present tier."""
         for tier, names in changes.items():
             for name in names:
                 self.told.put(name, tier)

@@ -1,4 +1,4 @@
-"""The shard with the least work ahead, in tokens. Remembers nothing."""
+"""Chooses the shard with the least work before a new request, in tokens. Remembers nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock_client.types import GenerationRequest
 
 
 class LeastLoad(Policy):
-    """Counts what shards report and what was sent to them since."""
+    """Counts the reported load, and the requests sent after the report."""
 
     name = "least-load"
 

@@ -1,10 +1,10 @@
-"""Names of pieces of prefixes, each with the tier where it is, in a few bytes each.
+"""Maps names of pieces to tiers, in a few bytes each.
 
-Python's own dictionaries take 100 bytes for two integers. Here they stand in sorted arrays, which
-are the buckets of linear hashing (W. Litwin, Linear Hashing: A New Tool for File and Table
-Addressing, VLDB 1980): as names come and go, one bucket at a time is split in two, or joined with
-its other half. So no change takes longer than microseconds, where a table that doubles its size
-would hold up the event loop for half a second at a million.
+A Python dictionary takes 100 bytes for two integers. Here names are in sorted arrays, the buckets
+of linear hashing (W. Litwin, Linear Hashing: A New Tool for File and Table Addressing, VLDB 1980).
+One bucket at a time is split in two, or joined with its other half, so every change takes
+microseconds. A table that doubles its size would block the event loop for half a second at a
+million names.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from bisect import bisect_left
 from penstock_proto.prefix_hash import Tier
 
 _MOST_PIECES = 2**20
-# A bucket has so many pieces in the mean; with half of the least it is joined with another.
+# Largest mean number of pieces in a bucket; and the mean below which two buckets are joined.
 _MOST_IN_BUCKET = 64
 _LEAST_IN_BUCKET = 16
-# The low bits of a name give way to the tier: 62 bits tell a million pieces apart.
+# The tier takes the low bits of a name: 62 bits distinguish a million pieces.
 _TIER = 3
 
 
 class PieceIndex:
-    """A mapping of names (64 bits, uniformly distributed) to tiers; of at most `_MOST_PIECES`."""
+    """A mapping of at most `_MOST_PIECES` names (64 bits, uniformly distributed) to tiers."""
 
     def __init__(self) -> None:
         self._buckets = [array("Q")]
@@ -33,16 +33,16 @@ class PieceIndex:
         return self._count
 
     def tier(self, name: int) -> int:
-        """The piece's `Tier`; `GONE` of one that is not there."""
+        """The piece's `Tier`; `GONE` if the piece is not in the index."""
         key = name & ~_TIER
         bucket = self._bucket_of(key)
         place = bisect_left(bucket, key)
-        # Nothing but the tier is left of an entry with this name.
+        # XOR leaves only the tier of an entry with this name.
         tier = bucket[place] ^ key if place < len(bucket) else Tier.GONE
         return tier if tier < Tier.GONE else Tier.GONE
 
     def put(self, name: int, tier: int) -> None:
-        """Set its tier; `GONE` removes it."""
+        """Set a piece's tier; `GONE` removes the piece."""
         key = name & ~_TIER
         bucket = self._bucket_of(key)
         place = bisect_left(bucket, key)
@@ -60,8 +60,8 @@ class PieceIndex:
             self._split()
 
     def _bucket_of(self, entry: int) -> array[int]:
-        """Choose by as many bits of the name as number twice as many buckets, or without the
-        highest of these if that bucket is not there yet.
+        """Choose the bucket by the low bits of the name that address twice as many buckets. Drop
+        the top bit if that bucket does not exist yet.
         """
         buckets = self._buckets
         mask = (1 << len(buckets).bit_length()) - 1
@@ -69,8 +69,8 @@ class PieceIndex:
         return buckets[number if number < len(buckets) else number & mask >> 1]
 
     def _split(self) -> None:
-        """Split a bucket if they are too full: the first of those that were not yet split since
-        there were half as many.
+        """If buckets are too full, split one: the first that was not split after the number of
+        buckets last doubled.
         """
         buckets = self._buckets
         if self._count > len(buckets) * _MOST_IN_BUCKET:
@@ -81,7 +81,7 @@ class PieceIndex:
                 self._bucket_of(entry).append(entry)
 
     def _join(self) -> None:
-        """Take the last split back if buckets are too empty."""
+        """Undo the last split if buckets are too empty."""
         buckets = self._buckets
         if len(buckets) > 1 and self._count < (len(buckets) - 1) * _LEAST_IN_BUCKET:
             entries = buckets.pop()
@@ -90,5 +90,5 @@ class PieceIndex:
 
 
 def _half_of(number: int) -> int:
-    """The bucket of which a bucket is the other half: its number without the highest bit."""
+    """The bucket's other half: its number without the highest bit."""
     return number ^ 1 << number.bit_length() - 1

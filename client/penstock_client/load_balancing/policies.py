@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock_client.load_balancing.base import Policy
+from penstock_client.load_balancing.base import DEFAULT_ALLOWANCE_S, Policy
 from penstock_client.load_balancing.least_load import LeastLoad
 from penstock_client.load_balancing.prefix_affinity import PrefixAffinity
 from penstock_client.load_balancing.round_robin import RoundRobin
@@ -14,8 +14,13 @@ POLICIES: dict[str, type[Policy]] = {
 DEFAULT_POLICY = LeastLoad.name
 
 
-def make_policy(name: str) -> Policy:
-    """A policy of its own memory. Raises `ValueError` for a name that is not in `POLICIES`."""
+def make_policy(name: str, allowance_s: float = DEFAULT_ALLOWANCE_S) -> Policy:
+    """Make a policy with its own memory. `allowance_s`: the longest time that a request may wait
+    for other prompts at the shard that has its prefix. Raises `ValueError` for an unknown name.
+    """
     if name not in POLICIES:
         raise ValueError(f"policy: {name!r} is not one of {', '.join(POLICIES)}")
-    return POLICIES[name]()
+    policy = POLICIES[name]
+    if policy is PrefixAffinity or policy is SessionAffinity:
+        return policy(allowance_s)
+    return policy()

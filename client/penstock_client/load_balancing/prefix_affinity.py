@@ -1,6 +1,7 @@
-"""Chooses the shard that has most of the prompt in its prefix cache, unless its load is too high.
+"""Chooses the shard with the least load after subtracting the prompt tokens that its prefix cache
+has. A session stays at its last turn's shard, until prompts wait there longer than the allowance.
 
-`held_pieces` knows what shards hold; the choice is made here.
+`held_pieces` knows what shards hold; this module chooses.
 """
 
 from __future__ import annotations
@@ -9,40 +10,53 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock_client.load_balancing.base import Candidate, Decision, Policy, least_loaded
+from penstock_client.load_balancing.base import (
+    DEFAULT_ALLOWANCE_S,
+    Candidate,
+    Decision,
+    Policy,
+    least_loaded,
+)
+from penstock_client.load_balancing.known_prompts import KnownPrompts
+from penstock_client.load_balancing.session_turns import SessionTurns
 from penstock_client.types import GenerationRequest
 from penstock_proto.prefix_hash import PIECE_TOKENS, Tier, piece_blocks, piece_names, root_hash
 
-# Hashing runs on the event loop and takes half a millisecond for these. Prompts that agree so far
-# count as equal.
+# Hashing this many tokens blocks the event loop for half a millisecond. Prompts that agree in these
+# tokens count as equal.
 MAX_HASHED_TOKENS = 8192
 
-# A cached token outweighs this many tokens of a shard's load: computing it anew delays all requests
-# of that shard, and the session's next turn goes there too. A smaller weight spreads sessions over
-# shards; a larger one crowds first turns onto the shard that has their system prompt.
-_WORTH_OF_HELD = 4
-# What is to be copied to the device first saves so much of the work.
+# Weight of a cached token in tokens of load: computing the token again would delay all requests of
+# a shard, and the session's next turn goes there too. A smaller weight spreads sessions over
+# shards; a larger one sends too many first turns to the shard that has their system prompt.
+_WORTH_OF_HELD = 2
+# Share of the work that cached tokens save; less if blocks must be copied to the device first.
 _WORTH_OF_TIER: dict[int, float] = {Tier.DEVICE: 1.0, Tier.HOST: 0.9, Tier.DISK: 0.7}
-# A shard whose load exceeds the lowest load by more than this, in tokens or as a ratio, whichever
-# allows more, is not chosen, whatever it has cached.
-_MAX_TOKENS_MORE = 8192
-_MAX_TIMES = 2.0
+
+
+# Names of pieces depend on tokens and on this: hashes of weights and adapter, and the block size.
+_Key = tuple[str, str, int]
 
 
 class Held(NamedTuple):
-    """Numbers of a prompt's tokens: those a shard holds, and those on the device worth as much."""
+    """Prompt tokens that a shard holds, and their worth in tokens on the device."""
 
     tokens: int
     worth: float
+    # True if the shard holds the session's whole last turn.
+    is_last_turn: bool = False
 
 
 class PrefixAffinity(Policy):
-    """Weighs what a shard holds of the prompt against what it has to do, within bounds."""
+    """Weighs the prompt tokens that a shard holds against its load; sessions stay."""
 
     name = "prefix-affinity"
     uses_pieces = True
 
-    def __init__(self) -> None:
+    def __init__(self, allowance_s: float = DEFAULT_ALLOWANCE_S) -> None:
+        self._allowance_s = allowance_s
+        self._turns = SessionTurns()
+        self._prompts = KnownPrompts()
         self._last: _Names | None = None
 
     def choose(
@@ -50,49 +64,95 @@ class PrefixAffinity(Policy):
     ) -> Decision:
         if len(candidates) == 1:
             return Decision(candidates[0].address, "only")
-        names = self._names_of(request)
-        chosen, decision = decide(
-            candidates, [held_by(each, names.at(each)) for each in candidates]
-        )
-        chosen.pieces.note_sent(names.at(chosen))
+        chosen, decision = self._decide(candidates, request, session)
+        names = self._names_of(request).at(chosen)
+        chosen.pieces.note_sent(names)
+        if session:
+            self._turns.note(session, chosen, len(request.prompt_token_ids))
+        else:
+            self._prompts.note(names, request.prompt_token_ids, chosen)
         return decision
 
+    def peek(
+        self, candidates: Sequence[Candidate], request: GenerationRequest, session: str
+    ) -> Decision | None:
+        return self._decide(candidates, request, session)[1]
+
+    def _decide(
+        self, candidates: Sequence[Candidate], request: GenerationRequest, session: str
+    ) -> tuple[Candidate, Decision]:
+        held = [self._held(each, request, session) for each in candidates]
+        return decide(candidates, held, self._allowance_s)
+
     def held_tokens(self, candidate: Candidate, request: GenerationRequest) -> int:
-        names = self._names_of(request).at(candidate)
-        held = held_by(candidate, names).tokens
-        # Prompts that agree so far count as equal.
+        held = self._held(candidate, request, request.session).tokens
+        # Prompts that agree in all hashed tokens count as equal.
         is_whole = held >= MAX_HASHED_TOKENS - PIECE_TOKENS
         return len(request.prompt_token_ids) if is_whole else held
 
+    def _held(self, candidate: Candidate, request: GenerationRequest, session: str) -> Held:
+        """Count the prompt tokens that a shard holds. In the hashed part, its reports count. If it
+        holds the whole hashed part, the tokens that the session's last turn left there count.
+        """
+        held = held_by(candidate, self._names_of(request).at(candidate))
+        left = self._left_by_last_turn(candidate, request, session)
+        if not left or held.tokens + PIECE_TOKENS < min(left, MAX_HASHED_TOKENS):
+            return held
+        more = max(0, left - held.tokens)
+        return Held(held.tokens + more, held.worth + more, is_last_turn=True)
+
+    def _left_by_last_turn(
+        self, candidate: Candidate, request: GenerationRequest, session: str
+    ) -> int:
+        """The tokens of this prompt that the session's last turn left at a shard. If the session
+        has no name, the longest known prompt that this prompt begins with counts as the last turn.
+        """
+        if session:
+            left = self._turns.tokens_at(session, candidate)
+            return min(left, len(request.prompt_token_ids))
+        left, instance_id = self._names_of(request).known(self._prompts, candidate)
+        return left if instance_id == candidate.instance_id else 0
+
     def _names_of(self, request: GenerationRequest) -> _Names:
-        """Hashed once, however often it is asked for in a row."""
         if self._last is None or self._last.request is not request:
             self._last = _Names(request)
         return self._last
 
 
 class _Names:
-    """The names of a prompt's pieces: the same at all shards that have the same model."""
+    """The names of a prompt's pieces: the same at all shards of the same model."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
-        self._known: dict[tuple[str, str, int], list[int]] = {}
+        self._names: dict[_Key, list[int]] = {}
+        self._known: dict[_Key, tuple[int, str]] = {}
 
     def at(self, candidate: Candidate) -> list[int]:
-        adapter_hash = candidate.adapter_hashes.get(self.request.adapter, "")
-        key = candidate.weights_hash, adapter_hash, candidate.block_size
+        key = self._key(candidate)
+        if key not in self._names:
+            self._names[key] = prompt_pieces(self.request, *key)
+        return self._names[key]
+
+    def known(self, prompts: KnownPrompts, candidate: Candidate) -> tuple[int, str]:
+        """Token count and instance of the longest known prompt that this prompt begins with."""
+        key = self._key(candidate)
         if key not in self._known:
-            self._known[key] = prompt_pieces(self.request, *key)
+            token_ids = self.request.prompt_token_ids
+            self._known[key] = prompts.longest_within(self.at(candidate), token_ids)
         return self._known[key]
+
+    def _key(self, candidate: Candidate) -> _Key:
+        adapter_hash = candidate.adapter_hashes.get(self.request.adapter, "")
+        return candidate.weights_hash, adapter_hash, candidate.block_size
 
 
 def prompt_pieces(
     request: GenerationRequest, weights_hash: str, adapter_hash: str, block_size: int
 ) -> list[int]:
-    """Names of the prompt's pieces that a shard could find cached: never that with its last token.
+    """The names of the pieces that a shard could find cached: all except that of the last token.
 
-    Empty if the prompt's log-probabilities are asked for: those are computed, whatever is cached;
-    and of what are no token ids, which is refused where it is sent.
+    Empty if the prompt's log-probabilities are requested, as they must be computed; and for invalid
+    token ids, as sending refuses them.
     """
     if request.prompt_logprobs is not None:
         return []
@@ -105,7 +165,7 @@ def prompt_pieces(
 
 
 def held_by(candidate: Candidate, names: Sequence[int]) -> Held:
-    """The share of a prompt with these pieces that a shard holds."""
+    """The part that a shard holds of a prompt with these pieces."""
     size = piece_blocks(candidate.block_size) * candidate.block_size
     tokens, worth = 0, 0.0
     for tier, count in candidate.pieces.runs(names):
@@ -114,20 +174,24 @@ def held_by(candidate: Candidate, names: Sequence[int]) -> Held:
     return Held(tokens, worth)
 
 
-def decide(candidates: Sequence[Candidate], held: Sequence[Held]) -> tuple[Candidate, Decision]:
-    """`held` says what each candidate holds of the prompt."""
-    least = least_loaded(candidates)
+def decide(
+    candidates: Sequence[Candidate], held: Sequence[Held], allowance_s: float
+) -> tuple[Candidate, Decision]:
+    """Choose a candidate. `held`: the part of the prompt that each candidate holds."""
     best = max(each.worth for each in held)
     if best == 0:
+        least = least_loaded(candidates)
         return least, Decision(least.address, "least_load")
-    most = max(least.load_tokens + _MAX_TOKENS_MORE, least.load_tokens * _MAX_TIMES)
     pairs = list(zip(candidates, held, strict=True))
-    chosen, own = min((pair for pair in pairs if pair[0].load_tokens <= most), key=_cost_tokens)
+    holder, own = min((pair for pair in pairs if pair[1].worth == best), key=_cost_tokens)
+    if own.is_last_turn and not holder.delays(allowance_s):
+        return holder, Decision(holder.address, "session", held_tokens=own.tokens)
+    chosen, own = min(pairs, key=_cost_tokens)
     if own.worth == best:
-        return chosen, Decision(chosen.address, "prefix")
+        return chosen, Decision(chosen.address, "prefix", held_tokens=own.tokens)
     with_more = [pair for pair in pairs if pair[1].tokens > own.tokens]
     source = max(with_more, key=lambda pair: pair[1].worth)[0].address if with_more else ""
-    return chosen, Decision(chosen.address, "imbalance", source)
+    return chosen, Decision(chosen.address, "imbalance", source, own.tokens)
 
 
 def _cost_tokens(pair: tuple[Candidate, Held]) -> float:

@@ -1,4 +1,4 @@
-"""Takes one shard after the other, whatever they have to do. Remembers whose turn was when."""
+"""Chooses one shard after another, regardless of load. Remembers each shard's last turn."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from penstock_client.load_balancing.base import Candidate, Decision, Policy
 from penstock_client.types import GenerationRequest
 
-# Addresses come and go; those not chosen for longest are forgotten.
+# Bound of the remembered addresses. The least recently chosen are forgotten.
 _MAX_ADDRESSES = 1024
 
 
 class RoundRobin(Policy):
-    """The candidate whose last turn is longest ago.
+    """Chooses the candidate whose last turn is longest ago.
 
-    A counter over the candidates would favour some of them where requests for several models take
-    turns, as each model has its own candidates.
+    A counter over the candidates would favour some of them if requests for several models
+    alternate, as each model has its own candidates.
     """
 
     name = "round-robin"

@@ -1,7 +1,7 @@
-"""Requests of one session meet on one shard while it has not much more to do than the others.
+"""Keeps a session's requests on one shard, until prompts wait there longer than the allowance.
 
-Remembers nothing: shards are ranked for each key by a hash of key and address (rendezvous hashing),
-so that all routers agree, and a shard that comes or goes moves the sessions of no other.
+A hash of session key and address ranks the shards (rendezvous hashing). So all routers agree, and a
+new or removed shard does not move the sessions of other shards.
 """
 
 from __future__ import annotations
@@ -9,20 +9,28 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from penstock_client.load_balancing.base import Candidate, Decision, Policy, least_loaded
+from penstock_client.load_balancing.base import (
+    DEFAULT_ALLOWANCE_S,
+    Candidate,
+    Decision,
+    Policy,
+    Reason,
+    least_loaded,
+)
+from penstock_client.load_balancing.session_turns import SessionTurns
 from penstock_client.types import GenerationRequest
-
-# A shard of a session may have so many times the mean load,
-_MAX_OF_MEAN = 1.25
-# and in a fleet with little to do so many tokens above it: else the only busy shard of eight,
-# with one request, would have eight times the mean.
-_SLACK_TOKENS = 2048
 
 
 class SessionAffinity(Policy):
-    """The first shard in the key's own order that has not too much to do."""
+    """Sends a session's first turn to the first shard in the key's order, and each later turn to
+    the shard of the turn before.
+    """
 
     name = "session"
+
+    def __init__(self, allowance_s: float = DEFAULT_ALLOWANCE_S) -> None:
+        self._allowance_s = allowance_s
+        self._turns = SessionTurns()
 
     def choose(
         self, candidates: Sequence[Candidate], request: GenerationRequest, session: str
@@ -31,16 +39,19 @@ class SessionAffinity(Policy):
             return Decision(candidates[0].address, "only")
         if not session:
             return Decision(least_loaded(candidates).address, "least_load")
-        mean = sum(candidate.load_tokens for candidate in candidates) / len(candidates)
-        most = max(mean * _MAX_OF_MEAN, mean + _SLACK_TOKENS)
+        held = {each.address: self._turns.tokens_at(session, each) for each in candidates}
         ranked = _ranked(candidates, session)
-        # At least one has no more than the mean.
-        chosen = next(candidate for candidate in ranked if candidate.load_tokens <= most)
-        return Decision(chosen.address, "session" if chosen is ranked[0] else "imbalance")
+        home = max(ranked, key=lambda each: held[each.address])
+        chosen = home
+        if home.delays(self._allowance_s):
+            chosen = min(ranked, key=lambda each: each.load_tokens - held[each.address])
+        self._turns.note(session, chosen, len(request.prompt_token_ids))
+        reason: Reason = "session" if chosen is home else "imbalance"
+        return Decision(chosen.address, reason, held_tokens=held[chosen.address])
 
 
 def _ranked(candidates: Sequence[Candidate], session: str) -> list[Candidate]:
-    # One digest of the key, so that a long key is read once and not for every shard.
+    # Hash the key once, so that a long key is read only once.
     keyed = hashlib.blake2b(session.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
     def rank(candidate: Candidate) -> bytes:

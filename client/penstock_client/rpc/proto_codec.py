@@ -29,6 +29,7 @@ from penstock_client.types import (
     Adapter,
     Attempt,
     BlocksReport,
+    ClassLoad,
     Constraint,
     ConstraintKind,
     DrainProgress,
@@ -42,6 +43,7 @@ from penstock_client.types import (
     Objective,
     Output,
     PromptImage,
+    Retain,
     SamplingParams,
     ShardInfo,
     ShardLimits,
@@ -49,6 +51,7 @@ from penstock_client.types import (
 )
 from penstock_proto import MIN_SCHEMA_REVISION, SCHEMA_REVISION
 from penstock_proto import shard_pb2 as pb
+from penstock_proto.features import FieldBound
 from penstock_proto.fields import scalar_fields, scalars
 from penstock_proto.prefix_hash import Tier
 from penstock_proto.shard_pb2_grpc import ShardStub
@@ -265,6 +268,15 @@ def embed_request(
     return message
 
 
+def retain_request(request_ids: Iterable[str], retain: Retain) -> pb.RetainRequest:
+    return pb.RetainRequest(
+        request_ids=request_ids,
+        seconds=retain.seconds,
+        expected_seconds=retain.expected_s,
+        priority=retain.priority,
+    )
+
+
 def abort_request(request_ids: Iterable[str], attempts: Iterable[int] = ()) -> pb.AbortRequest:
     return pb.AbortRequest(request_ids=request_ids, attempts=attempts)
 
@@ -437,6 +449,8 @@ def shard_info(message: pb.InfoResponse, address: str) -> ShardInfo:
         adapters={each.name: adapter(each) for each in message.loaded_adapters},
         embedding=_embedding(message.embedding) if message.HasField("embedding") else None,
         shape=ModelShape(**scalars(message.shape)),
+        bounds=tuple(FieldBound(**scalars(each)) for each in message.bounds),
+        uncontinued=frozenset(message.uncontinued),
     )
 
 
@@ -490,7 +504,8 @@ def _as_written(value: Any) -> Any:
 
 
 def load_report(message: pb.LoadReport) -> LoadReport:
-    return LoadReport(**scalars(message))
+    classes = tuple(ClassLoad(**scalars(each)) for each in message.classes)
+    return LoadReport(**scalars(message), classes=classes)
 
 
 def blocks_report(message: pb.BlocksReport) -> BlocksReport:

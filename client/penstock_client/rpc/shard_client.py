@@ -15,7 +15,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, Self
 
 import grpc
@@ -39,6 +39,7 @@ from penstock_client.types import (
     LoadReport,
     Output,
     PromptImage,
+    Retain,
     ShardInfo,
 )
 from penstock_common.clock import Clock
@@ -235,6 +236,17 @@ class ShardClient:
             await self._stub.Abort(request, metadata=self._metadata, timeout=_UNARY_TIMEOUT_S)
         except (grpc.RpcError, grpc.aio.UsageError):
             return
+
+    async def retain(self, request_ids: list[str], retain: Retain) -> None:
+        """Have the KV blocks of requests that have ended reused after others. An unknown id is no
+        error, nor is a shard that is gone, or of an older release.
+        """
+        message = proto_codec.retain_request(request_ids, retain)
+        if self._abort_task is not None and not self._abort_task.done():
+            # A request that is to be retained may be among those that are aborted.
+            await asyncio.wait([self._abort_task])
+        with suppress(grpc.RpcError, grpc.aio.UsageError):
+            await self._stub.Retain(message, metadata=self._metadata, timeout=_UNARY_TIMEOUT_S)
 
     # ---- embeddings ----
 

@@ -1,6 +1,6 @@
-"""Says when the certificates in use expire, and warns of those that have or soon will.
+"""Tells when the certificates in use expire, and warns before and after they do.
 
-Reads no more of a certificate than its last date: whether it is one, OpenSSL has checked.
+Reads only a certificate's end date: OpenSSL has checked the rest.
 """
 
 from __future__ import annotations
@@ -14,41 +14,39 @@ from datetime import UTC, datetime
 
 logger = logging.getLogger(__name__)
 
-# From so long before its end a certificate is warned of.
+# Warn this long before a certificate's end.
 WARN_S = 14 * 24 * 3600.0
 
 _BEGIN, _END = b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----"
-# Tags of DER: the version, which a certificate may lack; a date whose year has two digits.
+# Tags of DER: the version, which is optional, and a date with a two-digit year.
 _VERSION = 0xA0
 _UTC_TIME = 0x17
 
 
 class CertificateDates:
-    """When the certificates that are loaded expire, by the flag that names their file."""
+    """Expiry of the loaded certificates, by the flag that names their file."""
 
     def __init__(
         self,
         on_date: Callable[[str, float], None] = lambda flag, expires_at: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`on_date` is called with the flag and a Unix time whenever a file was loaded."""
+        """`on_date` is called with the flag and a Unix time whenever a file is loaded."""
         self._on_date = on_date
         self._clock = clock
         self._expires_at: dict[str, float] = {}
 
     @property
     def expires_at(self) -> Mapping[str, float]:
-        """Unix times by flag, as they are now."""
+        """A copy of the Unix times, by flag."""
         return dict(self._expires_at)
 
     def note_chain(self, flag: str, path: str, content: bytes) -> None:
-        """Take a file with a certificate and those that lead from it to its authority: the first
-        that expires ends its use.
-        """
+        """Note a file with a certificate and its chain. The earliest expiry counts."""
         self._note(flag, path, min(expiry_dates(content), default=None))
 
     def note_authorities(self, flag: str, path: str, content: bytes) -> None:
-        """Take a file of authorities, of which older ones may expire while newer ones go on."""
+        """Note a file of authorities. The latest expiry counts: old ones may expire before."""
         self._note(flag, path, max(expiry_dates(content), default=None))
 
     def _note(self, flag: str, path: str, expires_at: float | None) -> None:
@@ -69,7 +67,7 @@ class CertificateDates:
 
 
 def expiry_dates(pem: bytes) -> list[float]:
-    """Unix times at which the certificates of a file expire; leaves out what it cannot read."""
+    """Unix times at which a file's certificates expire; unreadable ones are left out."""
     dates = []
     for block in pem.split(_BEGIN)[1:]:
         with contextlib.suppress(ValueError, IndexError, OverflowError):
@@ -78,8 +76,8 @@ def expiry_dates(pem: bytes) -> list[float]:
 
 
 def _not_after(der: bytes) -> float:
-    """Read the end of a certificate's validity (RFC 5280, 4.1), which follows its version, serial
-    number, algorithm and issuer. Raises `ValueError` or `IndexError` for what is no certificate.
+    """Read the end date of a certificate (RFC 5280, 4.1), which follows version, serial number,
+    algorithm and issuer. Raises `ValueError` or `IndexError` if `der` is not a certificate.
     """
     certificate = _element(der, 0)[1]
     at = _element(der, certificate)[1]
@@ -94,7 +92,7 @@ def _not_after(der: bytes) -> float:
 
 
 def _element(der: bytes, at: int) -> tuple[int, int, int]:
-    """The tag of the element of DER at `at`, and where its content begins and ends."""
+    """The tag of the DER element at `at`, and the begin and end of its content."""
     tag, length, start = der[at], der[at + 1], at + 2
     if length & 0x80:
         num_bytes = length & 0x7F

@@ -1,1 +1,1 @@
-"""JSON Schema as routers and shards both read it."""
+"""JSON Schema as routers and shards read it."""

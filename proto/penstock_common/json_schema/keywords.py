@@ -1,6 +1,6 @@
-"""The keywords of JSON Schema: what each draft from 4 to 2020-12 defines, and OpenAPI 3.0.
+"""The keywords of JSON Schema drafts 4 to 2020-12, and of OpenAPI 3.0.
 
-A keyword that none of them defines is an annotation: it forbids nothing (JSON Schema core, 6.5).
+An undefined keyword is an annotation: it forbids nothing (JSON Schema core, 6.5).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# What a keyword holds: a schema or a list of schemas; schemas by name.
+# Keywords that hold a schema or a list of schemas; keywords that hold schemas by name.
 HOLDING = frozenset(
     (
         *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "contentSchema"),
@@ -25,7 +25,7 @@ HOLDING_BY_NAME = frozenset(
     )
 )
 _HOLDERS = HOLDING | HOLDING_BY_NAME
-# Keywords that do not restrict values: annotations, and those that only hold or name schemas.
+# Keywords that do not restrict values: annotations, and keywords that only hold or name schemas.
 ANNOTATIONS = frozenset(
     (
         *("$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary"),
@@ -36,7 +36,7 @@ ANNOTATIONS = frozenset(
         *("example", "discriminator", "xml", "externalDocs"),
     )
 )
-# Keywords that restrict values; `nullable`, which is OpenAPI's, lets one more pass.
+# Keywords that restrict values; and OpenAPI's `nullable`, which allows null too.
 RESTRICTING = frozenset(
     (
         *("$ref", "$dynamicRef", "$recursiveRef", "type", "enum", "const", "nullable"),
@@ -53,24 +53,24 @@ RESTRICTING = frozenset(
 # Keywords of drafts before 4 that restrict values.
 OUTDATED = frozenset(("divisibleBy", "disallow", "extends", "requires"))
 _DEFINED = ANNOTATIONS | RESTRICTING | OUTDATED
-# How alike a name must be to a keyword to be a misspelt one, of 1: a short one, such as "note", is
-# sooner a word of its own than a long one.
+# Least similarity (0 to 1) of a misspelt keyword to the right one; higher for short names, which
+# are more often words of their own, such as "note".
 _ALIKE, _SHORT_ALIKE = 0.85, 0.88
 _SHORT, _SHORTEST, _LONGEST = 6, 4, 40
 
 
 def is_unknown(keyword: str) -> bool:
-    """Tell whether no draft defines a keyword, and its name does not mark it as an extension."""
+    """True if no draft defines a keyword, and its name does not mark it as an extension."""
     return keyword not in _DEFINED and not keyword.startswith("x-")
 
 
 def restricting(schema: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of a schema that restrict values, with these."""
+    """A schema's keywords that restrict values, with their values."""
     return {key: value for key, value in schema.items() if key in RESTRICTING or key in OUTDATED}
 
 
 def with_subschemas(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The schema with `change` of each schema that its keywords hold."""
+    """The schema with `change` applied to each schema in its keywords."""
     out = dict(schema)
     for key, value in schema.items():
         if key in HOLDING and isinstance(value, list):
@@ -83,7 +83,7 @@ def with_subschemas(schema: dict[str, Any], change: Callable[[Any], Any]) -> dic
 
 
 def subschemas(schema: dict[str, Any]) -> Iterator[Any]:
-    """The schemas that the keywords of a schema hold, and whatever else stands in their place."""
+    """Yield the schemas in a schema's keywords, and any invalid values there."""
     for key, value in schema.items():
         if key in HOLDING:
             yield from value if isinstance(value, list) else [value]
@@ -92,13 +92,13 @@ def subschemas(schema: dict[str, Any]) -> Iterator[Any]:
 
 
 def unknown_keywords(root: Any) -> Iterator[str]:
-    """The keywords in a schema that no draft defines, a schema's before those of its parts, perhaps
-    repeatedly. One whose value is null is as good as absent.
+    """Yield the undefined keywords of a schema, then of its parts; a keyword may be repeated. A
+    keyword with the value null counts as absent.
     """
     left = [root]
     while left:
         schema = left.pop()
-        # A body may have thousands of small ones: only those that need it are looked at in Python.
+        # A body may have thousands of small schemas: this test in C skips most.
         if not isinstance(schema, dict):
             continue
         if not _DEFINED.issuperset(schema):
@@ -108,10 +108,10 @@ def unknown_keywords(root: Any) -> Iterator[str]:
 
 
 def near_miss(name: str) -> str | None:
-    """The restricting keyword that an unknown one is but for its spelling; None if there is none.
+    """The restricting keyword that this name misspells, or None.
 
-    A name that begins with an underscore, holds a colon, or is a keyword with more before or behind
-    it is one of somebody's own.
+    A name that begins with an underscore, has a colon, or extends a keyword at either end is
+    intentional.
     """
     if not name[:1].isalpha() or ":" in name or len(name) > _LONGEST:
         return None
@@ -130,7 +130,7 @@ def _alike(name: str) -> str | None:
 
 
 def _is_longer(folded: str, keyword: str) -> bool:
-    """Tell whether a word is a keyword with more before or behind it than a letter typed twice."""
+    """True if a word extends a keyword by more than a letter typed twice."""
     more = folded.removeprefix(keyword) if folded.startswith(keyword) else ""
     more = more or (folded.removesuffix(keyword) if folded.endswith(keyword) else "")
     return more not in ("", keyword[-1])

@@ -1,1 +1,1 @@
-"""Spans of requests, and how they are exported."""
+"""Spans of requests, and their export."""

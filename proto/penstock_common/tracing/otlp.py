@@ -1,7 +1,7 @@
-"""Spans to an OTLP receiver, as OpenTelemetry batches and sends them from a thread; bounded.
+"""Sends spans to an OTLP receiver, in bounded batches from OpenTelemetry's thread.
 
-It honours its own variables (OTEL_EXPORTER_OTLP_HEADERS, OTEL_EXPORTER_OTLP_CERTIFICATE,
-OTEL_RESOURCE_ATTRIBUTES and others). Imported only where traces are exported.
+OpenTelemetry reads its own variables (OTEL_EXPORTER_OTLP_HEADERS, OTEL_EXPORTER_OTLP_CERTIFICATE,
+OTEL_RESOURCE_ATTRIBUTES and others).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from opentelemetry.trace.status import Status, StatusCode
 from penstock_common.tracing.spans import Span
 from penstock_common.version import VERSION
 
-# A few megabytes; those of a second at some thousand requests a second.
+# A few megabytes: the spans of one second at some thousand requests per second.
 _MAX_WAITING_SPANS = 16_384
 _BATCH_SPANS = 256
 _BATCH_EVERY_MS = 1000.0
@@ -37,11 +37,11 @@ _FLAGS = TraceFlags(TraceFlags.SAMPLED)
 
 
 class OtlpSink:
-    """Takes spans from an event loop, and has them sent from a thread."""
+    """Takes spans from an event loop, and has a thread send them."""
 
     def __init__(self, url: str, service: str, exporter: SpanExporter | None = None) -> None:
-        """`exporter` stands in for OpenTelemetry's in tests."""
-        # It tells of each failure: once a minute is often enough.
+        """`exporter` replaces OpenTelemetry's in tests."""
+        # The exporter logs every failure; once a minute is enough.
         logging.getLogger(trace_exporter.__name__).addFilter(_OnceInAWhile())
         self._batches = BatchSpanProcessor(
             exporter or trace_exporter.OTLPSpanExporter(endpoint=url),
@@ -53,13 +53,13 @@ class OtlpSink:
         self._scope = InstrumentationScope("penstock", VERSION)
 
     def add(self, spans: Sequence[Span]) -> None:
-        """Take spans, and lose the oldest where too many wait; never waits."""
+        """Take spans without waiting; lose the oldest if too many wait."""
         for span in spans:
             self._batches.on_end(self._exportable(span))
 
     def close(self) -> None:
-        """Send what is left, within a bound."""
-        # It waits for half a minute by itself.
+        """Send the remaining spans, within a bounded time."""
+        # `shutdown` itself may wait for half a minute.
         ending = threading.Thread(target=self._batches.shutdown, daemon=True)
         ending.start()
         ending.join(_LAST_WORDS_S)

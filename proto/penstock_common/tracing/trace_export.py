@@ -1,6 +1,6 @@
-"""Settings of where traces are exported to: --otlp-endpoint, OpenTelemetry's variables, a sink.
+"""Settings of trace export, from --otlp-endpoint and OpenTelemetry's variables; and the sink.
 
-`otlp.py` is loaded only where there is an endpoint.
+`otlp.py` is loaded only if there is an endpoint.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _SHARE_VARIABLE = "OTEL_TRACES_SAMPLER_ARG"
 
 @dataclass(frozen=True, slots=True)
 class TracingConfig:
-    """Where spans go, and the share of traces begun here that is sampled."""
+    """The destination of spans, and the sampled share of traces begun here."""
 
     url: str
     share: float = 1.0
 
 
 def read_tracing(endpoint: str | None, environment: Mapping[str, str]) -> TracingConfig | None:
-    """From --otlp-endpoint and OpenTelemetry's own variables; None where there is no endpoint.
+    """Read --otlp-endpoint and OpenTelemetry's variables; None without an endpoint.
 
     Raises:
         ValueError: one line that names the flag or the variable.
@@ -58,7 +58,7 @@ def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
-        # Nor is what it lies in.
+        # The module's parent package is missing too.
         return False
 
 
@@ -73,7 +73,7 @@ def _share(text: str) -> float:
 
 
 def open_sink(config: TracingConfig, service: str) -> SpanSink:
-    """A sink of spans of this service, which OTEL_SERVICE_NAME may call otherwise."""
+    """A sink of this service's spans; OTEL_SERVICE_NAME may rename the service."""
     from penstock_common.tracing.otlp import OtlpSink
 
     return OtlpSink(config.url, service)

@@ -1,1 +1,1 @@
-"""Who may ask for how much, who waits, and for how long."""
+"""Limits on requests, queues, and shares of clients."""

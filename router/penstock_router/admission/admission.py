@@ -1,19 +1,19 @@
-"""Admits requests, has them wait, and bounds how long each may run.
+"""Admits requests, queues them, and bounds how long each may run.
 
-An admitted request is *queued*: it is being prepared, or waits for places. Once it has all the
-places that it needs, one for each of its sequences, it is *in flight* until it ends.
+An admitted request is *queued*: it is being prepared, or waits for places. Once it has all its
+places, one for each of its sequences, it is *in flight* until it ends.
 
-    with admission.enter(key, sequences) as ticket:      # 429 at once where the queue is full
+    with admission.enter(key, sequences) as ticket:      # 429 at once if the queue is full
         async with ticket.limit.scope():
             ...                                          # prepare
         await ticket.start(prompt_tokens)                # wait for places; 429 after a while
         ...                                              # generate, within `ticket.limit` too
 
-Leaving the scope gives everything back, on every way out. Bounds hold over all keys together and,
-where they are set, for each key; `fair_queue.py` decides which request is next. When the queue is
-full and another key has more sequences here than the arriving request's key will have, that key's
-latest requests are refused to make room (as McKenney's Stochastic Fairness Queueing, 1990, drops
-from the longest queue). A key's account is deleted when it has no requests here.
+Leaving the scope gives everything back in all cases. Bounds hold for all keys together and, if set,
+for each key; `fair_queue.py` decides which request is next. If the queue is full and another key
+has more sequences here than the arriving request's key will have, that key's latest requests are
+refused to make room. McKenney's Stochastic Fairness Queueing (1990) drops from the longest queue in
+the same way. A key's account is deleted when it has no requests here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from penstock_router.observe.metrics import Metrics
 
 _STOPPING = "the router is shutting down"
 _MAX_RETRY_AFTER_S = 60
-# How far back `QueuePace` looks, roughly.
+# The time constant of `QueuePace`'s decaying average.
 _PACE_S = 10.0
 
 
@@ -59,17 +59,19 @@ class TimeLimit:
         self._ended: ApiError | None = None
 
     def check(self) -> None:
-        """Raises the error that `end` was given, if it was called."""
+        """Raise the error that was passed to `end`, if any."""
         if self._ended is not None:
             raise self._error()
 
     def scope(self) -> _Scope:
-        """Runs its body until the limit; then raises `TimedOut`, or the error `end` was given."""
+        """Run the scope's body until the limit. Then raise `TimedOut`, or the error passed to
+        `end`.
+        """
         return _Scope(self)
 
     def _error(self) -> ApiError:
-        # A copy each time: a raised error's traceback refers to the frames it left, and those refer
-        # to this object, which would be a reference cycle.
+        # Copy the error each time. A raised error refers to its frames, and its frames to this
+        # object: that would be a reference cycle.
         return TimedOut(TIME_IS_UP) if self._ended is None else copy.copy(self._ended)
 
     def end(self, error: ApiError) -> None:
@@ -80,8 +82,8 @@ class TimeLimit:
 
 
 class _Scope:
-    """See `TimeLimit.scope`. Not a contextlib generator: since Python 3.12 an error raised through
-    one stays in memory, with all that it refers to, until the garbage collector runs.
+    """The scope of `TimeLimit.scope`. It is not a contextlib generator: in Python 3.12 and later,
+    an error raised through a generator stays in memory until the garbage collector runs.
     """
 
     def __init__(self, limit: TimeLimit) -> None:
@@ -105,21 +107,21 @@ class _Scope:
             is_timeout = True
         finally:
             self._limit._timer = None
-            # What is raised below refers to this frame.
+            # The error raised below refers to this frame: break the cycle.
             del error, traceback
         if is_timeout and self._timer.expired():
             raise self._limit._error() from None
 
 
 class QueuePace:
-    """The pace at which places come free: a decaying average since the worker was last idle."""
+    """The pace at which places become free: a decaying average since the worker was last idle."""
 
     def __init__(self, now_s: float) -> None:
         self.begin(now_s)
 
     def begin(self, now_s: float) -> None:
         """Start measuring: the worker is not idle any more."""
-        # The number of places that came free, each weighted less the longer ago that was.
+        # The number of places that became free. Older places have less weight.
         self._weight = 0.0
         self._at_s = self._since_s = now_s
 
@@ -128,10 +130,10 @@ class QueuePace:
         self._at_s = now_s
 
     def seconds_until(self, places: int, now_s: float) -> float:
-        """Estimates how long it takes until this many more places have come free."""
+        """Estimate the time until this many more places become free."""
         age_s = max(1e-3, now_s - self._since_s)
         seen_s = _PACE_S * -math.expm1(-age_s / _PACE_S)
-        # One more than came free: so there is an estimate, from the age alone, before the first.
+        # Add 1, so that an estimate is possible before any place became free.
         return places * seen_s / (self._weight_at(now_s) + 1)
 
     def _weight_at(self, now_s: float) -> float:
@@ -140,10 +142,10 @@ class QueuePace:
 
 @dataclass(eq=False, slots=True)
 class _Account(Share):
-    """Holdings of a key, or of all together: sequences, and prompt tokens that wait for places."""
+    """The holdings of a key, or of all keys: sequences, and prompt tokens that wait for places."""
 
     key: str = ""
-    # The key has bounds of its own, besides those of all keys together.
+    # True if the key has bounds of its own, besides those of all keys together.
     is_bounded: bool = False
     queued: int = 0
     queued_tokens: int = 0
@@ -152,7 +154,6 @@ class _Account(Share):
 
     @property
     def sequences(self) -> int:
-        """Sequences in flight and queued."""
         return self.in_flight + self.queued
 
 
@@ -178,27 +179,26 @@ class Ticket(Waiting):
         self.account = account
         self.limit = limit
         self.state: Literal["preparing", "waiting", "in flight", "gone"] = "preparing"
-        # While the ticket waits: its tokens in the queue, and the future that is set when it has
+        # Used while the ticket waits: its prompt tokens, and the future that is set when it gets
         # its places.
         self.prompt_tokens = 0
         self.placed: asyncio.Future[None] | None = None
 
     @property
     def waits(self) -> bool:
-        """Tell whether it is prepared, and has no places yet."""
+        """Tell whether the request is prepared but has no places yet."""
         return self.state == "waiting"
 
     def queued_amount(self, amount: _Amount) -> int:
-        """The number of the queue's sequences or tokens that are this request's."""
+        """Return how many of the queue's sequences or tokens are this request's."""
         return self.places if amount == "queued" else self.prompt_tokens
 
     async def start(self, prompt_tokens: int, max_output_tokens: int = 0) -> None:
         """Return when the request has all its places.
 
         Raises:
-            TooManyRequests: its key has used up its tokens, the queue is full, or it waited for
-                too long.
-            TimedOut: its own time limit passed first.
+            TooManyRequests: the key's tokens are used up, the queue is full, or it waited too long.
+            TimedOut: the request's own time limit passed first.
             Unavailable: the router stopped first.
         """
         self.charge.take_tokens(prompt_tokens, max_output_tokens)
@@ -238,22 +238,21 @@ class Admission:
 
     @property
     def in_flight(self) -> int:
-        """Sequences that have places."""
+        """The sequences that have places."""
         return self._all.in_flight
 
     @property
     def queued(self) -> int:
-        """Sequences that are being prepared or wait for places."""
+        """The sequences that are being prepared or wait for places."""
         return self._all.queued
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens of the prompts that wait for places."""
+        """The tokens of the prompts that wait for places."""
         return self._all.queued_tokens
 
     @property
     def num_keys(self) -> int:
-        """Keys that have requests here."""
         return len(self._accounts)
 
     @contextmanager
@@ -270,9 +269,9 @@ class Admission:
     ) -> Iterator[Ticket]:
         """Admit a request of this many sequences, or raise; `param` is the field that sets them.
 
-        Its time limit is the shorter of the server's and its own `timeout_s`, counted from its
-        arrival `waited_s` ago. `max_concurrent` is this key's own bound, instead of the one for
-        every key, and `rates` holds what the key may ask for in a minute.
+        The time limit is the server's or the request's own `timeout_s`, whichever is shorter,
+        counted from its arrival `waited_s` ago. `max_concurrent` replaces the common bound for this
+        key. `rates` holds the key's limits per minute.
         """
         if self.stopping:
             raise Unavailable(_STOPPING)
@@ -301,7 +300,6 @@ class Admission:
                 self._idle.set()
 
     async def start(self, ticket: Ticket, prompt_tokens: int) -> None:
-        """Do as `Ticket.start` does."""
         ticket.limit.check()
         ticket.state = "waiting"
         self._queue.add(ticket)
@@ -313,7 +311,7 @@ class Admission:
                 await self._wait(ticket)
 
     async def stop(self, timeout_s: float) -> None:
-        """Admit nothing more; wait for requests to end, and end those left after `timeout_s`."""
+        """Admit no more requests. Wait until all have ended; after `timeout_s`, end the rest."""
         self.stopping = True
         if not self._running:
             return
@@ -347,10 +345,10 @@ class Admission:
         raise BadRequest(f"{text} {bound}", param=param)
 
     def _check_room(self, account: _Account, sequences: int) -> None:
-        """Raises `TooManyRequests` when there are neither places nor room in the queue."""
+        """Raise `TooManyRequests` if there are neither places nor room in the queue."""
         everyone, max_queued = self._all, self._config.max_queued_requests
-        # How many sequences will wait then: of all keys (`beyond`), and of this key because of its
-        # own bound (`key_beyond`).
+        # The sequences that would wait: those of all keys (`beyond`), and those that this key's own
+        # bound makes wait (`key_beyond`).
         beyond = everyone.in_flight + everyone.queued + sequences - self._limit
         if account.is_bounded:
             key_max = self._config.max_queued_requests_per_key
@@ -365,8 +363,8 @@ class Admission:
             self._refuse("queue_full", sequences, text)
 
     def _check_tokens(self, ticket: Ticket, prompt_tokens: int) -> None:
-        """Raises `TooManyRequests` when too many prompt tokens wait. A request that would be the
-        only one to wait may always wait, however long its prompt is.
+        """Raise `TooManyRequests` if too many prompt tokens wait. A request may always wait if no
+        other request waits, however long its prompt is.
         """
         account, config = ticket.account, self._config
         others, others_of_key = self._all.queued_tokens, account.queued_tokens
@@ -384,8 +382,9 @@ class Admission:
     def _make_room(
         self, account: _Account, amount: _Amount, excess: int, *, wanted: int = 0
     ) -> bool:
-        """Refuse the latest queued requests of the key with most sequences here, if it then still
-        has at least as many as this key will have. Those would have been the last to get places.
+        """Refuse the latest queued requests of the key with the most sequences here, if that key
+        keeps at least as many sequences as this key will have. Those requests would get places
+        last.
         """
         others = [each for each in self._accounts.values() if getattr(each, amount) >= excess]
         most = max(others, key=lambda each: each.sequences, default=account)
@@ -397,7 +396,7 @@ class Admission:
             text = "the queue is full and other keys have less here"
             ticket.limit.end(self._refusal("pushed_out", ticket.places, text))
             self._forget(ticket)
-        # Only after the loop: otherwise places could go to a ticket that is about to be refused.
+        # Give places only after the loop, or a ticket that is about to be refused could get one.
         self._give_places()
         return True
 
@@ -420,7 +419,8 @@ class Admission:
             async with asyncio.timeout(timeout_s):
                 await ticket.placed
         except TimeoutError:
-            # At that same moment it may have been pushed out, which `check` raises, or been placed.
+            # At the same moment the request may have been refused to make room (then `check`
+            # raises), or may have got its places.
             ticket.limit.check()
             if ticket.waits:
                 text = f"no place came free within {timeout_s:g} s (--queue-timeout-s)"
@@ -444,7 +444,7 @@ class Admission:
                 ticket.placed.set_result(None)
 
     def _forget(self, ticket: Ticket) -> None:
-        """Give back the ticket's places, or take it from the queue; once only."""
+        """Give back the ticket's places, or remove it from the queue. Idempotent."""
         account, state, ticket.state = ticket.account, ticket.state, "gone"
         if state == "gone":
             return

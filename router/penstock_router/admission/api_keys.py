@@ -1,14 +1,12 @@
-"""API keys that requests show: those of the command line, and those of a file that may change.
+"""Checks the API keys of requests: keys come from the command line and from a file that may change.
 
-Only SHA-256 digests are kept and compared. A plain hash is enough, and finding a key by looking its
-digest up gives nothing away: a key is random and long (`penstock keys` makes 256 bits), so nobody
-tries them all, and how far a wrong key's digest agrees with a right one's says nothing of the key
-that one was made of. The digests are compared in constant time all the same, also where none was
-found. A key that expired, was taken out of the file, or never was is one and the same: None.
+Only SHA-256 digests are kept and compared. A plain hash is enough: a key is random and long
+(`penstock keys` makes 256 bits), so nobody tries all keys. The time of a look-up reveals nothing: a
+common prefix of two digests says nothing about the keys. Still, digests are compared in constant
+time, even if no key was found. For an expired, removed or unknown key the result is None.
 
-The file is looked at once a second in a thread, by what `stat` says of the file that its name leads
-to, so that a symbolic link that is swapped (as Kubernetes does) is noticed too. One that cannot be
-read or is wrong changes nothing.
+Once a second a thread calls `stat` on the file. It follows symbolic links, to notice a swapped link
+(as in Kubernetes). An unreadable or invalid file changes nothing.
 """
 
 from __future__ import annotations
@@ -40,26 +38,24 @@ class Key:
     # The name that logs, metrics and the console may show.
     name: str
     digest: bytes = field(repr=False)
-    # There is no flag for users: every key is a user's.
+    # There is no `is_user`: every key has a user's rights.
     is_admin: bool = False
     # Unix time.
     expires_at: float = math.inf
-    # Sequences in flight; None: the bound for every key.
+    # Maximum of sequences in flight; None: the bound for every key.
     max_concurrent_requests: int | None = None
     rates: Rates = field(default_factory=Rates)
 
 
 class Keys:
-    """The keys of one worker."""
-
     def __init__(
         self,
         config: RouterConfig,
         on_change: Callable[[Collection[str]], None] = lambda names: None,
         on_refusal: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change` is called with the names of all keys when others are valid, `on_refusal` at
-        each look at a file that cannot be used.
+        """Load keys. When the valid keys change, `on_change` is called with the names of all keys.
+        `on_refusal` is called each time the file is read but cannot be used.
         """
         self._config = config
         self._on_change = on_change
@@ -71,22 +67,22 @@ class Keys:
         self._seen: tuple[int, ...] = ()
         self._is_refused = False
         if self._path is not None:
-            # A bad file has already failed the router's start. If the file went bad since, no key
-            # of it is accepted.
+            # The router does not start with a bad file. If the file became bad after the start,
+            # none of its keys is accepted.
             self._take(*self._look(self._path))
 
     @property
     def are_asked_for(self) -> bool:
-        """Tell whether users must show a key; with a file of keys always, even with none left."""
+        """Tell whether users must show a key. A key file, even an empty one, requires it."""
         return self._config.api_key is not None or self._path is not None
 
     @property
     def has_admins(self) -> bool:
-        """Tell whether there are keys that open the operator's routes, or may be."""
+        """Tell whether keys for the operator's routes exist or may be added."""
         return self._config.admin_key is not None or self._path is not None
 
     def find(self, shown: bytes) -> Key | None:
-        """The entry of this key, if it is valid now."""
+        """Return the entry of this key, if it is valid now."""
         digest = key_file_format.digest_of(shown)
         key = self._by_digest.get(digest)
         is_equal = hmac.compare_digest(_NO_DIGEST if key is None else key.digest, digest)
@@ -95,13 +91,15 @@ class Keys:
         return key
 
     async def follow(self) -> None:
-        """Take the file's changes; runs until cancelled."""
+        """Follow the file's changes; runs until cancelled."""
         while self._path is not None:
             await asyncio.sleep(_POLL_S)
             self._take(*await asyncio.to_thread(self._look, self._path))
 
     def _look(self, path: str) -> tuple[tuple[int, ...], Sequence[KeyEntry] | str | None]:
-        """The result of `stat`, and the file's keys, or an error text; None: unchanged."""
+        """Return the result of `stat`, and the file's keys, an error text, or None if it is
+        unchanged.
+        """
         try:
             found = os.stat(path)
             seen = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
@@ -127,7 +125,7 @@ class Keys:
             self._on_refusal()
 
     def _replace(self, entries: Sequence[KeyEntry]) -> None:
-        """Use these keys from the next request on. Keys keep what they have used of their rates."""
+        """Use these keys from the next request on. Each key keeps the level of its rate limits."""
         rates = {key.name: key.rates for key in self._by_digest.values()}
         of_file = [self._key(entry, rates.setdefault(entry.name, Rates())) for entry in entries]
         if self._by_digest is not self._of_flags:
@@ -151,7 +149,7 @@ class Keys:
 
 
 def _keys_of_flags(config: RouterConfig) -> dict[bytes, Key]:
-    """The keys given as flags, by digest. No name in a file of keys may begin with "--"."""
+    """Make the keys given as flags, by digest. No name in a key file may begin with "--"."""
     given = (("--api-key", config.api_key, False), ("--admin-key", config.admin_key, True))
     keys = [
         Key(name, key_file_format.digest_of(key.encode()), is_admin=is_admin)

@@ -1,14 +1,14 @@
-"""In which order waiting requests get places: those of the key with fewest in flight go first.
+"""Orders waiting requests: the key with fewest places in flight goes first.
 
-Max-min fairness, by progressive filling (Bertsekas and Gallager, Data Networks, 1987; with one
-resource also what dominant resource fairness comes to, Ghodsi et al., NSDI 2011): each place that
-comes free goes to the key with the fewest places in flight, so that a key that asks for less than
-an equal part gets all it asks for, and the others share the rest equally. Among equals, and within
-a key, first come is first served. A request that needs several places keeps its turn until they
-are free: requests for fewer never overtake it. A key at its own bound is passed over.
+This is max-min fairness by progressive filling (Bertsekas and Gallager, Data Networks, 1987), which
+for one resource equals dominant resource fairness (Ghodsi et al., NSDI 2011). A key that asks for
+less than an equal part gets all that it asks for, and the others share the rest equally. Keys with
+equally many places, and the requests of one key, are served in the order of arrival. A request that
+needs several places keeps its turn until they are free: smaller requests never overtake it. A key
+at its own bound is passed over.
 
-A choice costs a few microseconds, however many keys wait. Priorities are the shards' affair: they
-order what is in flight.
+A choice costs a few microseconds, however many keys wait. Priorities are the shards' task: they
+order sequences in flight.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Share:
     """The places that one key has, and its requests that wait for more, in their order."""
 
     in_flight: int = 0
-    # How many places it may have at once. After changing it, call `FairQueue.update`.
+    # Maximum of `in_flight`. After changing it, call `FairQueue.update`.
     max_places: float = math.inf
     waiting: OrderedDict[Waiting, None] = field(default_factory=OrderedDict)
 
 
 @dataclass(eq=False, slots=True)
 class Waiting:
-    """A request for a number of places, all at once."""
+    """A request for a number of places, which it gets all at once."""
 
     share: Share
     places: int
@@ -41,13 +41,13 @@ class Waiting:
     number: int = 0
 
 
-# A share's places in flight when it was pushed onto the heap, and its first request's number, then
-# that request.
+# A share's places in flight when the entry was pushed, the number of its first request, and that
+# request.
 _Entry = tuple[int, int, Waiting]
 
 
 class FairQueue:
-    """The waiting requests. After changing a share's `in_flight`, call `moved`."""
+    """The waiting requests. After changing a share's `in_flight`, call `update`."""
 
     def __init__(self) -> None:
         # Entries are never updated, only pushed anew; stale ones are dropped when they are popped,
@@ -58,7 +58,7 @@ class FairQueue:
         self._turn: Waiting | None = None
 
     def add(self, request: Waiting) -> None:
-        """Queue the request behind its key's other waiting ones."""
+        """Queue the request after the other waiting requests of its key."""
         request.number = self._num_added
         self._num_added += 1
         request.share.waiting[request] = None
@@ -66,7 +66,7 @@ class FairQueue:
             self.update(request.share)
 
     def remove(self, request: Waiting) -> None:
-        """The request has its places, or gave up."""
+        """Remove a request that got its places or gave up."""
         waiting = request.share.waiting
         was_first = next(iter(waiting)) is request
         del waiting[request]
@@ -76,7 +76,7 @@ class FairQueue:
             self.update(request.share)
 
     def update(self, share: Share) -> None:
-        """The share's places in flight, its bound or its first request have changed."""
+        """Note that the share's places in flight, its bound or its first request have changed."""
         if not share.waiting:
             return
         first = next(iter(share.waiting))
@@ -87,7 +87,9 @@ class FairQueue:
             self._tidy_at = max(_FEW_ENTRIES, 2 * len(self._heap))
 
     def first(self) -> Waiting | None:
-        """The request whose turn it is, until it is removed; None if no key may get places."""
+        """Return the request whose turn it is: the same one until it is removed. None if no key may
+        get places.
+        """
         while self._turn is None and self._heap:
             entry = heapq.heappop(self._heap)
             in_flight, _, request = entry

@@ -1,15 +1,14 @@
-"""Bounds what a key may ask for in a minute: requests, and tokens of prompts and outputs.
+"""Limits each key's requests per minute, and its prompt and output tokens per minute.
 
-Token buckets (Turner, New directions in communications, 1986): full at first, refilled steadily,
-never over full. A request with a body takes one from the bucket of requests as it arrives, even if
-it is refused later. From the bucket of tokens it takes, once its prompt is tokenized, the prompt's
-tokens and its maximum output, but for the output at most an eighth of a minute's tokens: many
-answers have no other bound than the model's context, and most are far shorter. When the request is
-over, output tokens that it did not use go back, and those beyond what it took are taken, also below
-zero. So every token that a shard makes counts, also one that is made once more for a client that
-resumes, or that no client reads; an overdraft is refilled before any request is admitted, and at
-most about eight answers may overdraw at once. A full bucket admits any request, however long its
-prompt.
+Token buckets (Turner, New directions in communications, 1986) are full at first and are refilled
+steadily. A request with a body takes 1 from the bucket of requests when it arrives, even if it is
+refused later. Once its prompt is tokenized, it takes the prompt's tokens and its maximum output
+from the bucket of tokens. For the output it takes at most an eighth of a minute's tokens: only the
+context bounds many answers, and most answers are far shorter. At the end, unused output tokens go
+back, or additional tokens are taken, even below zero. So every token that a shard generates counts,
+even if it is generated again for a resumed stream, or never read. No request is admitted before an
+overdraft is refilled. At most about eight answers overdraw at once. A full bucket admits any
+request, however long its prompt.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _OUTPUT_SHARE = 8
 
 
 class Bucket:
-    """A token bucket of `per_minute`, which is also its size."""
+    """A token bucket: `per_minute` is its rate and its size."""
 
     def __init__(self, per_minute: int, now_s: float) -> None:
         self.per_minute = per_minute
@@ -34,17 +33,17 @@ class Bucket:
         self._at_s = now_s
 
     def change(self, per_minute: int, now_s: float) -> None:
-        """Set another limit; the level stays, up to the new size."""
+        """Set another limit. The level stays, or becomes the new size if that is smaller."""
         self._level = min(float(per_minute), self.level(now_s))
         self._at_s, self.per_minute = now_s, per_minute
 
     def level(self, now_s: float) -> float:
-        """The content of the bucket; below zero if it is overdrawn."""
+        """Return the number of tokens in the bucket: negative if it is overdrawn."""
         refilled = self._level + (now_s - self._at_s) * self.per_minute / _MINUTE_S
         return min(float(self.per_minute), refilled)
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Seconds until this amount is in the bucket, or the bucket is full."""
+        """Return the seconds until this amount is in the bucket, or the bucket is full."""
         missing = min(amount, self.per_minute) - self.level(now_s)
         return max(0.0, missing) * _MINUTE_S / self.per_minute
 
@@ -55,8 +54,6 @@ class Bucket:
 
 
 class Rates:
-    """The buckets of one key."""
-
     def __init__(self) -> None:
         self.requests: Bucket | None = None
         self.tokens: Bucket | None = None
@@ -68,7 +65,7 @@ class Rates:
         self.tokens = _changed(self.tokens, tokens_per_minute, now_s)
 
     def headers(self) -> dict[str, str]:
-        """The x-ratelimit headers that OpenAI's clients read."""
+        """Return the x-ratelimit headers that OpenAI's clients read."""
         shown: dict[str, str] = {}
         now_s = time.monotonic()
         for what, bucket in (("requests", self.requests), ("tokens", self.tokens)):
@@ -91,14 +88,14 @@ def _changed(bucket: Bucket | None, per_minute: int | None, now_s: float) -> Buc
 
 
 class Charge:
-    """The share of a request in its key's buckets."""
+    """The part of its key's buckets that one request takes."""
 
     __slots__ = ("_metrics", "_prompt_tokens", "_rates", "_record", "_taken")
 
     def __init__(self, rates: Rates | None, metrics: Metrics) -> None:
         self._rates = rates
         self._metrics = metrics
-        # Tokens taken from the bucket, and the prompt's tokens once they count as used.
+        # Tokens taken from the bucket, and the prompt's tokens after they count as used.
         self._taken = 0
         self._prompt_tokens = 0
         self._record: RequestRecord | None = None
@@ -109,7 +106,7 @@ class Charge:
             self._take(self._rates.requests, 1, "requests")
 
     def take_tokens(self, prompt_tokens: int, max_output_tokens: int) -> None:
-        """Take its tokens, before it waits for places. Raises `TooManyRequests`."""
+        """Take the request's tokens, before it waits for places. Raises `TooManyRequests`."""
         if self._rates is None or self._rates.tokens is None:
             return
         bucket = self._rates.tokens
@@ -118,15 +115,15 @@ class Charge:
         self._taken = prompt_tokens + outputs
 
     def begin(self, prompt_tokens: int) -> None:
-        """Note that it has its places: from now on its prompt's tokens count as used."""
+        """Note that the request has its places: from now on its prompt's tokens count as used."""
         self._prompt_tokens = prompt_tokens
 
     def follow(self, record: RequestRecord) -> None:
-        """`record` counts the tokens that are made for it."""
+        """Set the record that counts the tokens made for this request."""
         self._record = record
 
     def settle(self) -> None:
-        """The request is over: correct the bucket to the tokens it used."""
+        """End the request: correct the bucket to the tokens it used."""
         if self._rates is None or self._rates.tokens is None or not self._taken:
             return
         used = self._prompt_tokens

@@ -1,8 +1,8 @@
-"""Budgets that clients share: bytes of memory that slow ones hold, connections, places in a queue.
+"""Budgets that clients share: bytes of memory for slow clients, connections, places in a queue.
 
 A client may hold at most as much as is still free (the dynamic threshold of Choudhury and Hahne,
-"Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998): a greedy one gets half,
-the next half of the rest, and there is always room left for whoever comes after them.
+"Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998). A greedy client gets
+half of the budget, and the next one half of the rest. So there is always room for another client.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, Self
 
-# What a worker may hold in memory for slow clients: little beside a router's own.
+# The memory that a worker may hold for slow clients; the router itself needs far more.
 MEMORY_BYTES = 192 * 1024 * 1024
 
 
@@ -19,26 +19,25 @@ class _Gauge(Protocol):
 
 
 class SharedBudget:
-    """A budget of something in this process, and what of it each client holds."""
+    """A budget in this process, and the share that each client holds."""
 
     def __init__(self, total: int, gauge: _Gauge | None = None) -> None:
-        """`gauge` shows how much is held."""
+        """Make a budget; `gauge` shows the held amount."""
         self.total = total
         self.held = 0
         self._by_client: dict[str, int] = {}
         self._gauge = gauge
 
     def held_by(self, client: str) -> int:
-        """The amount that this client holds."""
         return self._by_client.get(client, 0)
 
     def hold(self, client: str) -> Holding:
-        """A holding of this client's, of nothing yet."""
+        """Make an empty holding of this client."""
         return Holding(self, client)
 
     def allows(self, client: str, more: int, own: int = 0) -> bool:
-        """Tell whether a holding of the client's may grow by this much from `own`. If it is the
-        client's only one, it may take whatever is free, and anything if it is the only one of all.
+        """Tell whether a holding of the client may grow by `more` from `own`. The only holding of a
+        client may take all that is free. The only holding of all clients may take any amount.
         """
         if self.held == own:
             return True
@@ -47,7 +46,7 @@ class SharedBudget:
         return free >= (0 if by_client == own else by_client + more)
 
     def change(self, client: str, more: int) -> None:
-        """Count this much more, or less, as held by the client."""
+        """Add `more`, which may be negative, to the amount that the client holds."""
         self.held += more
         by_client = self.held_by(client) + more
         if by_client:
@@ -59,7 +58,7 @@ class SharedBudget:
 
 
 class Holding:
-    """A holding of one body, answer or stream. Leaving its scope gives all of it back."""
+    """The amount held for one body, answer or stream. Leaving the scope gives it back."""
 
     __slots__ = ("_budget", "_client", "amount")
 
@@ -69,27 +68,26 @@ class Holding:
         self.amount = 0
 
     def grow(self, more: int, refusal: Callable[[int, int], Exception]) -> None:
-        """Hold this much more.
+        """Hold `more` in addition.
 
-        Raises `refusal(held, total)` where the client's share does not allow it: `held` is what the
-        client holds already, `total` is everybody's.
+        Raises `refusal(held, total)` if the client's share does not allow it: `held` is what the
+        client already holds, `total` is the whole budget.
         """
         if not self._budget.allows(self._client, more, self.amount):
             raise refusal(self._budget.held_by(self._client), self._budget.total)
         self.add(more)
 
     def add(self, more: int) -> None:
-        """Hold this much more, even if the client's share does not allow it."""
+        """Hold `more` in addition, even if the client's share does not allow it."""
         self._budget.change(self._client, more)
         self.amount += more
 
     @property
     def is_over(self) -> bool:
-        """Tell whether the client holds more than its share by now."""
+        """Tell whether the client now holds more than its share."""
         return not self._budget.allows(self._client, 0, self.amount)
 
     def shrink(self, amount: int) -> None:
-        """Give this much back."""
         self.add(-amount)
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""Places for work that takes a while: clients share them by time.
+"""Gives places for slow work to clients: each gets an equal part of the time.
 
-A place that comes free goes to the waiting client whose work has taken the least time so far
-(start-time fair queueing, Goyal, Vin and Cheng, 1996): one whose work takes ten seconds each time
-delays others by one of these, not by all. Who has nothing to do saves up no time. What several
-clients wait for is in the line of each: the first that comes up has it begun.
+A free place goes to the waiting client whose work has taken the least time so far (start-time fair
+queueing, Goyal, Vin and Cheng, 1996). If each piece of a client's work takes ten seconds, other
+clients wait for one piece, not for all. Idle clients save up no time. If several clients wait for
+the same work, the first of them to get a turn starts it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-# What work counts as at least until it has ended, so that one client does not get all free places
-# at once.
+# Unfinished work counts as at least this time, so that one client does not get all free places at
+# once.
 _EXPECTED_S = 0.1
-# Work that takes longer is long: where there are spare places, others need not wait for its end.
+# Longer work is "long": while it runs, other clients may use spare places.
 LONG_S = 1.0
 
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """A place that work has, got in the turn of this client."""
+    """A place taken by work, in the turn of `client`."""
 
     client: str
     began_s: float
@@ -33,26 +33,26 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    # Those that wait at present.
+    # The clients that wait at present.
     clients: Collection[str]
-    # Among what its clients wait for, the least is first.
+    # One client's work starts in ascending `order`.
     order: Any
 
 
 class Turns:
-    """So many places. For each whose work is long there is another, of so many spare ones, for
-    clients that have no long work: one very long task keeps nobody else's waiting.
+    """A number of places. Each place with long work adds a place, up to `spare`, for clients
+    without long work. So one very long task does not delay other clients.
     """
 
     def __init__(self, places: int, spare: int = 0) -> None:
         self._num_places = places
         self._num_spare = spare
         self._working: dict[Place, None] = {}
-        # In the order in which they came.
+        # In the order of arrival.
         self._waiting: dict[asyncio.Future[Place], _Wish] = {}
-        # By clients that wait or work, and by others that had more than their share so far.
+        # The time of each client that waits, works, or has used more than its share.
         self._spent_s: dict[str, float] = {}
-        # What the client had spent that was the last to get a place.
+        # The spent time of the client that got a place most recently.
         self._now_s = 0.0
         self._refusal: Callable[[], Exception] | None = None
 
@@ -65,8 +65,8 @@ class Turns:
         return len(self._waiting)
 
     async def take(self, clients: Collection[str], order: Any = 0) -> Place:
-        """A place, which is to be given back, got in the turn of any of the `clients`: those that
-        are in the collection when places come free. Raises what `stop` was told to raise.
+        """Get a place in the turn of any of `clients`; the collection is read when places become
+        free. The place must be given back. Raises the error passed to `stop`.
         """
         if self._refusal is not None:
             raise self._refusal()
@@ -83,7 +83,6 @@ class Turns:
             self._waiting.pop(given, None)
 
     def give_back(self, place: Place) -> None:
-        """Give a place back."""
         del self._working[place]
         if place.timer is not None:
             place.timer.cancel()
@@ -91,7 +90,7 @@ class Turns:
         self._hand_out()
 
     def stop(self, refusal: Callable[[], Exception]) -> None:
-        """Refuse whoever waits, and whoever comes."""
+        """Refuse all waiting work, and all later calls of `take`."""
         self._refusal = refusal
         for given in self._waiting:
             if not given.done():
@@ -110,7 +109,7 @@ class Turns:
             given.set_result(place)
 
     def _next(self) -> tuple[asyncio.Future[Place], str] | None:
-        """What has the next place, and in which client's turn; None if there is no place for it."""
+        """Return the work that gets the next place, and the client whose turn it is; or None."""
         self._note_present()
         of_long = [place.client for place in self._working if place.is_long]
         num_free = self._num_places - len(self._working)
@@ -123,12 +122,12 @@ class Turns:
             for client in wish.clients
             if client not in barred and not given.done()
         )
-        # The first of several that are equal.
+        # Of equal entries, `min` returns the first.
         first = min(found, key=lambda each: each[0], default=None)
         return None if first is None else first[1:]
 
     def _note_present(self) -> None:
-        """Have who came begin at the present time, and forget who has nothing here and no debt."""
+        """Start new clients at the present spent time, and forget idle clients without debt."""
         spent_s = self._spent_s
         present = {client for wish in self._waiting.values() for client in wish.clients}
         present.update(place.client for place in self._working)

@@ -1,1 +1,1 @@
-"""The APIs that clients speak: each a translation to one request type and back. None knows HTTP."""
+"""The APIs that clients use. Each is translated to one request type and back, without HTTP."""

@@ -1,7 +1,8 @@
-"""Parts of an API: a table of fields, a translation to a request, the shape of answers and errors.
+"""The parts of an API: a table of fields, a translation to requests, the shape of answers and
+errors.
 
-A new one is a file with an `Api` in it, its name in `offload/body_kinds.py`, and a line in the
-table of routes.
+To add an API, write a file with an `Api`, and add it to `offload/body_kinds.py` and the table of
+routes.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from penstock_router.observe.request_record import Usage
 from penstock_router.request import MAX_TIMEOUT_S, MIN_TIMEOUT_S, Options
 from penstock_router.text.prompts import TextModel, prepare_prompts
 
-# Anthropic's documentation asks clients to send arguments that are no JSON object back under it.
+# Anthropic's documentation asks clients to return arguments that are not a JSON object under it.
 INVALID_JSON = "INVALID_JSON"
 AnyRequest = TypeVar("AnyRequest", bound=Options)
 
-# penstock's own field, on all routes that generate and on /v1/embeddings.
+# penstock's own field of all routes that generate, and of /v1/embeddings.
 TIMEOUT = Field(
     "timeout",
     number(MIN_TIMEOUT_S, MAX_TIMEOUT_S),
@@ -40,10 +41,10 @@ class Envelope:
     response_id: str
     # Unix time, whole seconds.
     created: int
-    # When the request arrived, on the clock of `time.perf_counter`.
+    # Arrival of the request by `time.perf_counter`.
     received_s: float
     usage: Usage
-    # The choices of which the client has something, from a stream that was cut off.
+    # Indexes of a resumed stream's choices that the client already has in part.
     begun: frozenset[int] = frozenset()
 
 
@@ -51,28 +52,28 @@ class Shape(Protocol):
     """Renders the deltas of one answer as JSON. A frame is an encoded event of a stream."""
 
     def opening(self) -> Sequence[bytes]:
-        """The frames before the first delta's."""
+        """The frames before the first delta."""
 
     def chunk(self, delta: Delta) -> bytes | None:
-        """A delta as a frame or several; None where it has nothing to show."""
+        """The frames of a delta; None if it has nothing to show."""
 
     def closing(self) -> Sequence[bytes]:
-        """The frames after the last delta's."""
+        """The frames after the last delta."""
 
     def failure(self, error: ApiError) -> bytes:
-        """The last frames of a stream that fails."""
+        """The last frames of a stream that failed."""
 
     def whole(self, deltas: Sequence[Delta]) -> Any:
         """The JSON of an answer that is not streamed."""
 
     def headers(self) -> Mapping[str, str]:
-        """The HTTP headers of an answer that is not streamed."""
+        """HTTP headers of an answer that is not streamed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """The way a stream is sent: its media type, and what keeps a connection open where nothing
-    comes, if clients skip anything.
+    """The media type of a stream, and the bytes that keep its connection open: none if clients
+    cannot skip them.
     """
 
     media_type: str
@@ -80,54 +81,54 @@ class Framing:
 
 
 EVENTS = Framing("text/event-stream", b": keep-alive\n\n")
-# A line of JSON for each event; clients parse every line.
+# One line of JSON for each event; clients parse every line.
 LINES = Framing("application/x-ndjson", b"")
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorForm:
-    """The form of an API's errors, and what all its answers have besides."""
+    """The form of an API's errors, and the headers of all its answers."""
 
     body: Callable[[ApiError], JsonObject]
-    # The TypedDict of what `body` returns.
+    # The TypedDict that `body` returns.
     schema: type
-    # The last frames of a stream that fails.
+    # Last frames of a stream that failed.
     frames: Callable[[ApiError], bytes]
     status: Callable[[ApiError], int] = lambda error: error.status
-    # (what `body` returns, the request's id) -> the same with the id, where the API shows it.
+    # (result of `body`, request id) -> that result, with the id if the API shows it.
     name_request: Callable[[JsonObject, str], JsonObject] = lambda answer, request_id: answer
-    # (the request's id) -> headers of all answers, those that are no errors included.
+    # (request id) -> headers of all answers, also of those without an error.
     headers: Callable[[str], Mapping[str, str]] = lambda request_id: {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyKind:
-    """Bodies that are parsed, and whose text is worked on, in one way: by plain functions, the same
-    ones wherever they run. `offload/dispatch.py` says where. Between the two the router finds the
-    model, and what else a body refers to.
+    """Two functions that parse a body and work on its text. They run in any process:
+    `offload/dispatch.py` chooses it. Between the two, the router finds the model and everything
+    else that the body refers to.
     """
 
-    # Identifies it in messages to other processes.
+    # Name in messages to other processes.
     name: str
-    # What `parse` returns: a dataclass with `model`, `brings_template`, `without_text`.
+    # Result of `parse`: a dataclass with `model`, `brings_template`, `without_text`.
     request_type: type[Any]
     # Raises `BadRequest`.
     parse: Callable[[JsonObject], Any]
-    # (request, model) -> prompts, or an answer to be encoded as JSON. Raises `BadRequest`.
+    # (request, model) -> prompts, or an answer to encode as JSON. Raises `BadRequest`.
     work: Callable[[Any, TextModel], Any]
     errors: ErrorForm
-    # Whether clients of this API send JSON under any Content-Type.
+    # True if clients of this API send JSON under any Content-Type.
     any_type: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SeveralKinds:
-    """Bodies whose fields tell their kind."""
+    """Bodies whose fields determine their kind."""
 
     name: str
     # Raises `BadRequest`.
     choose: Callable[[JsonObject], BodyKind]
-    # As `BodyKind.any_type`.
+    # See `BodyKind.any_type`.
     any_type: bool = False
 
 
@@ -136,35 +137,35 @@ AnyKind = BodyKind | SeveralKinds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api(BodyKind, Generic[AnyRequest]):
-    """An HTTP API that generates tokens: how its bodies are read and its answers rendered."""
+    """An HTTP API that generates tokens: reads bodies and renders answers."""
 
     request_type: type[AnyRequest]
-    # The fields of its bodies: what is checked and what is documented.
+    # Fields of bodies, both checked and documented.
     fields: Table
     parse: Callable[[JsonObject], AnyRequest]
     work: Callable[[Any, TextModel], Any] = prepare_prompts
     make_shape: Callable[[Job, Envelope], Shape]
-    # (the request's id, whether the client chose it) -> the answer's id.
+    # (request id, whether the client chose it) -> answer id.
     name_answer: Callable[[str, bool], str]
-    # The types of an answer and of a stream's event: TypedDicts, or None.
+    # Types of an answer and of a stream's event: TypedDicts or None.
     answer: Any
     event: Any
     framing: Framing = EVENTS
-    # Whether its streams can be resumed (header x-penstock-resumable).
+    # True if streams can be resumed (header x-penstock-resumable).
     resumable: bool = False
-    # Whether the last event of a stream repeats the whole answer.
+    # True if a stream's last event repeats the whole answer.
     repeats_answer: bool = False
 
 
 def call_id(response_id: str, choice: int, call: int, prefix: str = "call_") -> str:
-    """The id of a tool call: the same whenever the same answer is generated again."""
+    """The id of a tool call. It stays the same if the answer is generated again."""
     data = f"{response_id} {choice} {call}".encode()
     return prefix + hashlib.blake2b(data, digest_size=12).hexdigest()
 
 
 def shown_arguments(text: str) -> JsonObject:
-    """The arguments of a call as an object; a text that is not one, as of a call that was cut off,
-    under `INVALID_JSON`.
+    """The arguments of a call as an object. Text that is not an object, as in a call that was cut
+    off, is put under `INVALID_JSON`.
     """
     given = object_in(text)
     return {INVALID_JSON: text} if given is None else given
@@ -180,14 +181,14 @@ def event_frame(name: str, payload: object) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(payload))
 
 
-# ---- Errors in the form of OpenAI's API, for all APIs without a form of their own --------------
+# ---- Errors in OpenAI's form, for all APIs without a form of their own -------------------------
 
 
 DONE = data_frame(b"[DONE]")
 
 
 class ErrorObject(TypedDict):
-    """The error, in the form of OpenAI's API."""
+    """An error in the form of OpenAI's API."""
 
     message: str
     type: str
@@ -207,14 +208,13 @@ def error_answer(error: ApiError) -> JsonObject:
         "message": error.message,
         "type": error.type,
         "param": error.param,
-        # The one code that clients check: by it langchain recognizes a prompt that is too long.
+        # langchain recognizes by this code that a prompt is too long. Clients check no other code.
         "code": "context_length_exceeded" if isinstance(error, ContextExceeded) else error.status,
     }
     return {"error": shown}
 
 
 def error_frames(error: ApiError) -> bytes:
-    """An error as the end of a stream."""
     return data_frame(msgspec.json.encode(error_answer(error))) + DONE
 
 

@@ -1,7 +1,7 @@
-"""Messages of a chat, in OpenAI's form -> as chat templates expect them.
+"""Turns messages of a chat, in OpenAI's form, into the form that chat templates expect.
 
-Without nulls and empty lists of calls, with arguments of calls as objects. What a model's own
-template asks for beyond that is for `text/template_fit`.
+That form has no nulls and no empty lists of calls, and arguments of calls are objects.
+`text/template_fit` makes the further changes that a model's own template needs.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from penstock_router.request import Message
 from penstock_router.text.contents import Content, Part, as_text, text_part
 
 MAX_ROLE_CHARS = 64
-# Messages, parts and tool calls of a body. Each takes a microsecond or more to read, while nothing
-# else runs.
+# Maximum of messages, parts and tool calls in a body. Reading one takes a microsecond or more, and
+# blocks the event loop.
 MAX_PIECES = 16_384
-# Keys of one message; templates read a handful.
+# Maximum of keys in one message; templates read about ten.
 MAX_KEYS = 64
-# Keys of a message with a string or null; what a model thought has either of two names.
+# Keys with a string or null. Reasoning has one of two names.
 _TEXT_KEYS = ("tool_call_id", "reasoning_content", "reasoning")
-# Marks of an answer that is to be continued.
+# Keys that mark an answer to be continued.
 _UNFINISHED_KEYS = ("prefix", "partial")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-# What an answer may have thought, as other servers tell it; of the last nothing can be read.
+# Types of reasoning parts that other servers write. `redacted_thinking` is unreadable.
 _THOUGHT_PARTS = ("thinking", "reasoning", "redacted_thinking")
 _IMAGE_PARTS: Mapping[str, Callable[[str, JsonObject], Part]] = {
     "image_url": read_image_url,
@@ -52,7 +52,6 @@ _IMAGE_PARTS: Mapping[str, Callable[[str, JsonObject], Part]] = {
 
 
 def read_messages(name: str, value: Any) -> list[Message]:
-    """A chat; every message checked."""
     messages = read_array(name, value)
     if not messages:
         raise BadRequest(f"{name}: at least one message is needed", param=name)
@@ -61,15 +60,17 @@ def read_messages(name: str, value: Any) -> list[Message]:
 
 
 def ends_unfinished(messages: Sequence[Message]) -> bool:
-    """Tell whether the last message is the beginning of an answer, as Mistral's, DeepSeek's, Kimi's
-    and Qwen's clients mark it.
+    """True if the last message is the beginning of an answer, as clients of Mistral, DeepSeek, Kimi
+    and Qwen mark it.
     """
     last = messages[-1] if messages else {}
     return last.get("role") == "assistant" and any(last.get(key) for key in _UNFINISHED_KEYS)
 
 
 def check_size(name: str, messages: Sequence[Any]) -> None:
-    """Refuses more messages, parts and tool calls than `MAX_PIECES`; `messages` may be anything."""
+    """Refuse more messages, parts and tool calls than `MAX_PIECES`; `messages` is unchecked
+    JSON.
+    """
     if (count := _count_pieces(messages)) > MAX_PIECES:
         text = f"{name}: at most {MAX_PIECES} messages, parts and tool calls; given: {count}"
         raise BadRequest(text, param=name)
@@ -85,10 +86,12 @@ def _count_pieces(messages: Sequence[Any]) -> int:
 
 
 def _message(name: str, value: Any) -> JsonObject:
-    """A message as templates expect it: no nulls, a text as a string, several parts as a list."""
+    """A message as templates expect it: without nulls, one text as a string, several parts as a
+    list.
+    """
     if len(read_object(name, value)) > MAX_KEYS:
         raise BadRequest(f"{name}: at most {MAX_KEYS} keys; given: {len(value)}", param=name)
-    # Templates recognize "no content" by the missing key, not by null.
+    # Templates recognize "no content" by a missing key, not by null.
     message = _with_tools({key: item for key, item in value.items() if item is not None})
     role = message.get("role")
     if not isinstance(role, str) or not 1 <= len(role) <= MAX_ROLE_CHARS:
@@ -96,7 +99,7 @@ def _message(name: str, value: Any) -> JsonObject:
     if role == "assistant":
         message = _with_thoughts(f"{name}.content", _with_refusal(message))
     elif role == "tool":
-        # A function that returns nothing has null as its result.
+        # The result of a function that returns nothing is null.
         message.setdefault("content", "")
     content = message.get("content")
     if isinstance(content, list):
@@ -116,7 +119,7 @@ def _message(name: str, value: Any) -> JsonObject:
 
 
 def _with_tools(message: JsonObject) -> JsonObject:
-    """A function's call and its result in the form that came before tools: as a tool's."""
+    """Rewrite a function call or result of OpenAI's older form as a tool call or result."""
     if message.get("role") == "function":
         return {**message, "role": "tool"}
     if "function_call" not in message or message.get("role") != "assistant":
@@ -127,14 +130,14 @@ def _with_tools(message: JsonObject) -> JsonObject:
 
 
 def _with_refusal(message: JsonObject) -> JsonObject:
-    """An answer that was a refusal, with that as its content."""
+    """Make an answer's refusal its content."""
     if "content" in message or not isinstance(message.get("refusal"), str):
         return message
     return {**message, "content": message["refusal"]}
 
 
 def _with_thoughts(name: str, message: JsonObject) -> JsonObject:
-    """An answer whose content has parts of reasoning, with these as its reasoning."""
+    """Move parts of reasoning out of an answer's content into its reasoning."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -157,7 +160,7 @@ def _with_thoughts(name: str, message: JsonObject) -> JsonObject:
 
 
 def _thought(name: str, part: JsonObject) -> str:
-    """The text of a part of reasoning: under its type's name, or as text; Mistral's has parts."""
+    """The text of a reasoning part, under its type's name or `text`. Mistral sends parts."""
     kind = part["type"]
     if kind == "redacted_thinking":
         return ""
@@ -174,7 +177,7 @@ def read_parts(
     parts: list[Any],
     image_parts: Mapping[str, Callable[[str, JsonObject], Part]] = _IMAGE_PARTS,
 ) -> Content:
-    """Parts of text and of images: a text where it is all there is."""
+    """Read parts of text and images. The result is a string if there are no images."""
     read: list[Part] = []
     for index, part in enumerate(parts):
         at = f"{name}[{index}]"
@@ -196,7 +199,7 @@ def read_parts(
 
 
 def _type_of_part(part: JsonObject) -> object:
-    """The type of a part, by what it has where clients of vLLM leave the type out."""
+    """The type of a part. Clients of vLLM may omit it: then the keys tell it."""
     kind = part.get("type")
     if kind is not None:
         return kind
@@ -204,8 +207,8 @@ def _type_of_part(part: JsonObject) -> object:
 
 
 def joined(parts: list[Part]) -> Content:
-    """The parts as one text where there is no more than one; the model's chat template says what
-    joins several.
+    """Turn at most one text part into a string. Several parts stay a list: the chat template joins
+    them.
     """
     if len(parts) > 1 or any(part["type"] == "image" for part in parts):
         return parts
@@ -225,8 +228,8 @@ def _tool_calls(name: str, value: Any) -> list[JsonObject]:
 
 
 def _function_of(name: str, call: JsonObject) -> Any:
-    """The function that a call has: nested, flat as in responses, or a custom tool's, whose input
-    is its only argument.
+    """The function of a call. It may be nested, or flat as in Responses. A custom tool's input
+    becomes the only argument.
     """
     if "function" in call or not {"custom", "name"} & call.keys():
         return call.get("function")
@@ -252,8 +255,8 @@ def _called_function(name: str, value: Any) -> JsonObject:
 
 
 def _arguments_object(arguments: str) -> JsonObject | str:
-    """Clients send arguments as JSON in a string; templates expect the object. A string that is not
-    the JSON of an object is returned as it is.
+    """Parse arguments, which clients send as a JSON string and templates expect as an object. Any
+    other string is returned unchanged.
     """
     parsed = object_in(arguments or "{}")
     return arguments if parsed is None else parsed
@@ -264,7 +267,7 @@ def _arguments_object(arguments: str) -> JsonObject | str:
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """A function call in an earlier answer; `arguments` are JSON text or the object."""
+    """A function call in an earlier answer; `arguments` are JSON text or an object."""
 
     call_id: str
     name: str
@@ -274,8 +277,8 @@ class FunctionCall:
 def assistant_message(
     text: str | None, reasoning: str | None = None, calls: Sequence[FunctionCall] = ()
 ) -> Message:
-    """The assistant's message as templates expect it. Only a message with calls may lack content:
-    templates distinguish missing content from empty content.
+    """An assistant message as templates expect it. Only a message with calls may lack content:
+    templates distinguish missing from empty content.
     """
     message: Message = {"role": "assistant"}
     if text is not None or not calls:
@@ -296,7 +299,7 @@ def _shown_call(call: FunctionCall) -> JsonObject:
 
 
 def tool_message(call_id: str, content: Content, name: str = "") -> Message:
-    """A function's result, with the function's name if known, as some templates show it."""
+    """A function's result. Some templates show the function's name, which is added if known."""
     message = {"role": "tool", "tool_call_id": call_id, "content": content}
     return {**message, "name": name} if name else message
 
@@ -305,7 +308,7 @@ def tool_message(call_id: str, content: Content, name: str = "") -> Message:
 
 
 def _part_schema(key: str, schema: JsonObject, *kinds: str | None) -> JsonObject:
-    """A part with `key`; a type of None may be left out."""
+    """A part with `key`; None among `kinds` means that the type may be missing."""
     properties = {"type": {"enum": list(kinds)}, key: schema}
     required = [key] if None in kinds else ["type", key]
     return {"type": "object", "properties": properties, "required": required}
@@ -387,7 +390,7 @@ def _message_schema(*required: str, role: JsonObject, **more: JsonObject) -> Jso
 
 
 def messages_schema(role: JsonObject) -> JsonObject:
-    """Messages of these roles: with content, or with calls, or the assistant's with neither."""
+    """Messages of these roles, with content or calls; the assistant's may have neither."""
     nothing: JsonObject = {"type": "null"}
     calls: JsonObject = {"anyOf": [_CALLS_SCHEMA, nothing]}
     forms = [

@@ -1,4 +1,4 @@
-"""OpenAI's embeddings: bodies -> what is to be embedded, and vectors -> the JSON of the answer."""
+"""OpenAI's embeddings: parses bodies, and renders vectors as JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MAX_INPUTS = 2048
 NORMALIZE = Field(
     "normalize", BOOLEAN, "Scale vectors to length 1, once they are cut; default true."
 )
-# What would change the vectors: other inputs, and what is put before or after these.
+# Fields that would change the vectors, by other inputs or by text around the inputs.
 _NOT_SERVED = (
     *(not_served(name, ANYTHING) for name in ("messages", "input_type", "prompt_name", "task")),
     *(not_served(name, ANYTHING) for name in ("mm_processor_kwargs", "cache_salt")),
@@ -101,19 +101,18 @@ class EmbeddingAnswer(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedRequest(CompletionRequest):
-    """Texts to embed. An option that is None has the model's default."""
+    """Texts to embed. None means the model's default."""
 
     pooling: str | None = None
     dimensions: int | None = None
     normalize: bool | None = None
     as_base64: bool = False
-    # What base64 is of.
+    # The type of the numbers in base64.
     dtype: str = "float32"
     endianness: str = "little"
 
 
 def parse(body: JsonObject) -> EmbedRequest:
-    """A body of /v1/embeddings."""
     values = read_fields(FIELDS, body)
     as_base64 = values.get("encoding_format") == "base64"
     for name in ("embed_dtype", "endianness"):
@@ -146,8 +145,8 @@ EMBEDDINGS = BodyKind(
 def answer(
     asked: EmbedRequest, model: str, vectors: Sequence[Sequence[float]], num_tokens: int
 ) -> EmbeddingAnswer:
-    """The vectors in the order of their inputs. Raises `BadRequest` for numbers that are too large
-    for what was asked.
+    """Render the vectors in the order of their inputs. Raises `BadRequest` if a number is too large
+    for the requested dtype.
     """
     data: list[Embedding] = [
         {"object": "embedding", "index": index, "embedding": _encoded(asked, vector)}

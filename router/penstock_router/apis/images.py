@@ -1,7 +1,7 @@
-"""Images in bodies: parts of messages that name one, and how each API names it.
+"""Reads the parts of messages that name an image, in the form of each API.
 
-A part is `{"type": "image", "source": ImageSource}` while a body is read; a request has the sources
-apart, in the order of their places.
+While a body is read, a part is `{"type": "image", "source": ImageSource}`. A request has the
+sources in a separate list, in order.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from penstock_router.json_fields import STRING, JsonObject, read_object, shorten
 from penstock_router.request import ImageSource, Message
 from penstock_router.text.contents import Part
 
-# Read and of no effect: how many tokens an image takes follows from its size alone.
+# Accepted without effect: an image's token count depends only on its size.
 _DETAILS = ("auto", "low", "high", "original")
 _MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
-# TGI's, in texts: around the URL in a link of Markdown without words.
+# TGI's images in texts: a Markdown link without words, around the URL.
 _LINK_BEGIN, _LINK_END = "![](", ")"
 
 
 def image_part(url: str, param: str) -> Part:
-    """The image at a URL, which may be a data URL, in a message."""
+    """An image part of a message; `url` may be a data URL."""
     return {"type": "image", "source": ImageSource(url, param)}
 
 
 def take_images(messages: Iterable[Message]) -> tuple[ImageSource, ...]:
-    """Take the sources out of the parts of messages."""
     sources: list[ImageSource] = []
     for message in messages:
         content = message.get("content")
@@ -41,7 +40,7 @@ def take_images(messages: Iterable[Message]) -> tuple[ImageSource, ...]:
 
 
 def read_image_url(name: str, part: JsonObject) -> Part:
-    """OpenAI's `image_url` of a chat: an object with the URL, or the URL."""
+    """OpenAI's `image_url` of a chat: a URL, or an object with a URL."""
     given = part.get("image_url")
     if isinstance(given, dict):
         _check_detail(f"{name}.image_url", given)
@@ -58,7 +57,7 @@ def read_input_image(name: str, part: JsonObject) -> Part:
 
 
 def read_image_block(name: str, block: JsonObject) -> Part:
-    """Anthropic's `image`: a source of base64, or of a URL."""
+    """Anthropic's `image`: a source in base64, or a URL."""
     source = read_object(f"{name}.source", block.get("source"))
     kind = source.get("type")
     if kind == "url":
@@ -76,19 +75,19 @@ def read_image_block(name: str, block: JsonObject) -> Part:
 
 
 def data_part(name: str, data: Any) -> Part:
-    """Ollama's: base64 alone, or a data URL. What it is of is seen from its content."""
+    """Ollama's image: base64, or a data URL. The decoder finds the media type from the content."""
     text = STRING.read(name, data)
     return image_part(text if text.startswith("data:") else f"data:image/png;base64,{text}", name)
 
 
 def split_markdown(name: str, text: str) -> tuple[list[str], tuple[ImageSource, ...]]:
-    """TGI's: the texts around images, and these; one text if there are none."""
+    """Split TGI's inputs into texts and the images between them: one text without images."""
     texts: list[str] = []
     urls: list[str] = []
     at = 0
     while (begin := text.find(_LINK_BEGIN, at)) >= 0:
         url_at = begin + len(_LINK_BEGIN)
-        # Without an end behind this link there is none behind any later one.
+        # If no `_LINK_END` follows this link, none follows a later link.
         if (end := text.find(_LINK_END, url_at)) < 0:
             break
         texts.append(text[at:begin])
@@ -105,7 +104,7 @@ def _check_detail(name: str, given: JsonObject) -> None:
         raise BadRequest(text, param=name)
 
 
-# ---- What is documented ------------------------------------------------------------------------
+# ---- Documentation ----------------------------------------------------------------------------
 
 _DETAIL_SCHEMA: JsonObject = {"enum": [*_DETAILS, None]}
 _URL_SCHEMA: JsonObject = {

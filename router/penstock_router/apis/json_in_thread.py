@@ -1,7 +1,7 @@
-"""JSON of values that may be long, for threads: releases the interpreter lock again and again.
+"""Encodes long JSON in threads, and often releases the interpreter lock.
 
-An encoder in C holds the lock, and so blocks the event loop, until it is done. Here it encodes one
-piece at a time.
+msgspec's C encoder holds the lock until it is done, which would block the event loop. So the value
+is encoded in small pieces.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _encode = msgspec.json.encode
 
 # Encoding a piece takes some tens of microseconds.
 PIECE_BYTES = 64 * 1024
-# How many numbers, or objects that describe a token, make a piece.
+# The number of numbers, or of objects that describe a token, in a piece.
 _PIECE_ITEMS = 256
-# After this many bytes, sleep so that the event loop gets the lock; after a sleep of 0 this thread
-# would often win it back.
+# Sleep after this many bytes, so that the event loop gets the lock; after a sleep of 0 s this
+# thread would often win it back.
 _TURN_BYTES = 256 * 1024
 _TURN_S = 1e-6
 
@@ -29,7 +29,7 @@ def encode(value: object) -> bytes:
 
 
 def join(pieces: Iterable[bytes]) -> bytes:
-    """The pieces as one; for a long one Python's `join` releases the lock."""
+    """Join the pieces. Python's `join` releases the lock if they are long."""
     taken: list[bytes] = []
     num_bytes = 0
     for piece in pieces:
@@ -42,7 +42,7 @@ def join(pieces: Iterable[bytes]) -> bytes:
 
 
 def json_pieces(value: object) -> Iterator[bytes]:
-    """The JSON of a value made of JSON's types, with strings as keys, and `Raw`."""
+    """Yield the JSON of a value of JSON's types, with strings as keys, and `Raw`."""
     if isinstance(value, dict):
         yield from _frame(b"{", (_member(*member) for member in value.items()), b"}")
     elif isinstance(value, msgspec.Raw):
@@ -62,7 +62,6 @@ def json_pieces(value: object) -> Iterator[bytes]:
 
 
 def cut(data: memoryview) -> Iterator[bytes]:
-    """Bytes in pieces."""
     for start in range(0, len(data), PIECE_BYTES):
         yield bytes(data[start : start + PIECE_BYTES])
 

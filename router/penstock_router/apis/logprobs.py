@@ -1,8 +1,8 @@
-"""Log-probabilities as OpenAI's answers show them: of completions, of chats, of prompts.
+"""Renders log-probabilities as OpenAI's answers show them: of completions, chats and prompts.
 
-Values below -9999 are shown as -9999: minus infinity is not JSON. Each token's entry is encoded at
-once: freeing the objects of many tokens would take long and hold up all other requests. What does
-not change of a token is encoded once for all: an entry may list a whole vocabulary.
+Values below -9999 are shown as -9999: JSON has no minus infinity. Each token's entry is encoded
+immediately, because freeing the objects of many tokens would block all other requests. The constant
+part of a token's JSON is encoded only once: an entry may list a whole vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOWEST_LOGPROB = -9999.0
 _encode = msgspec.json.encode
 
 TokenText = Callable[[int], str]
-# How many numbers are encoded in one call: no other thread runs meanwhile.
+# Numbers encoded in one call, during which no other thread runs.
 _NUMBERS_AT_ONCE = 10_000
 
 
@@ -44,7 +44,7 @@ class ChatLogprob(TypedDict):
 
 
 class ChatLogprobs(TypedDict):
-    """Log-probabilities of a choice, an entry for each token."""
+    """Log-probabilities of a choice, one entry per token."""
 
     content: list[ChatLogprob]
 
@@ -61,7 +61,7 @@ _Made = TypeVar("_Made")
 
 
 class _Table(dict[int, _Made]):
-    """Values that are the same for a token wherever it is shown, made when first asked for."""
+    """A cache of values that depend only on the token."""
 
     def __init__(self, make: Callable[[int], _Made]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _Table(dict[int, _Made]):
 
 
 class _Tables:
-    """The tables of a tokenizer: a token's name, and its JSON before its number and after it."""
+    """Caches of a tokenizer: each token's name, and its JSON before and after the number."""
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool) -> None:
         text_of, bytes_of = tokenizer.token_text, tokenizer.token_bytes
@@ -97,7 +97,7 @@ def as_id(token_id: int) -> str:
 
 
 def token_text(tokenizer: Tokenizer, *, as_ids: bool) -> TokenText:
-    """Give the function that names tokens beside their log-probabilities."""
+    """The function that names tokens beside their log-probabilities."""
     return _tables(tokenizer, as_ids).texts.__getitem__
 
 
@@ -107,7 +107,7 @@ def _tables(tokenizer: Tokenizer, as_ids: bool) -> _Tables:
 
 
 class CompletionLogprobs:
-    """Builds one choice's columns; `text_offset` continues from one chunk to the next."""
+    """Builds one choice's columns; `text_offset` continues from chunk to chunk."""
 
     def __init__(self, text_of: TokenText, top_n: int, requested_ids: Sequence[int]) -> None:
         self._text_of = text_of
@@ -116,11 +116,9 @@ class CompletionLogprobs:
         self._offset = 0
 
     def empty(self) -> CompletionColumns:
-        """Columns without rows."""
         return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
     def add(self, result: CompletionColumns, token_ids: Sequence[int], columns: Logprobs) -> None:
-        """Add a row for each token."""
         for row, token_id in enumerate(token_ids):
             self._add_token(result, token_id)
             result["token_logprobs"].append(_finite(columns.chosen[row]))
@@ -138,7 +136,7 @@ class CompletionLogprobs:
             self.add(result, token_ids[1:], columns)
 
     def skip(self, token_ids: Sequence[int]) -> None:
-        """Advance `text_offset` past tokens whose rows were shown before."""
+        """Advance `text_offset` past tokens that were shown before."""
         self._offset += sum(len(self._text_of(token_id)) for token_id in token_ids)
 
     def _add_token(self, result: CompletionColumns, token_id: int) -> None:
@@ -148,8 +146,10 @@ class CompletionLogprobs:
         self._offset += len(text)
 
     def _top(self, token_id: int, row: int, columns: Logprobs) -> msgspec.Raw:
-        """The chosen token and its alternatives, by text. If two have the same text, the later is
-        named by its id, so that the chosen one's value is always found under its own text."""
+        """The log-probabilities of the sampled token and its alternatives, by text. If two tokens
+        have the same text, the later one is named by its id. So the sampled token is always named
+        by its text.
+        """
         top = {self._text_of(token_id): _finite(columns.chosen[row])}
         others = _alternatives(columns, row, self._top_n, self._requested_ids)
         for other, value in zip(*others, strict=True):
@@ -167,8 +167,8 @@ def chat_logprobs(
     requested_ids: Sequence[int],
     as_ids: bool,
 ) -> list[msgspec.Raw]:
-    """A `ChatLogprob` for each token, with exactly the `top_n` likeliest, or in place of these with
-    itself and those of `requested_ids`.
+    """Render a `ChatLogprob` for each token, with exactly the `top_n` likeliest alternatives. With
+    `requested_ids`, the alternatives are the token itself and these ids.
     """
     parts = _tables(tokenizer, as_ids).chat_parts
     content: list[msgspec.Raw] = []
@@ -188,8 +188,8 @@ def chat_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], columns: Logprobs | None, top_n: int
 ) -> list[msgspec.Raw | None]:
-    """Render for each token of a prompt `PromptLogprob`s by token id: the token itself and the
-    `top_n` likeliest at its position. None for the first token.
+    """Render the `PromptLogprob`s of each prompt token by token id: its own, and the `top_n`
+    likeliest at its position. The first token has None.
     """
     parts = _tables(tokenizer, False).prompt_parts
     rows: list[msgspec.Raw | None] = [None]
@@ -201,7 +201,7 @@ def prompt_logprobs(
         ranked[0] = b'%b,"rank":%d' % (numbers[0], columns.ranks[row])
         others = list(ids)
         if token_id in others:
-            # It stands before the others, with its own rank.
+            # The token itself comes first, with its own rank.
             place = others.index(token_id)
             del others[place], ranked[place + 1]
         shown = _around(map(parts.__getitem__, [token_id, *others]), ranked)
@@ -214,7 +214,6 @@ def _around(parts: Iterable[tuple[bytes, bytes]], numbers: Iterable[bytes]) -> l
 
 
 def _numbers(values: Sequence[float]) -> list[bytes]:
-    """Log-probabilities as JSON."""
     numbers: list[bytes] = []
     for start in range(0, len(values), _NUMBERS_AT_ONCE):
         some = [_finite(value) for value in values[start : start + _NUMBERS_AT_ONCE]]
@@ -225,7 +224,7 @@ def _numbers(values: Sequence[float]) -> list[bytes]:
 def _alternatives(
     columns: Logprobs, row: int, top_n: int, requested_ids: Sequence[int] = ()
 ) -> tuple[Sequence[int], Sequence[float]]:
-    """The `top_n` likeliest of a row, or in place of these the requested ids, if it has any."""
+    """The `top_n` likeliest tokens of a row; or the requested ids, if the row has any."""
     if requested_ids and columns.requested:
         count = len(requested_ids)
         return requested_ids, columns.requested[row * count : (row + 1) * count]

@@ -1,7 +1,7 @@
-"""The fields that constrain an answer's text -> one `Constraint`.
+"""Turns the fields that constrain an answer's text into one `Constraint`.
 
-A constraint has several forms: OpenAI's `response_format`, vLLM's `structured_outputs` and its
-older `guided_*`, those of Hugging Face's clients.
+The fields are OpenAI's `response_format`, vLLM's `structured_outputs` and older `guided_*`, and
+those of Hugging Face's clients.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from penstock_router.json_fields import (
 )
 from penstock_router.text.schema_keywords import keyword_warnings
 
-# Depth of nested objects and arrays in a schema. Later code may recurse over them.
+# Maximum nesting depth of a schema: later code may recurse over the schema.
 MAX_NESTING = 200
-# The key in a schema under which shards read how JSON is written.
+# The key in a schema that tells shards how to write JSON.
 _WRITTEN_KEY = "x-guidance"
 _COMPACT: JsonObject = {"whitespace_flexible": False}
 _FLEXIBLE: JsonObject = {"whitespace_flexible": True}
@@ -46,21 +46,20 @@ _CHOICES = array_of(STRING, at_least=1, at_most=MAX_CHOICE_OPTIONS, unit="choice
 
 @dataclass(frozen=True, slots=True)
 class OfSchema:
-    """JSON that conforms to a schema; other fields may yet say how it is written."""
+    """JSON that conforms to a schema; other fields may still set its whitespace."""
 
     schema: JsonObject
 
 
-# What a field asks for.
+# The constraint that a field asks for.
 Wish = Constraint | OfSchema
 ANY_OBJECT = OfSchema({"type": "object"})
 
 
-# ---- JSON that a field holds -------------------------------------------------------------------
+# ---- JSON in a field ---------------------------------------------------------------------------
 
 
 def check_nesting(name: str, value: object) -> None:
-    """Refuses JSON that is nested deeper than `MAX_NESTING`."""
     level, depth = [value], 0
     while level := [item for item in level if isinstance(item, dict | list)]:
         depth += 1
@@ -74,7 +73,7 @@ def check_nesting(name: str, value: object) -> None:
 
 
 def _object_or_text(name: str, value: Any) -> JsonObject:
-    """An object, or a text that is the JSON of one, as some clients send schemas."""
+    """Read an object, or its JSON as text, as some clients send schemas."""
     if isinstance(value, str):
         try:
             value = decode_json(value)
@@ -93,7 +92,7 @@ def _json(value: object) -> str:
 
 
 def wish_of_schema(name: str, value: Any) -> OfSchema:
-    """JSON that conforms to a schema, which is an object or the JSON of one."""
+    """JSON that conforms to a schema, which is an object or its JSON as text."""
     return OfSchema(_object_or_text(name, value))
 
 
@@ -113,7 +112,7 @@ def _wish_of_flag(name: str, value: Any) -> OfSchema | None:
 
 
 def _constraint_of_tag(name: str, value: Any) -> Constraint:
-    """Translate either form of a structural tag: one format, or structures and triggers."""
+    """Translate a structural tag, which has one format, or structures and triggers."""
     given = _object_or_text(name, value)
     tag: JsonObject = {"type": "structural_tag"}
     newer, older = given.get("format"), given.get("structures")
@@ -138,7 +137,7 @@ _TAG: JsonObject = {
         {"type": "string"},
     ]
 }
-# What each key of `structured_outputs` is read as: a wish, or None.
+# Each key of `structured_outputs` is read as a wish, or None.
 _LANGUAGES: Mapping[str, Kind] = {
     "json": Kind(wish_of_schema, _SCHEMA),
     "regex": Kind(_constraint_of_regex, _TEXT.schema),
@@ -149,16 +148,16 @@ _LANGUAGES: Mapping[str, Kind] = {
 }
 
 
-# ---- How JSON is written -----------------------------------------------------------------------
+# ---- Writing of JSON ---------------------------------------------------------------------------
 
 
 def _leaves_writing(wish: Wish) -> bool:
-    """Tell whether it is JSON of a schema that does not say itself how JSON is written."""
+    """True if the wish is a schema that does not set the whitespace of its JSON."""
     return isinstance(wish, OfSchema) and wish.schema.get(_WRITTEN_KEY) in (None, {})
 
 
 def _add_writing(name: str, how: JsonObject, wish: Wish) -> OfSchema:
-    """The wish, and how its JSON is written; `name` is the field that says so."""
+    """Add to a wish how its JSON is written; `name` is the field that sets this."""
     if not isinstance(wish, OfSchema):
         raise BadRequest(f"{name}: only for JSON", param=name)
     if not _leaves_writing(wish):
@@ -168,7 +167,7 @@ def _add_writing(name: str, how: JsonObject, wish: Wish) -> OfSchema:
 
 
 def _constraint_of(wish: Wish) -> Constraint:
-    """The constraint for shards; nothing stands between the parts of JSON unless they were told."""
+    """The constraint for shards. By default, JSON is written without whitespace."""
     if isinstance(wish, Constraint):
         return wish
     schema = {**wish.schema, _WRITTEN_KEY: _COMPACT} if _leaves_writing(wish) else wish.schema
@@ -176,7 +175,7 @@ def _constraint_of(wish: Wish) -> Constraint:
 
 
 # Keywords whose value is a schema or a list of schemas, and keywords with schemas by name. `not`
-# and `if` are missing: closing objects within them would allow more, not less.
+# and `if` are missing, because closing objects within them would allow more, not less.
 _HOLDING = frozenset(
     (
         *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
@@ -195,8 +194,8 @@ _OF_OTHERS = frozenset(("additionalProperties", "unevaluatedProperties"))
 
 
 def close(schema: JsonObject) -> None:
-    """Forbid properties that a schema does not list, unless the schema itself says whether others
-    are allowed. Changes `schema`.
+    """Forbid properties that a schema does not list, unless the schema itself allows or forbids
+    them. Changes `schema`.
     """
     rest: list[Any] = [schema]
     while rest:
@@ -219,14 +218,15 @@ def _parts_of(schema: JsonObject) -> list[Any]:
     return parts
 
 
-# ---- response_format, and what other APIs have in its place ------------------------------------
+# ---- response_format and its equivalents -------------------------------------------------------
 
 FORMATS = ("text", "json_object", "json_schema", "json", "regex", "structural_tag")
 
 
 def wish_of_format(name: str, value: Any) -> Wish | None:
-    """Translate all forms of `response_format`: OpenAI's for chats, its flat one for responses,
-    that of Messages, and those of Hugging Face's clients, with a `value`. None: any text.
+    """Translate all forms of `response_format`: OpenAI's for chats, OpenAI's flat form for
+    responses, the form of Messages, and the forms of Hugging Face's clients, which have a `value`.
+    None: any text.
     """
     given = read_object(name, value)
     match given.get("type"):
@@ -268,7 +268,7 @@ def _wish_of_named_schema(name: str, given: JsonObject) -> OfSchema:
 
 
 def _only_key(name: str, given: JsonObject, *keys: str) -> str | None:
-    """The one of `keys` that is given, if any is."""
+    """The key of `keys` that is given, if any; two are refused."""
     found = [key for key in keys if given.get(key) is not None]
     if len(found) > 1:
         raise BadRequest(f"{name}: not both {found[0]} and {found[1]}", param=name)
@@ -281,9 +281,7 @@ _FLAGS = ("disable_any_whitespace", "disable_additional_properties", "disable_fa
 
 
 def wish_of_outputs(name: str, value: Any) -> Wish | None:
-    """vLLM's `structured_outputs`: one of several languages, and how JSON is written. None: any
-    text.
-    """
+    """Read vLLM's `structured_outputs`: one language, and how JSON is written. None: any text."""
     given = {key: item for key, item in read_object(name, value).items() if item is not None}
     if not given:
         return None
@@ -299,7 +297,7 @@ def wish_of_outputs(name: str, value: Any) -> Wish | None:
     if wish is not None and given.get("disable_additional_properties"):
         wish = _closed(f"{name}.disable_additional_properties", wish)
     writing = _read_writing(name, given)
-    # vLLM's clients send false whatever they ask for.
+    # vLLM's clients always send false.
     if wish is None or writing is None or (writing[1] is _FLEXIBLE and not _leaves_writing(wish)):
         return wish
     return _add_writing(*writing, wish)
@@ -308,14 +306,14 @@ def wish_of_outputs(name: str, value: Any) -> Wish | None:
 def _closed(name: str, wish: Wish) -> OfSchema:
     if not isinstance(wish, OfSchema) or wish is ANY_OBJECT:
         raise BadRequest(f"{name}: only beside json", param=name)
-    # A copy: the schema is the body's.
+    # Close a copy, because the schema belongs to the body.
     schema = decode_json(_json(wish.schema))
     close(schema)
     return OfSchema(schema)
 
 
 def _read_writing(name: str, given: JsonObject) -> tuple[str, JsonObject] | None:
-    """The key that says how JSON is written, and how; None: nothing says it."""
+    """The key that says how JSON is written, and its value; None if there is none."""
     compact = given.get("disable_any_whitespace")
     if "whitespace_pattern" in given:
         name = f"{name}.whitespace_pattern"
@@ -329,9 +327,9 @@ def _read_writing(name: str, given: JsonObject) -> tuple[str, JsonObject] | None
     return f"{name}.disable_any_whitespace", _COMPACT if compact else _FLEXIBLE
 
 
-# ---- The one constraint of a body --------------------------------------------------------------
+# ---- A body's constraint -----------------------------------------------------------------------
 
-# The fields by which a body asks for a constraint; the last are those of one API only.
+# Fields by which a body asks for a constraint; the last fields belong to only one API.
 _ASKING = (
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -341,9 +339,7 @@ _ASKING = (
 
 
 def constraint_options(values: JsonObject) -> JsonObject:
-    """Gather what the fields of a body ask for, as `Options` takes it. May add to the warnings in
-    `values`.
-    """
+    """Turn the fields into options of `Options`. May add to the warnings in `values`."""
     name = _only_asking(values)
     pattern = values.get("guided_whitespace_pattern")
     if name is None:
@@ -360,7 +356,7 @@ def constraint_options(values: JsonObject) -> JsonObject:
 
 
 def _only_asking(values: JsonObject) -> str | None:
-    """The field that asks for a constraint, if any does; more than one are refused."""
+    """The field that asks for a constraint, if any; two such fields are refused."""
     found = [name for name in _ASKING if values.get(name) is not None]
     if len(found) > 1:
         text = f"{found[1]}: not together with {found[0]}; an answer has one constraint"
@@ -369,7 +365,6 @@ def _only_asking(values: JsonObject) -> str | None:
 
 
 def _schemas_in(wish: Wish) -> Iterator[Any]:
-    """The schema that was asked for, or those in a structural tag of either form."""
     if isinstance(wish, OfSchema):
         yield wish.schema
     elif wish.kind is ConstraintKind.STRUCTURAL_TAG:

@@ -1,6 +1,6 @@
-"""/tokenize, /detokenize and their like: bodies -> what is asked, and the JSON of the answers.
+"""/tokenize, /detokenize and similar routes: parses bodies, and renders answers.
 
-/tokenize takes two forms, vLLM's and text-generation-inference's, told apart by their fields.
+/tokenize accepts vLLM's form and text-generation-inference's. Their fields distinguish them.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from penstock_router.text.prompts import TextModel, chat_prompt, completion_prom
 from penstock_router.text.token_places import Bounds, chat_places, completion_places
 from penstock_router.text.tokenizer import TokenPlace
 
-# More ids than any context has, and as many as a thread decodes in a second or so.
+# More ids than any context has. A thread decodes this number in about a second.
 _MAX_IDS = 4_000_000
-# Tokenizing a text takes a hundred times its length in memory.
+# Tokenizing a text takes about 100 bytes of memory per character.
 MAX_CHARS = 4_000_000
-# The most tokens shown with their places in a text: each takes some 500 bytes meanwhile.
+# Maximum of tokens shown with their places in a text. Each takes about 500 bytes of memory.
 MAX_PLACES = 1_000_000
 
 _MODEL = Field("model", STRING, "One of /v1/models; may be left out if there is only one.")
 _MESSAGES_HELP = "A chat, rendered by the model's template first."
-# Fields that a chat's prompt depends on, with the same meaning and the same refusals as in chats.
+# Fields that a chat's prompt depends on, with the same meaning and refusals as in chats.
 _CHAT = (
     Field("add_special_tokens", BOOLEAN, "The tokenizer's own; default true, for messages false."),
     *(
@@ -94,23 +94,23 @@ class TokensRequest:
 
     model: str
     values: JsonObject
-    # As a request for tokens has them.
+    # These have the same meaning as in requests that generate.
     images: tuple[ImageSource, ...] = ()
     image_sizes: ImageSizes = ()
 
     @property
     def brings_template(self) -> bool:
-        """Tell whether it brings its own chat template, which is a program."""
+        """True if the body brings a chat template, which is a program."""
         return "chat_template" in self.values
 
     def without_text(self) -> Self:
-        """A copy without the fields that may be long; that it brings a template is still known."""
+        """A copy without fields that may be long. `brings_template` stays the same."""
         values = {"chat_template": ""} if self.brings_template else {}
         return dataclasses.replace(self, values=values)
 
 
 def parse_with(fields: Table) -> Callable[[JsonObject], TokensRequest]:
-    """Reads bodies with these fields; raises `BadRequest`."""
+    """A parser of bodies with these fields, which raises `BadRequest`."""
 
     def parse(body: JsonObject) -> TokensRequest:
         values = read_fields(fields, body)
@@ -124,7 +124,7 @@ def parse_with(fields: Table) -> Callable[[JsonObject], TokensRequest]:
 
 
 class PromptTokens(TypedDict):
-    """The token ids of a prompt; `max_model_len` is how many fit."""
+    """The token ids of a prompt; `max_model_len` is the context's length in tokens."""
 
     tokens: list[int]
     count: int
@@ -133,8 +133,8 @@ class PromptTokens(TypedDict):
 
 
 class TextToken(TypedDict):
-    """A token and its position, in bytes of the text; an image's tokens are all in the place of the
-    text that stands for it.
+    """A token and its position, in bytes of the text. All tokens of an image have the position of
+    the image's text.
     """
 
     id: int
@@ -161,7 +161,7 @@ class DetokenizeAnswer(TypedDict):
 
 
 def chat_to_tokenize(asked: TokensRequest) -> ChatRequest:
-    """A chat that is tokenized without generating."""
+    """A chat to tokenize without generating."""
     values = asked.values
     return ChatRequest(
         messages=values["messages"],
@@ -173,7 +173,7 @@ def chat_to_tokenize(asked: TokensRequest) -> ChatRequest:
 
 
 def text_tokens(text: str, places: Iterable[TokenPlace]) -> list[TextToken]:
-    """Tokens of a text; `places` says which characters each one is."""
+    """The tokens of a text; `places` has the range of characters of each token."""
     # The byte at which each character begins.
     begins = [0]
     for character in text:

@@ -1,6 +1,6 @@
-"""Functions that a chat's answer may call, as OpenAI describes them -> `Tool` and `ToolChoice`.
+"""Reads functions that a chat's answer may call, in OpenAI's form, as `Tool` and `ToolChoice`.
 
-Other APIs read theirs by the same rules.
+Other APIs follow the same rules.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from penstock_router.json_fields import (
 )
 from penstock_router.request import ChatRequest, Tool, ToolChoice
 
-# More take longer to read than anybody waits; a body's bytes bound them too.
+# Reading more tools would take too long. The bound of a body's bytes bounds tools too.
 MAX_TOOLS = 16_384
 # The Model Context Protocol's rule for tool names, which includes OpenAI's.
 MAX_NAME_CHARS = 128
 _NAME_PATTERN = f"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARS}}}$"
 NAME_SCHEMA: JsonObject = {"type": "string", "pattern": _NAME_PATTERN}
 _NAME = re.compile(_NAME_PATTERN.removesuffix("$") + r"\Z")
-# What templates expect of a function without parameters.
+# Templates expect this of a function without parameters.
 _NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
 
 
@@ -43,7 +43,6 @@ _NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
 
 
 def read_name(name: str, value: Any) -> str:
-    """The name of a tool."""
     if not isinstance(value, str) or not _NAME.match(value):
         wanted = f"1 to {MAX_NAME_CHARS} of a-z, A-Z, 0-9, _, - and ."
         raise refusal(name, wanted, value)
@@ -51,7 +50,7 @@ def read_name(name: str, value: Any) -> str:
 
 
 def _read_parameters(name: str, value: Any) -> JsonObject | None:
-    """The schema of the arguments, an object; None if it is missing or empty."""
+    """Read the schema of the arguments, an object; None if it is missing or empty."""
     if value is None or value == {}:
         return None
     parameters = read_object(name, value)
@@ -65,7 +64,7 @@ def _read_parameters(name: str, value: Any) -> JsonObject | None:
 def read_tool(
     where: str, function: JsonObject, shown_keys: Iterable[str], parameters_key: str = "parameters"
 ) -> Tool:
-    """A tool. Templates see its entries under `shown_keys`, and its parameters."""
+    """Read a tool. Templates see its entries under `shown_keys`, and its parameters."""
     name = read_name(f"{where}.name", function.get("name"))
     for key, kind in (("strict", BOOLEAN), ("description", STRING)):
         if function.get(key) is not None:
@@ -80,11 +79,11 @@ def read_tool(
 
 
 def as_definition(shown: JsonObject) -> str:
-    """A tool as most chat templates write it: `shown` is its `Tool.shown`."""
+    """A tool as most chat templates write it; `shown` is its `Tool.shown`."""
     return json.dumps(shown, ensure_ascii=False)
 
 
-# The entries that templates see; the APIs' other entries are for their vendors' servers.
+# Entries that templates see; the APIs' other entries are for their vendors' servers.
 SHOWN = ("name", "description")
 
 
@@ -92,18 +91,18 @@ def _chat_tool(where: str, value: Any) -> Tool:
     tool = read_object(where, value)
     _check_type(where, tool)
     if "function" not in tool and "name" in tool:
-        # Cursor sends tools in the form of responses, or in that of Messages.
+        # Cursor sends tools in the form of Responses or of Messages.
         key = "input_schema" if tool.get("parameters") is None else "parameters"
         return read_tool(where, tool, SHOWN, key)
     function = read_object(f"{where}.function", tool.get("function"))
-    # Some templates read more entries, such as what a function returns. Whether the schema is
-    # enforced does not concern templates.
+    # Some templates read more entries, such as what a function returns. Templates need not know
+    # whether the schema is enforced.
     shown = [key for key in function if key not in ("strict", "parameters")]
     return read_tool(f"{where}.function", function, shown)
 
 
 def _check_type(where: str, entry: JsonObject) -> None:
-    """Refuse all types but function, which may be left out."""
+    """Refuse all types but function, which may be omitted."""
     kind = entry.get("type")
     if kind is not None and kind != "function":
         text = f"{where}.type: tools of type {shorten(kind)} are not served, only function"
@@ -111,7 +110,6 @@ def _check_type(where: str, entry: JsonObject) -> None:
 
 
 def check_number(name: str, count: int) -> None:
-    """Refuse more tools than there may be."""
     if count > MAX_TOOLS:
         raise BadRequest(f"{name}: at most {MAX_TOOLS} tools; given: {count}", param=name)
 
@@ -127,16 +125,16 @@ def _read_tools(name: str, value: Any) -> tuple[Tool, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolChoice:
-    """The demand that a body's tool_choice makes."""
+    """A body's tool_choice."""
 
     choice: ToolChoice
     # The only tools that may be called; None: all.
     allowed: tuple[str, ...] | None = None
-    # Whether there may be several calls; None: the choice does not say.
+    # True if several calls are allowed; None: the choice does not say.
     parallel: bool | None = None
 
 
-# The words of a choice; the last is Mistral's.
+# The words of a choice; the last word is Mistral's.
 _MODES: Mapping[str, ToolChoice] = {
     "none": ToolChoice("none"),
     "auto": ToolChoice("auto"),
@@ -147,10 +145,10 @@ _MODES: Mapping[str, ToolChoice] = {
 
 def _chat_choice(name: str, value: Any) -> ParsedToolChoice:
     if isinstance(value, dict) and "function" in value and "type" not in value:
-        # Hugging Face's clients give no type.
+        # Hugging Face's clients send no type.
         value = {"type": "function", **value}
     match value:
-        # Cursor sends a word as a type, as Messages have it.
+        # Cursor sends the word as a type, as in Messages.
         case str(word) | {"type": str(word)} if word in _MODES:
             return ParsedToolChoice(_MODES[word])
         case {"type": "function" | "tool"}:
@@ -163,7 +161,7 @@ def _chat_choice(name: str, value: Any) -> ParsedToolChoice:
 
 
 def _function_name(where: str, entry: JsonObject) -> str:
-    """The name of a function: nested as in chats, or flat as in responses."""
+    """The name of a function: nested as in chats, or flat as in Responses."""
     if "function" not in entry and "name" in entry:
         return read_name(f"{where}.name", entry["name"])
     function = read_object(f"{where}.function", entry.get("function"))
@@ -181,8 +179,8 @@ def _read_allowed(name: str, value: JsonObject) -> ParsedToolChoice:
 def read_allowed(
     name: str, value: JsonObject
 ) -> tuple[Literal["auto", "required"], dict[str, JsonObject]]:
-    """The mode of a choice among allowed tools, and the entries that name these, by where they
-    stand: nested under "allowed_tools" as chats have them, or flat as responses do.
+    """The mode of a choice among allowed tools, and the entries that name the tools, by place:
+    nested under "allowed_tools" as in chats, or flat as in Responses.
     """
     key = "allowed_tools"
     held = value
@@ -199,12 +197,12 @@ def read_allowed(
     return mode, {at: read_object(at, each) for at, each in zip(places, entries, strict=True)}
 
 
-# ---- All that a body says of tools -------------------------------------------------------------
+# ---- A body's tools ----------------------------------------------------------------------------
 
 
 def tool_options(values: JsonObject) -> JsonObject:
-    """Gather what `tools`, `tool_choice` and `parallel_tool_calls` of a body ask for, as
-    `ChatRequest` takes it. May add to the warnings in `values`. Raises `BadRequest`.
+    """Turn `tools`, `tool_choice` and `parallel_tool_calls` into fields of `ChatRequest`. May add
+    to the warnings in `values`. Raises `BadRequest`.
     """
     tools = _last_of_each_name(values)
     asked: ParsedToolChoice = values.get("tool_choice") or ParsedToolChoice(ToolChoice("auto"))
@@ -226,7 +224,7 @@ def tool_options(values: JsonObject) -> JsonObject:
 
 
 def _last_of_each_name(values: JsonObject) -> tuple[Tool, ...]:
-    """The tools. Of several with one name the last counts, of which there is a warning."""
+    """The tools. If several tools have the same name, the last one counts, with a warning."""
     given: tuple[Tool, ...] = values.get("tools", ())
     by_name = {tool.name: tool for tool in given}
     if len(by_name) == len(given):

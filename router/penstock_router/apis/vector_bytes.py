@@ -1,4 +1,4 @@
-"""Vectors as bytes: numbers of 32, 16 or 8 bits, in either order of their bytes."""
+"""Encodes vectors as bytes: numbers of 32, 16 or 8 bits, in either byte order."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from penstock_router.errors import BadRequest
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """A float of fewer than 32 bits, as IEEE 754 has them but for what its last codes are."""
+    """A float format of fewer than 32 bits, as IEEE 754 except for the meaning of the largest
+    codes.
+    """
 
     exponent_bits: int
     fraction_bits: int
-    # The code of the largest finite number; greater ones are infinite or no numbers.
+    # Code of the largest finite number; greater codes are infinite or not numbers.
     largest: int
 
     def value(self, code: int) -> float:
-        """The number that a code without a sign stands for."""
+        """The number of a code without a sign."""
         exponent, fraction = divmod(code, 1 << self.fraction_bits)
         if exponent:
             fraction += 1 << self.fraction_bits
@@ -43,7 +45,7 @@ ENDIANNESS = ("little", "big", "native")
 
 
 def encode(vector: Sequence[float], dtype: str, endianness: str) -> bytes:
-    """The vector as numbers of one of `DTYPES`. Raises `BadRequest` if one is too large for it."""
+    """The vector as numbers of one of `DTYPES`. Raises `BadRequest` if a number is too large."""
     values = array("f", vector) if dtype == "float32" else _codes(vector, dtype)
     if endianness not in (sys.byteorder, "native"):
         values.byteswap()
@@ -51,7 +53,9 @@ def encode(vector: Sequence[float], dtype: str, endianness: str) -> bytes:
 
 
 def _codes(vector: Sequence[float], dtype: str) -> array[int]:
-    """The nearest numbers of a dtype; of two that are as near the one whose last bit is 0."""
+    """Round to the nearest numbers of a dtype. If two are equally near, take the one whose last bit
+    is 0.
+    """
     coded, sizes = _FORMATS[dtype], list(map(abs, vector))
     bound = coded.value(coded.largest)
     if max(sizes) > bound:
@@ -73,7 +77,7 @@ def _codes(vector: Sequence[float], dtype: str) -> array[int]:
 
 @cache
 def _middles(dtype: str) -> list[float]:
-    """The numbers halfway between each two neighbours from 0 up."""
+    """The midpoints between neighbouring numbers, from 0 up."""
     coded = _FORMATS[dtype]
     values = map(coded.value, range(coded.largest + 1))
     return [(low + high) / 2 for low, high in pairwise(values)]

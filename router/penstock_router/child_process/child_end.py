@@ -1,4 +1,4 @@
-"""The process's end: it does one task at a time for the router, and ends when that is gone."""
+"""The child's end: does one task at a time for the router, and exits when the router is gone."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from pathlib import Path
 
 from penstock_common.logs import set_up_logging
 
-# Where processors are scarce, the router's event loop goes first: many wait for it.
+# If CPUs are scarce, the router's event loop has priority: many requests wait for it.
 NICENESS = 5
-# The kernel's oom_score_adj, of 1000: when memory runs out, kill such a process first, which is
-# soon replaced.
+# The kernel's oom_score_adj, at most 1000. If memory runs out, the kernel kills such a process
+# first: it is quickly replaced.
 _OOM_SCORE = 500
 
 
@@ -25,12 +25,13 @@ _OOM_SCORE = 500
 def stream_to_router(
     fd: str, log_level: str, log_format: str, *, niceness: int = NICENESS
 ) -> Iterator[BufferedRWPair]:
-    """Make this process one of the router's, whose socket is `fd`. Its scope ends quietly when the
-    router closes the socket.
+    """Make this process a child of the router, whose socket is `fd`. The scope ends quietly when
+    the router closes the socket.
     """
     set_up_logging(log_format, log_level)
     for number in (signal.SIGINT, signal.SIGTERM):
-        # A terminal or a supervisor sends them to all processes; this one ends with the router.
+        # A terminal or a supervisor sends these signals to all processes. This process ends with
+        # the router.
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(niceness)
@@ -52,14 +53,15 @@ def _end_with(fd: int) -> None:
 
 
 def end_after(max_s: float) -> None:
-    """Have the kernel end the process after that time, by SIGALRM; 0: not any more. Nothing else
-    ends work that never releases the interpreter lock, such as a huge power in a template.
+    """Have the kernel end the process by SIGALRM after `max_s` seconds; 0 cancels the alarm. Only
+    the kernel can end work that never releases the interpreter lock, such as a huge power in a
+    template.
     """
     signal.setitimer(signal.ITIMER_REAL, max_s)
 
 
 def read_exactly(stream: BufferedRWPair, num_bytes: int) -> bytes:
-    """So many bytes. Raises `EOFError` when the router is gone."""
+    """Read `num_bytes` bytes. Raises `EOFError` when the router is gone."""
     data = stream.read(num_bytes)
     if len(data) < num_bytes:
         raise EOFError

@@ -1,4 +1,4 @@
-"""How a message is told from the next one, and in how large pieces all is sent."""
+"""Delimits messages, and bounds the pieces in which they are sent."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import msgspec
 
 # The length of a message.
 HEADER = struct.Struct("<Q")
-# How much is sent, received or copied between two turns of the event loop.
+# Bytes sent, received or copied between two turns of the event loop.
 PIECE_BYTES = 256 * 1024
 
 
 def framed(message: Any) -> bytes:
-    """A message as MessagePack, behind its length."""
     data = msgspec.msgpack.encode(message)
     return HEADER.pack(len(data)) + data

@@ -18,12 +18,12 @@ class ChildProcess:
     """A process that runs one of our modules, and the socket to it."""
 
     def __init__(self, module: str, *arguments: str) -> None:
-        """Start it, in half a millisecond: `python -m MODULE FD ARGUMENTS`. It ends when this
-        process ends, however it does.
+        """Start `python -m MODULE FD ARGUMENTS`, in half a millisecond. The child ends when this
+        process ends, for any reason.
 
         Raises `OSError`.
         """
-        # It imports from the same paths as this process, and nothing from its working directory.
+        # The child imports from the same paths as this process, and not from its working directory.
         environment = {**child_environment(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._socket, its_end = socket.socketpair()
         self._socket.setblocking(False)
@@ -49,28 +49,29 @@ class ChildProcess:
         return self._process.poll() is None
 
     async def send(self, message: bytes, pieces: Iterable[bytes] = ()) -> None:
-        """A message, and what follows it. Raises `OSError` when the process died."""
+        """Send a message, and the pieces after it. Raises `OSError` if the process died."""
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self._socket, message)
         for piece in pieces:
             view = memoryview(piece)
             for start in range(0, len(view), PIECE_BYTES):
                 await loop.sock_sendall(self._socket, view[start : start + PIECE_BYTES])
-                # What the socket takes at once is sent without another turn.
+                # `sock_sendall` does not yield to the event loop if the socket accepts the piece
+                # immediately.
                 await asyncio.sleep(0)
 
     async def receive_message(self) -> mmap:
-        """The next message, without its length. Raises `EOFError` or `OSError` when the process
+        """Receive a message, without its length. Raises `EOFError` or `OSError` if the process
         died.
         """
         [num_bytes] = HEADER.unpack(await self.receive(HEADER.size))
         return await self.receive(num_bytes)
 
     async def receive(self, num_bytes: int) -> mmap:
-        """So many bytes, at least one. Raises as `receive_message` does."""
+        """Receive `num_bytes` bytes, at least one. Raises as `receive_message` does."""
         loop = asyncio.get_running_loop()
-        # Its pages are cleared as they are filled, not all at once, which would take milliseconds.
-        # Private ones are given back in half the time that shared ones take.
+        # Pages are cleared as they are filled, not all at once, which would take milliseconds.
+        # Private pages are freed in half the time of shared ones.
         data = mmap(-1, num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
         view = memoryview(data)
         while view:
@@ -82,7 +83,7 @@ class ChildProcess:
         return data
 
     async def kill(self) -> int:
-        """Kill it; returns its exit status, negative for a signal's number."""
+        """Kill the process; return its exit status, which is negative for a signal."""
         self._process.kill()
         self._socket.close()
         return await asyncio.to_thread(self._process.wait)

@@ -1,1 +1,1 @@
-"""What the console shows."""
+"""Data for the console."""

@@ -1,8 +1,8 @@
-"""What the console shows: the fleet, and requests on their way, as frames for whoever watches.
+"""Shows the console's watchers the fleet and the requests in flight, as frames.
 
-One task polls a few times a second while there are watchers, and encodes what it sees once for all
-of them. It shows numbers, names and times of requests; their texts are not known here.
-A watcher is a queue of frames.
+While there are watchers, one task polls a few times a second, and encodes each frame once for all
+of them. Frames have numbers, names and times of requests, never texts. A watcher is a queue of
+frames.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MAX_WATCHERS = 16
 _LOOK_EVERY_S = 0.25
 # The fleet is sent this often even if nothing changes, so that a watcher knows it is connected.
 _TELL_EVERY_S = 1.0
-# A watcher that is this many frames behind is disconnected: it reconnects and gets everything anew.
+# A watcher this many frames behind is disconnected. It reconnects and gets the whole state again.
 _MAX_FRAMES_BEHIND = 16
-# How many running requests are shown, oldest first, and how many that have ended.
+# Maximum of running requests shown (the oldest), and of ended requests shown.
 _MAX_RUNNING = 200
 _MAX_ENDED = 200
-# How many polls a shard's rates are computed over: those of about a second.
+# The number of polls over which a shard's rates are computed: about a second.
 _RATE_LOOKS = 5
 
 Frames = asyncio.Queue[bytes | None]
@@ -65,7 +65,7 @@ class Console:
         self._task: asyncio.Task[None] | None = None
         self._ended: deque[RequestRecord] = deque(maxlen=_MAX_ENDED)
         self._ended_unsaid: deque[RequestRecord] = deque(maxlen=_MAX_ENDED)
-        # As of the last poll: what was sent about the fleet, and the progress of each request.
+        # At the last poll: what was sent about the fleet, and each request's progress.
         self._last_fleet: dict[str, Any] = {}
         self._last_told_s = 0.0
         self._progress: dict[RequestRecord, tuple[object, ...]] = {}
@@ -73,7 +73,7 @@ class Console:
 
     @contextmanager
     def watched(self) -> Iterator[Frames]:
-        """A queue of frames to send, beginning with the present state; None ends it. Raises
+        """A queue of frames that begins with the present state; None ends the queue. Raises
         `TooManyRequests`.
         """
         if len(self._watchers) >= MAX_WATCHERS:
@@ -91,7 +91,6 @@ class Console:
                 self._rest()
 
     def close(self) -> None:
-        """End all watchers' queues."""
         for frames in self._watchers:
             _end(frames)
 
@@ -109,7 +108,7 @@ class Console:
             if self._watchers:
                 self._ended_unsaid.append(record)
 
-    # ---- looking ----
+    # ---- polling ----
 
     async def _keep_looking(self) -> None:
         while True:
@@ -120,7 +119,7 @@ class Console:
                     _put(frames, frame)
 
     def _news(self, now_s: float) -> bytes:
-        """The frame of what has changed since the last poll."""
+        """The frame of all changes since the last poll."""
         fleet, frame = self._fleet_now(now_s), b""
         if fleet != self._last_fleet or now_s >= self._last_told_s + _TELL_EVERY_S:
             self._last_fleet, self._last_told_s = fleet, now_s
@@ -137,11 +136,11 @@ class Console:
         return itertools.islice(filter(_is_shown, self._records.running), _MAX_RUNNING)
 
     def _changed(self) -> list[dict[str, Any]]:
-        # However many end at once: the end of every shown request is sent.
+        # Send the end of every shown request, even if many end at the same time.
         shown = (record for record in self._progress if record.ended_s is not None)
         ended = dict.fromkeys((*shown, *self._ended_unsaid))
         self._ended_unsaid.clear()
-        # Only requests that changed are described: there may be many.
+        # Describe only changed requests: there may be many.
         progress = {record: _progress_of(record) for record in self._running()}
         moved = [
             record for record, state in progress.items() if self._progress.get(record) != state
@@ -155,7 +154,7 @@ class Console:
             "queued": self._admission.queued,
             "loop_lag_worst_s": self._metrics.loop_lag_worst_s,
             "requests_running": len(self._records.running),
-            # How many running requests are shown at most.
+            # Maximum of running requests shown.
             "followed": _MAX_RUNNING,
         }
         shards = [self._describe_shard(shard, now_s) for shard in self._fleet.shards]
@@ -180,20 +179,20 @@ class Console:
 
 @dataclass(frozen=True, slots=True)
 class _StepSamples:
-    """Polls of one engine: when, its steps so far, and how long they took."""
+    """Polls of one engine: time, steps so far, and their duration."""
 
     instance_id: str
     seen: deque[tuple[float, int, float]] = field(default_factory=lambda: deque(maxlen=_RATE_LOOKS))
 
 
 class StepRates:
-    """Steps a second and the mean time of a step, over the last polls of each shard."""
+    """Steps a second and mean time of a step, over the last polls of each shard."""
 
     def __init__(self) -> None:
         self._looks: dict[str, _StepSamples] = {}
 
     def forget_others(self, addresses: Collection[str]) -> None:
-        """Forget shards whose addresses are not among these: they have left."""
+        """Forget the shards that are not at these addresses."""
         for address in self._looks.keys() - set(addresses):
             del self._looks[address]
 
@@ -218,7 +217,7 @@ class StepRates:
 
 
 def describe_request(record: RequestRecord) -> dict[str, Any]:
-    """A record as the console shows it: unix times, and no text of any request."""
+    """A record as the console shows it: Unix times, and no text of the request."""
 
     def at(time_s: float | None) -> float | None:
         return None if time_s is None else record.arrived_at + time_s - record.arrived_s
@@ -229,6 +228,7 @@ def describe_request(record: RequestRecord) -> dict[str, Any]:
         "route": record.route,
         "model": record.model,
         "key": record.key_name,
+        "session": record.session,
         "stream": record.stream,
         "arrived_at": record.arrived_at,
         "placed_at": at(record.placed_s),
@@ -237,6 +237,7 @@ def describe_request(record: RequestRecord) -> dict[str, Any]:
         "prompt_tokens": None if usage is None else usage.prompt_tokens,
         "cached_tokens": None if usage is None else usage.cached_tokens,
         "output_tokens": record.output_tokens,
+        "retained_s": record.retained_s,
         "outcome": record.outcome,
         "status": record.status,
         "error": record.error,
@@ -260,7 +261,7 @@ def describe_request(record: RequestRecord) -> dict[str, Any]:
 
 
 def _is_shown(record: RequestRecord) -> bool:
-    """A request for tokens, or for some other work on a text: not a probe, nor this page itself."""
+    """True for requests that need text work; false for probes and the console's own requests."""
     return record.method == "POST" and not record.route.startswith("/admin")
 
 

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Self
 
 from penstock_client.errors import Overloaded, RequestRefused, ShardFailed
-from penstock_client.types import ConstraintKind, GenerationRequest, Output
+from penstock_client.types import ConstraintKind, GenerationRequest, Output, Retain
 from penstock_router.errors import (
     BadRequest,
     SlowClient,
@@ -41,6 +41,7 @@ from penstock_router.generation.choice import Choice, Delta
 from penstock_router.generation.client_progress import BEGINNING, ResumePoint
 from penstock_router.generation.deltas import Deltas, ignore_output
 from penstock_router.generation.job import Job
+from penstock_router.generation.tool_pauses import Session, ToolPauses
 from penstock_router.observe.metrics import Metrics
 from penstock_router.observe.request_record import RequestRecord, Usage, outcome_of
 from penstock_router.request import MAX_TIMEOUT_S
@@ -69,11 +70,13 @@ class Generation(Deltas):
         point: ResumePoint = BEGINNING,
         ends_at_s: float | None = None,
         silence_timeout_s: float = math.inf,
+        pauses: ToolPauses | None = None,
     ) -> None:
         """`record` receives usage, attempts and outcome. What was delivered up to `point` counts in
         the usage, and is made again except for choices that are finished. Shards are told to end at
         `ends_at_s`, on the event loop's clock. When nothing arrives for a choice for
-        `silence_timeout_s`, the generation fails with `TimedOut`.
+        `silence_timeout_s`, the generation fails with `TimedOut`. `pauses` say for how long answers
+        that call tools are retained; without, none are.
         """
         self.job = job
         self.point = point
@@ -99,6 +102,7 @@ class Generation(Deltas):
         self._unfinished = 0
         self._ends_at_s = ends_at_s
         self._silence_timeout_s = silence_timeout_s
+        self._pauses = pauses
         self._next_look: asyncio.TimerHandle | None = None
         self._failure: TimedOut | None = None
         # Choices with outputs that were not taken yet, in the order of arrival.
@@ -111,6 +115,9 @@ class Generation(Deltas):
         except BaseException as error:  # `__aexit__` does not run when `__aenter__` raises
             self.abandon(error)
             raise
+        if self._pauses is not None and self.point is BEGINNING:
+            tokens, arrived_s = self.usage.prompt_tokens, self._record.arrived_s
+            self._pauses.on_request(self._session, tokens, arrived_s)
         self._count_cached()
         self._metrics.prompt_tokens.labels(self._model).inc(self.usage.prompt_tokens)
         if self._silence_timeout_s < math.inf:
@@ -333,9 +340,28 @@ class Generation(Deltas):
         if delta.finish_reason is not None:
             self.usage.approximate = self.usage.approximate or choice.stream.approximate
             self._end(choice, None if output.finish_reason is not None else "stop_string")
+            self._retain(choice, delta.finish_reason)
             if self.ended:
                 # "tool_calls" counts as "stop".
                 self._record.record_outcome("length" if delta.finish_reason == "length" else "stop")
+
+    @property
+    def _session(self) -> Session | None:
+        """The session, apart from those of other keys."""
+        record = self._record
+        return (record.key_name, record.session) if record.session else None
+
+    def _retain(self, choice: Choice, reason: str) -> None:
+        """Have the shard retain what the next turn begins with, if tools run until it comes, or
+        the client says so.
+        """
+        hinted, retain = self.job.options.retain, Retain(0.0)
+        if reason == "tool_calls" and self._pauses is not None:
+            retain = self._pauses.on_tool_calls(self._session, self.usage.prompt_tokens)
+        retain = retain if hinted is None else hinted
+        if retain.seconds and self._fleet.retain(choice.stream, retain):
+            self._record.retained_s = retain.seconds
+            self._metrics.retained.labels("tool_calls" if hinted is None else "hint").inc()
 
     def _observe(self, choice: Choice, output: Output) -> None:
         count = len(output.token_ids)

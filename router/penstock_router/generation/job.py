@@ -148,7 +148,7 @@ def _make_request(
         adapter=model.adapter,
         cache_salt=options.cache_salt,
         exact=options.exact,
-        session=options.session,
+        session=_session(options),
         shard=options.shard,
         label=options.request_id or "",
         traceparent=options.traceparent,
@@ -160,6 +160,12 @@ def _make_request(
             latency_sensitive=options.latency_sensitive,
         ),
     )
+
+
+def _session(options: Options) -> str:
+    """The session's name, apart from sessions of other keys that have the same."""
+    is_of_a_key = options.session and options.key_name
+    return f"{options.key_name}/{options.session}" if is_of_a_key else options.session
 
 
 def _thinking_budget(options: Options, model: ServedModel, begun: bool) -> ThinkingBudget | None:

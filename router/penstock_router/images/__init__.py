@@ -1,1 +1,1 @@
-"""Images of requests: from what a client names to pixels."""
+"""Images of requests: from URLs or base64 text to pixels."""

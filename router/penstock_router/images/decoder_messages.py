@@ -1,19 +1,19 @@
-"""What a router and its process that decodes images say to each other.
+"""Messages between a router and its process that decodes images.
 
-There: the encoded image, behind its length. Back: a message, and after `Decoded` the rows and then
-their digest.
+To the process: the length of an encoded image, and the image. Back: a message, and after `Decoded`
+the rows and their digest.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-# Of processors' time: a JPEG file can have scans enough for minutes.
+# Seconds of CPU time. A JPEG file can have enough scans to take minutes.
 MAX_DECODE_S = 10.0
 
 
 class Decoded(msgspec.Struct, tag=True, frozen=True):
-    """Rows of `width` pixels follow from top to bottom, three bytes a pixel, then the digest."""
+    """Followed by rows of `width` pixels, top to bottom, three bytes a pixel, and the digest."""
 
     width: int
     height: int
@@ -24,7 +24,7 @@ class Decoded(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """Why it is not decoded, in our words."""
+    """The reason why an image is not decoded, in our words."""
 
     reason: str
 

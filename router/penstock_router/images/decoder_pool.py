@@ -1,4 +1,5 @@
-"""Processes that decode images: started with the first one, one image each, replaced when they end.
+"""Processes that decode images: started with the first image, one image each, replaced when they
+end.
 
 An image that ends its process, or takes too long, is refused; the next one gets a new process.
 """
@@ -22,7 +23,7 @@ from penstock_router.images.image import ImageRefused, Pieces
 logger = logging.getLogger(__name__)
 
 _MODULE = "penstock_router.images.decoder_process"
-# By the clock: where processors are so scarce, it is not the image's fault.
+# Wall-clock seconds: more than CPU seconds, because the machine may be busy.
 _MAX_S = 3 * MAX_DECODE_S
 
 
@@ -37,20 +38,20 @@ class Pixels:
 
 
 class DecoderPool:
-    """Image processes, as many as images are decoded at once."""
+    """Processes that decode images: one for each image decoded at the same time."""
 
     def __init__(self, config: RouterConfig) -> None:
         limits = config.max_image_pixels, config.max_image_bytes
         self._arguments = config.log_level, config.log_format, *map(str, limits)
-        # The last one is taken first.
+        # The last process is taken first.
         self._free: list[ChildProcess] = []
-        # They may outlive their callers.
+        # Tasks may outlive their callers.
         self._work: set[asyncio.Task[Pixels]] = set()
 
     async def decode(self, encoded: Pieces) -> Pixels:
-        """Raises `ImageRefused`; `TooManyRequests` where it takes too long; `Unavailable` where no
-        process can be started. Cancelled, it ends when the image is decoded: that takes less than
-        another process does.
+        """Decode an image. Raises `ImageRefused`, `TooManyRequests` after too long, and
+        `Unavailable` if no process starts. If cancelled, the call still waits for the image, which
+        takes less time than a new process.
         """
         work = asyncio.create_task(self._decode(encoded))
         self._work.add(work)
@@ -61,7 +62,7 @@ class DecoderPool:
             await asyncio.wait([work])
             raise
         finally:
-            # An error refers to this frame, and its task to the error.
+            # Break the reference cycle of frame, task and error.
             del work
 
     async def _decode(self, encoded: Pieces) -> Pixels:
@@ -99,7 +100,6 @@ class DecoderPool:
         return process
 
     async def close(self) -> None:
-        """Kill all processes."""
         for work in self._work:
             work.cancel()
         await asyncio.gather(*self._work, return_exceptions=True)

@@ -1,9 +1,9 @@
-"""A process that decodes images, one at a time, within limits of its own.
+"""A process that decodes images, one at a time, within its own limits.
 
     python -m penstock_router.images.decoder_process FD LOG_LEVEL LOG_FORMAT MAX_PIXELS MAX_BYTES
 
-Serves the router at the other end of the socket FD until that is closed or gone. An image that
-takes too long ends the process.
+Serves the router at the other end of the socket FD until the socket is closed. An image that takes
+too long ends the process.
 """
 
 from __future__ import annotations
@@ -29,18 +29,17 @@ from penstock_router.images.pixels import decode, format_of, set_limits, strips
 
 logger = logging.getLogger("penstock.images")
 
-# What Python and Pillow take of addresses; each pixel in the largest formats and steps (an animated
-# WebP image: two canvases, a frame, its copy, two images); and how often an encoded image is there.
+# Bytes of address space for Python and Pillow. Most bytes per pixel (an animated WebP image: two
+# canvases, a frame, its copy, two images). The number of copies of an encoded image.
 _BASE_BYTES = 384 * 1024 * 1024
 _BYTES_A_PIXEL = 24
 _ENCODED_COPIES = 4
 _MAX_FILES = 64
-# Behind texts too, which take less: a large image takes half a second.
+# Less urgent than text processes: a large image takes half a second.
 _NICENESS = 10
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until the router is gone."""
     *router, max_pixels, max_bytes = argv
     _limit(int(max_pixels), int(max_bytes))
     with stream_to_router(*router, niceness=_NICENESS) as stream:
@@ -50,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _limit(max_pixels: int, max_bytes: int) -> None:
     set_limits(max_pixels)
-    # Its lines have what is in images.
+    # Pillow's log lines show the content of images.
     logging.getLogger("PIL").setLevel(logging.ERROR)
     memory = _BASE_BYTES + _BYTES_A_PIXEL * max_pixels + _ENCODED_COPIES * max_bytes
     for kind, limit in (
@@ -58,7 +57,7 @@ def _limit(max_pixels: int, max_bytes: int) -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, _MAX_FILES),
     ):
-        # Not every system has them all.
+        # Not every system has all these limits.
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(kind, (limit, limit))
 
@@ -80,8 +79,8 @@ def _serve(stream: BufferedRWPair, max_pixels: int) -> None:
 
 
 def _limit_time() -> None:
-    """Have the kernel end the process where the next image takes too much of processors' time, all
-    threads together.
+    """Have the kernel end the process if the next image takes more than `MAX_DECODE_S` of CPU time,
+    of all threads together.
     """
     until_s = math.ceil(time.process_time() + MAX_DECODE_S)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)

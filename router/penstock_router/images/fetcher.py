@@ -1,8 +1,8 @@
-"""Fetches images from the hosts that are allowed, and tells a client no more than that it failed.
+"""Fetches images from allowed hosts. Errors tell clients almost nothing about the network.
 
-A URL is parsed once, and what is checked is what is asked for. Names are resolved anew for each
-connection, and the address is tested where its socket is made: whatever a name leads to by then,
-no connection to another address is tried.
+A URL is parsed once, so the checked URL is the requested one. Names are resolved anew for each
+connection, and the address is checked where its socket is made. So no connection to a forbidden
+address is tried.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_REDIRECTS = 3
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _HEADERS = {
     "Accept": "image/jpeg, image/png, image/webp, image/gif",
-    # What comes is counted as it comes: nothing is inflated.
+    # The size is counted while data arrives, so the data must not need inflating.
     "Accept-Encoding": "identity",
     "User-Agent": f"penstock/{VERSION}",
 }
@@ -40,14 +40,14 @@ _FAILED = "the image could not be fetched"
 
 
 class AddressRefused(OSError):
-    """A host's address is none that images may be fetched from."""
+    """Raised for a host whose address images may not be fetched from."""
 
 
 class Fetcher:
-    """Fetches images, a few at a time."""
+    """Fetches images, at most `_MAX_FETCHES` at a time."""
 
     def __init__(self, config: RouterConfig, resolver: AbstractResolver | None = None) -> None:
-        """`resolver`: by default the machine's, in threads."""
+        """Make a fetcher; the default `resolver` is the machine's, in threads."""
         self._domains = config.allowed_media_domains
         self._networks = config.allowed_media_networks
         self._resolver = resolver
@@ -56,9 +56,9 @@ class Fetcher:
         self._session: aiohttp.ClientSession | None = None
 
     async def fetch(self, text: str, incoming: Incoming, client: str) -> None:
-        """Add what a URL leads to. Raises `ImageRefused`, and `TooManyRequests`."""
+        """Fetch a URL's data into `incoming`. Raises `ImageRefused` and `TooManyRequests`."""
         url = self._parse(text)
-        # Each has its own memory, and so its own name.
+        # Each `incoming` charges its own client, so fetches are never shared.
         await self._line.do(incoming, lambda _: self._fetch(url, incoming), client)
 
     async def _fetch(self, url: URL, incoming: Incoming) -> None:
@@ -68,8 +68,8 @@ class Fetcher:
         except TimeoutError:
             raise ImageRefused(f"{_FAILED} within {_FETCH_S:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            # For the operator, without the URL: to the client, addresses that are refused, that
-            # nobody answers at, and names that lead nowhere are all the same.
+            # Log for the operator, without the URL. The client must not learn if an address is
+            # refused, does not answer, or does not resolve.
             why = getattr(error, "os_error", None) or type(error).__name__
             logger.info("no image of %s: %s", url.raw_host, why)
             raise ImageRefused(f"{_FAILED}: its host gave no answer, or a broken one") from None
@@ -80,7 +80,7 @@ class Fetcher:
             await self._session.close()
 
     def _parse(self, text: str) -> URL:
-        """The URL of an image, if it may be fetched. Raises `ImageRefused`."""
+        """Parse the URL of an image that may be fetched. Raises `ImageRefused`."""
         given = shorten(text)
         try:
             url = URL(text)
@@ -115,7 +115,7 @@ class Fetcher:
         raise ImageRefused(f"{_FAILED}: it is redirected to a URL that is not allowed")
 
     async def _get(self, url: URL, incoming: Incoming) -> str | None:
-        """Add what is there; or returns where it is instead."""
+        """Fetch a URL into `incoming`, or return the location that it redirects to."""
         if self._session is None:
             self._session = self._make_session()
         async with self._session.get(url, allow_redirects=False) as response:
@@ -148,7 +148,7 @@ class Fetcher:
         )
 
     def _make_socket(self, info: tuple[Any, ...]) -> socket.socket:
-        """A socket to connect to this address. Raises `AddressRefused`."""
+        """Make a socket to connect to this address. Raises `AddressRefused`."""
         family, kind, protocol, _, address = info
         if not is_allowed_address(address[0], self._networks):
             raise AddressRefused(f"{address[0]} is not public, nor of --allowed-media-networks")

@@ -1,4 +1,4 @@
-"""file: URLs: what they name below the one folder that is allowed, if any is."""
+"""Reads file: URLs below the allowed folder, if any."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from yarl import URL
 from penstock_router.images.image import ImageRefused
 from penstock_router.images.pieces import PIECE_BYTES, check_size
 
-# One text for all that is not there to be read: it tells nothing of other folders.
+# All failures have the same text, so that it tells nothing about other folders.
 _NO_FILE = "it is no file that can be read below --allowed-media-folder"
 
 
 def read_file(url: str, folder: str | None, max_bytes: int) -> list[bytes]:
-    """What is in a file, in pieces; in a thread, as disks may be slow.
+    """Read a file in pieces. Call this in a thread, because disks may be slow.
 
     Raises `ImageRefused`.
     """
@@ -29,14 +29,16 @@ def read_file(url: str, folder: str | None, max_bytes: int) -> list[bytes]:
             if not stat.S_ISREG(status.st_mode):
                 raise ImageRefused(_NO_FILE)
             check_size(status.st_size, max_bytes)
-            # One byte more than it may have tells a file that has grown.
+            # One byte beyond the limit shows that a file has grown.
             return _pieces(file.fileno(), max_bytes + 1)
     except (OSError, ValueError):
         raise ImageRefused(_NO_FILE) from None
 
 
 def _path_of(url: str, folder: str) -> Path:
-    """Raises `OSError` or `ValueError` for a URL that does not lead there."""
+    """Return the file of a URL. Raises `ImageRefused`, `OSError` or `ValueError` if it is not below
+    the folder.
+    """
     parsed = URL(url)
     if parsed.raw_host not in (None, "", "localhost") or parsed.raw_query_string:
         raise ImageRefused(_NO_FILE)

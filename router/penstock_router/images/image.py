@@ -1,4 +1,4 @@
-"""An image of a request, and what it may not be."""
+"""An image of a request, and the limits for all images."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from dataclasses import dataclass, field
 from penstock_client.types import PixelSource
 from penstock_router.request import ImageSizes
 
-# Of any image: a side in pixels, and how many times the longer one is as long as the shorter one.
+# Limits of any image: a side in pixels, and the longer side divided by the shorter one.
 MAX_SIDE = 16_384
 MAX_RATIO = 200
 
-# Bytes in pieces, none of which takes long to hash, copy or send.
+# Bytes in pieces, each of which is quickly hashed, copied or sent.
 Pieces = Sequence[bytes]
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Image:
-    """One that was decoded. Whoever holds it holds memory of its client's share."""
+    """A decoded image. While any reference to it exists, its memory counts in its client's
+    share.
+    """
 
-    # Of its size and pixels: `penstock_common.image_digest`.
+    # The digest of size and pixels: `penstock_common.image_digest`.
     digest: bytes
-    # In pixels, after it was turned as its EXIF data says.
+    # The size in pixels, after rotation by EXIF data.
     width: int
     height: int
-    # As it came.
+    # The encoded bytes that the client sent.
     encoded: Pieces = field(repr=False)
 
     @property
@@ -34,12 +36,12 @@ class Image:
 
 
 class ImageRefused(Exception):
-    """Says in one line what is wrong with an image: all but the name of its field."""
+    """Raised for an unusable image, with the reason in one line without the field's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedImages:
-    """In the order of the request's sources; `pixels` gives what shards lack."""
+    """Images in the order of the request's sources; `pixels` is for shards that lack them."""
 
     images: Sequence[Image] = ()
     pixels: PixelSource | None = None

@@ -1,9 +1,9 @@
-"""The door of this room: what a client names becomes an `Image`, and an `Image` pixels.
+"""The entrance of this room: makes an `Image` from a URL or base64 text, and pixels from an
+`Image`.
 
-An image that comes again is known by the hash of its encoded bytes, and is not decoded again. All
-that is held, encoded images and pixels, is charged to the client it was made for, from a budget of
-which no client gets more than it leaves free; what is only kept in case it is asked for again gives
-way to what is needed.
+A repeated image is recognized by the hash of its encoded bytes, and not decoded again. Encoded
+images and pixels are charged to the client that caused them, in a shared budget: each client may
+hold at most as much as is still free. Images that are only cached are dropped if memory is needed.
 """
 
 from __future__ import annotations
@@ -32,21 +32,19 @@ from penstock_router.json_fields import shorten
 from penstock_router.observe.metrics import Metrics
 from penstock_router.thread_pool import Threads
 
-# Of this process: encoded images and pixels that requests need or that are kept; and of those kept.
+# Bytes in this process: all encoded images and pixels, and the parts of them that are only cached.
 _MEMORY_BYTES = 512 * 1024 * 1024
 _KEPT_IMAGES_BYTES = 64 * 1024 * 1024
 _KEPT_PIXELS_BYTES = 128 * 1024 * 1024
-# What keeping an image takes besides: a file may have some dozens of bytes.
+# The overhead of a cached image. It counts because a file may have only some dozens of bytes.
 _BYTES_BESIDE = 1024
-# But for data: URLs.
+# The longest URL, except data: URLs.
 _MAX_URL_CHARS = 8192
-# Long enough for a prompt to be made and sent; later they are decoded again.
+# Pixels are cached long enough to make and send a prompt. Later they are decoded again.
 _KEPT_PIXELS_S = 30.0
 
 
 class Images:
-    """Images of one router process."""
-
     def __init__(
         self,
         config: RouterConfig,
@@ -54,42 +52,42 @@ class Images:
         metrics: Metrics,
         resolver: AbstractResolver | None = None,
     ) -> None:
-        """Starts nothing: a process comes with the first image. `resolver`: of hosts' names, by
-        default the machine's.
+        """Make the images' state. The first image starts a process. `resolver` resolves hosts'
+        names, by default the machine's.
         """
         self._config = config
         self._threads = threads
         self._metrics = metrics
         self._fetcher = Fetcher(config, resolver)
         self._decoders = DecoderPool(config)
-        # For work on the event loop.
+        # Taken by work on the event loop.
         self._turn = asyncio.Lock()
         self._memory = SharedBudget(_MEMORY_BYTES, metrics.image_held_bytes)
-        # By the SHA-256 of what was encoded.
+        # By the SHA-256 of the encoded bytes.
         self._images = Kept[Image](_KEPT_IMAGES_BYTES)
         # By an image's digest.
         self._pixels = Kept[mmap](_KEPT_PIXELS_BYTES)
-        # Of images to be decoded, by the one name or the other.
+        # Images to be decoded, by SHA-256 of the encoded bytes or by digest.
         self._line = Line(config.image_processes, "decoded")
         self._is_closed = False
 
     async def load(self, url: str, *, param: str, client: str) -> Image:
-        """The image that a data:, http:, https: or file: URL names.
+        """Load the image that a data:, http:, https: or file: URL names.
 
-        Raises `ImageUnusable`, which begins with `param`, for whatever is wrong with it,
-        `TooManyRequests` where the client's share of memory or of places to wait is used up, and
+        Raises `ImageUnusable`, which begins with `param`, if the image is unusable,
+        `TooManyRequests` if the client's share of memory or of places in the line is used up, and
         `Unavailable`.
         """
         return await self._load(lambda incoming: self._read(url, incoming, client), param, client)
 
     async def load_base64(self, data: str, *, param: str, client: str) -> Image:
-        """The image that a base64 text is; raises as `load` does."""
+        """Load the image of a base64 text; raises as `load` does."""
         return await self._load(
             lambda incoming: add_base64(incoming, data, 0, self._turn), param, client
         )
 
     async def pixels(self, image: Image, *, client: str) -> memoryview:
-        """The rows from top to bottom, each pixel as red, green, blue: bytes, read-only.
+        """Return the rows from top to bottom, each pixel as red, green, blue: bytes, read-only.
 
         Raises `TooManyRequests` as `load` does, and `Unavailable`.
         """
@@ -194,7 +192,7 @@ class Images:
     # ---- memory ----
 
     def _charge(self, held: Image | mmap, num_bytes: int, client: str) -> None:
-        """Count this as the client's for as long as anybody has it."""
+        """Charge the client for `held` until its last reference is gone."""
         holding = self._memory.hold(client)
         holding.add(num_bytes)
         weakref.finalize(held, holding.close).atexit = False
@@ -202,8 +200,8 @@ class Images:
             pass
 
     def _grow(self, holding: Holding, num_bytes: int) -> None:
-        """Hold so much more; raises `TooManyRequests` where the client's share does not allow it,
-        even if nothing more is kept.
+        """Charge `num_bytes` more, dropping cached images if needed; raises `TooManyRequests` if
+        the client's share is still too small.
         """
         while True:
             try:
@@ -213,7 +211,7 @@ class Images:
                     raise
 
     def _make_room(self) -> bool:
-        """Make room, and tell whether there was anything that was only kept."""
+        """Drop the oldest cached pixels or image; return false if the caches are empty."""
         return self._pixels.drop_oldest() or self._images.drop_oldest()
 
 

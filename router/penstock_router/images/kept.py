@@ -1,4 +1,4 @@
-"""What is kept a while in case it is asked for again: a bounded number of bytes, the newest."""
+"""A cache that holds the newest values, up to a number of bytes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Kept(Generic[_Value]):
         self._entries: OrderedDict[bytes, tuple[_Value, int]] = OrderedDict()
 
     def get(self, name: bytes) -> _Value | None:
-        """The value, which counts as new again."""
+        """Return the value and make it the newest."""
         if name not in self._entries:
             return None
         self._entries.move_to_end(name)
         return self._entries[name][0]
 
     def put(self, name: bytes, value: _Value, num_bytes: int) -> None:
-        """Keep a value, unless it alone is too large, and drop the oldest that are too much."""
+        """Store a value, unless it alone is too large; drop the oldest values above the limit."""
         self.drop(name)
         if num_bytes > self._max_bytes:
             return
@@ -34,12 +34,11 @@ class Kept(Generic[_Value]):
             self.drop_oldest()
 
     def drop(self, name: bytes) -> None:
-        """Drop a value, if it is there."""
         _, num_bytes = self._entries.pop(name, (None, 0))
         self._num_bytes -= num_bytes
 
     def drop_oldest(self) -> bool:
-        """Whether there was one."""
+        """Drop the oldest value; return false if the cache is empty."""
         if not self._entries:
             return False
         self.drop(next(iter(self._entries)))

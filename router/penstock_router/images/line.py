@@ -1,7 +1,7 @@
-"""Work on images for which places are few: a bounded number waits, for a bounded time.
+"""Runs work on images in a few places, and bounds the number of waiting jobs and their wait.
 
-Equal work is done once, for all who wait for it, in the turn of the one who has it first. What one
-of them may not do is refused to that one: too many that wait, too long a wait, too much memory.
+Equal jobs run once for all waiting clients, in the turn of the first client. A refusal reaches only
+the client that causes it: too many waiting jobs, too long a wait, too much memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_WAIT_S = 30.0
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    """A client that waits for a job, once or more often; it holds one place in the line."""
+    """A client that waits for a job, once or more often; it takes one place in the line."""
 
     holding: Holding
     num_waiting: int = 0
@@ -35,34 +35,33 @@ class _Job(Generic[_Result]):
     work: Callable[[str], Awaitable[_Result]]
     task: asyncio.Task[_Result] = field(init=False)
     clients: dict[str, _Waiter] = field(default_factory=dict)
-    # In whose turn it runs.
+    # The client in whose turn the job runs.
     client: str | None = None
     begun: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Line:
-    """Jobs by name, and the places that they wait for. A client waits for at most as many jobs as
-    others may still wait for.
+    """Jobs by name, and the places that they wait for. A client may wait for at most as many jobs
+    as the queue still has room for.
     """
 
     def __init__(self, places: int, what_for: str) -> None:
-        """`what_for` ends a sentence: "too many images wait to be ..."."""
+        """Make a line; `what_for` ends the sentence "too many images wait to be ..."."""
         self._what_for = what_for
         self._turns = Turns(places)
         self._waiting = SharedBudget(_MAX_WAITING)
         self._jobs: dict[Hashable, _Job[Any]] = {}
 
     def has(self, name: Hashable) -> bool:
-        """Tell whether there is a job of this name, that waits or runs."""
         return name in self._jobs
 
     async def do(
         self, name: Hashable, work: Callable[[str], Awaitable[_Result]], client: str
     ) -> _Result:
-        """Return or raise what `work(client)` does, called in the turn of one of those that wait
-        for the job of this name. It is cancelled when nobody waits any more.
+        """Return or raise what `work(client)` does, called in the turn of one of the clients that
+        wait for this job. The job is cancelled when no client waits any more.
 
-        Raises `TooManyRequests` where too many wait, or after waiting too long.
+        Raises `TooManyRequests` if too many jobs wait, or after waiting too long.
         """
         while True:
             job: _Job[_Result] = self._jobs.get(name) or self._begin(name, work)
@@ -71,14 +70,13 @@ class Line:
             except TooManyRequests:
                 if job.client in (None, client):
                     raise
-                # It is that client which may not; this one has a turn of its own.
+                # The refusal is for the other client; this client tries in its own turn.
                 self._end(name, job)
             finally:
-                # An error refers to this frame, and its job's task to the error.
+                # Breaks a cycle: an error refers to this frame, and the job's task to the error.
                 del job
 
     async def close(self) -> None:
-        """Cancel all jobs."""
         tasks = [job.task for job in self._jobs.values()]
         for task in tasks:
             task.cancel()
@@ -98,16 +96,16 @@ class Line:
             return await job.work(place.client)
         finally:
             self._turns.give_back(place)
-            # An error refers to this frame, and the job's task to the error.
+            # Breaks a cycle: an error refers to this frame, and the job's task to the error.
             del job
 
     def _end(self, name: Hashable, job: _Job[Any]) -> None:
-        # Another of the name may have come since.
+        # Another job of this name may have begun meanwhile.
         if self._jobs.get(name) is job:
             del self._jobs[name]
         self._leave_line(job)
         if job.task.done() and not job.task.cancelled():
-            # Those who waited may be gone, and then nobody else asks for its exception.
+            # If no client waits any more, only this line retrieves the exception.
             job.task.exception()
 
     def _leave_line(self, job: _Job[Any]) -> None:
@@ -128,7 +126,7 @@ class Line:
 
     @contextmanager
     def _waits(self, job: _Job[Any], client: str) -> Iterator[_Waiter]:
-        """Count one more of this client's as waiting for the job, within the scope."""
+        """Count one more wait of this client for the job, within the scope."""
         waiter = job.clients.setdefault(client, _Waiter(self._waiting.hold(client)))
         waiter.num_waiting += 1
         try:
@@ -141,7 +139,7 @@ class Line:
 
     async def _has_begun(self, job: _Job[Any], waiter: _Waiter) -> None:
         """Wait until the job has begun. Raises `TooManyRequests`."""
-        # What finds a place free has it by then.
+        # If a place is free, the job has it after this.
         await asyncio.sleep(0)
         if job.begun.is_set():
             return

@@ -1,6 +1,6 @@
-"""An encoded image to pixels, with Pillow; only the process that decodes imports this.
+"""Decodes images to pixels, with Pillow; only the decoding process imports this.
 
-The format goes by the content. What the header says is checked before anything is decoded.
+The content determines the format. The header is checked before anything is decoded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from io import BytesIO
 
 import PIL.Image
 
-# Imported now, as files cannot be opened later: what reads EXIF data needs it.
+# EXIF data needs this module. Import it now, because files cannot be opened later.
 import PIL.TiffImagePlugin
 from PIL import GifImagePlugin, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 from PIL.Image import Image, Transpose
@@ -19,7 +19,8 @@ from PIL.Image import Image, Transpose
 from penstock_router.images.image import MAX_RATIO, MAX_SIDE, ImageRefused
 
 _Open = Callable[[BytesIO], ImageFile.ImageFile]
-# By what an image begins with. Pillow's plugins are called directly: no other one ever runs.
+# Formats by an image's first bytes. Pillow's plugins are called directly, so that no other plugin
+# ever runs.
 _FORMATS: tuple[tuple[bytes, str, _Open], ...] = (
     (b"\xff\xd8\xff", "JPEG", JpegImagePlugin.JpegImageFile),
     (b"\x89PNG\r\n\x1a\n", "PNG", PngImagePlugin.PngImageFile),
@@ -27,7 +28,7 @@ _FORMATS: tuple[tuple[bytes, str, _Open], ...] = (
     (b"GIF89a", "GIF", GifImagePlugin.GifImageFile),
     (b"RIFF", "WebP", WebPImagePlugin.WebPImageFile),
 )
-# What EXIF's orientations ask for; the first, 1, for nothing.
+# The transpositions for EXIF's orientations; orientation 1 needs none.
 _ORIENTATION = 0x0112
 _TURNS = {
     2: Transpose.FLIP_LEFT_RIGHT,
@@ -38,17 +39,17 @@ _TURNS = {
     7: Transpose.TRANSVERSE,
     8: Transpose.ROTATE_90,
 }
-# Of texts and profiles in a PNG file, inflated: one, and all.
+# Maximum of inflated bytes of texts and profiles in a PNG file: of each, and of all.
 _MAX_CHUNK_BYTES = 4 * 1024 * 1024
 _MAX_CHUNKS_BYTES = 16 * 1024 * 1024
-# Of rows that are copied out at once.
+# Bytes of rows that are copied at once.
 _STRIP_BYTES = 256 * 1024
 
 
 def set_limits(max_pixels: int) -> None:
-    """Pillow's own limits, behind ours."""
+    """Set Pillow's own limits, as a second line of defence."""
     PIL.Image.MAX_IMAGE_PIXELS = max_pixels
-    # The others are about metadata, and would come to the router's log.
+    # Ignore the other warnings: they are about metadata, and would fill the router's log.
     warnings.simplefilter("ignore")
     warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
     ImageFile.LOAD_TRUNCATED_IMAGES = False
@@ -57,9 +58,9 @@ def set_limits(max_pixels: int) -> None:
 
 
 def decode(encoded: bytes, max_pixels: int) -> Image:
-    """An image in mode RGB, turned as its EXIF data says, what is transparent on white.
+    """Decode an image to mode RGB, rotated by its EXIF data, with white for transparency.
 
-    Raises `ImageRefused`, and whatever Pillow raises for what is broken.
+    Raises `ImageRefused`, and anything that Pillow raises for broken images.
     """
     try:
         with _open(encoded) as image:
@@ -71,7 +72,7 @@ def decode(encoded: bytes, max_pixels: int) -> Image:
 
 
 def format_of(encoded: bytes) -> str:
-    """The format by an image's first bytes; empty: none that is decoded."""
+    """Return the format by an image's first bytes; "" if it is not supported."""
     for magic, name, _ in _FORMATS:
         if encoded.startswith(magic) and (name != "WebP" or encoded[8:12] == b"WEBP"):
             return name
@@ -79,7 +80,7 @@ def format_of(encoded: bytes) -> str:
 
 
 def strips(image: Image) -> Iterator[bytes]:
-    """The rows of an image in mode RGB, several at a time."""
+    """Yield the rows of an image in mode RGB, several at a time."""
     num_rows = max(1, _STRIP_BYTES // (3 * image.width))
     for top in range(0, image.height, num_rows):
         bottom = min(top + num_rows, image.height)
@@ -114,7 +115,7 @@ def _orientation(image: Image) -> int:
     try:
         found = image.getexif().get(_ORIENTATION, 1)
     except (SyntaxError, ValueError, TypeError, KeyError, OSError, OverflowError):
-        # Broken data about an image says nothing of its pixels.
+        # Broken metadata says nothing about the pixels.
         return 1
     return found if isinstance(found, int) else 1
 
@@ -126,12 +127,12 @@ def _turned(image: Image, orientation: int) -> Image:
 
 def _to_rgb(image: Image) -> Image:
     if image.mode.startswith("I;16"):
-        # Pillow would cut off at 255 what has 16 bits.
+        # Pillow would clip 16-bit values at 255.
         image = image.point(lambda value: value * (1 / 256)).convert("L")
     elif image.has_transparency_data:
         layer = image.convert("RGBA")
         white = PIL.Image.new("RGB", image.size, (255, 255, 255))
         white.paste(layer, mask=layer.getchannel("A"))
         return white
-    # Pillow would copy what is in this mode already.
+    # Pillow would copy an image that is already in this mode.
     return image if image.mode == "RGB" else image.convert("RGB")

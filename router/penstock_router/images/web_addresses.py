@@ -1,4 +1,4 @@
-"""Where images may be fetched: domains by name, and then the addresses that they lead to."""
+"""Checks where images may be fetched: domains by name, then the addresses that they resolve to."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from penstock_client.fleet.allowed_networks import Ip, Network, check_unicast, plain_address
 
-# All IPv6 addresses of the internet; what lies outside is of one site, of one machine, or reserved.
+# All public IPv6 addresses; others belong to one site or machine, or are reserved.
 _GLOBAL_IPV6 = ipaddress.IPv6Network("2000::/3")
 
 
 def is_allowed_domain(host: str, domains: Sequence[str]) -> bool:
-    """Whether a host, in lower case and as ASCII, is one of the domains; *.example.com has all
-    below example.com, but not itself.
+    """Tell whether a host, in lower-case ASCII, is in the domains; *.example.com has all hosts
+    below example.com, but not example.com.
     """
     return any(
         host.endswith(domain[1:]) if domain.startswith("*.") else host == domain
@@ -22,8 +22,8 @@ def is_allowed_domain(host: str, domains: Sequence[str]) -> bool:
 
 
 def is_allowed_address(address: str, networks: Sequence[Network]) -> bool:
-    """Whether images may be fetched from an IP address: one of the internet, or of `networks`, but
-    never link-local ones, clouds' metadata services and the like.
+    """Tell whether images may be fetched from an IP address: a public address or one in `networks`,
+    but never a link-local address or a cloud's metadata service.
     """
     try:
         # Without an interface's name, as in fe80::1%eth0.

@@ -1,1 +1,1 @@
-"""Metrics, logs and traces. Nothing here decides anything."""
+"""Metrics, logs and traces. They decide nothing."""

@@ -18,8 +18,6 @@ _FINISHED = ("stop", "length")
 
 
 class RequestMetrics:
-    """Counters and histograms of requests."""
-
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._add_requests()

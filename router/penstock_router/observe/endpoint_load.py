@@ -1,5 +1,5 @@
-"""The load of a model's shards as a header of its answers, for gateways that choose by it (ORCA),
-under the names that vLLM uses there.
+"""Shows the load of a model's shards in a header of its answers, under vLLM's names. Gateways
+choose a server by it (ORCA).
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from collections.abc import Iterable
 
 from penstock_router.fleet import ShardState
 
-# The header that asks for it, by naming a form; and that of the answer.
+# The request's header, which names a form; and the answer's header.
 ASKED = "endpoint-load-metrics-format"
 ANSWERED = "endpoint-load-metrics"
 
 
 def endpoint_load(form: str, shards: Iterable[ShardState], model: str, queued: int) -> str | None:
-    """The header's value in the form TEXT or JSON, None for any other form. `queued` sequences wait
-    in the router.
+    """Return the header's value in the form TEXT or JSON; None for any other form. `queued`
+    sequences wait in the router.
     """
     if form.upper() not in ("TEXT", "JSON"):
         return None

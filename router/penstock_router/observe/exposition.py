@@ -1,7 +1,9 @@
-"""Writes all metrics in Prometheus's text format without blocking the event loop for even a
-millisecond. With several workers their files are read in a thread: some 10 ms of Python, in which
-the loop waits up to 5 ms for the interpreter each time it comes back from its sockets. So they are
-read no more often than workers write them.
+"""Writes all metrics in Prometheus's text format, blocking the event loop for less than a
+millisecond.
+
+With several workers, a thread reads their files. This takes about 10 ms of Python, in which the
+event loop may wait 5 ms for the interpreter lock after each wait for sockets. So files are read no
+more often than workers write them.
 """
 
 from __future__ import annotations
@@ -39,20 +41,21 @@ class Exposition:
         names: Sequence[str] = (),
         usage: KeyUsage | None = None,
     ) -> None:
-        """`metrics` are this process's own; `others` are of no process in particular. `usage` is
-        what is shown of API keys.
+        """Combine metrics: `metrics` are this process's own, `others` belong to no process, and
+        `usage` has the counts of API keys.
         """
         self._metrics = metrics
         self._usage = usage
         self._others = others
         self._names = names
         self._several_workers = MULTIPROCESS_DIR in os.environ
-        # What all workers counted, being read or as last read, and when it gets old.
+        # The task that reads or has read the counts of all workers, and the time when they are
+        # outdated.
         self._reading: asyncio.Task[list[Metric]] | None = None
         self._read_again_at_s = 0.0
 
     async def text(self) -> bytes:
-        """Write all values in Prometheus' text format."""
+        """Write all values in Prometheus's text format."""
         self._metrics.write_out(time.perf_counter())
         own: Iterable[Metric] = self._metrics.registry.collect()
         if self._several_workers:
@@ -72,11 +75,12 @@ class Exposition:
         if reading is None or (reading.done() and now_s >= self._read_again_at_s):
             self._read_again_at_s = now_s + WRITE_EVERY_S
             reading = self._reading = asyncio.create_task(asyncio.to_thread(_merge))
-        # Goes on if who asked leaves, so that no second thread begins meanwhile.
+        # The reading continues if its caller is cancelled, so that no second thread begins
+        # meanwhile.
         return await asyncio.shield(reading)
 
     def _pieces(self, own: Iterable[Metric]) -> Iterator[bytes]:
-        """The text a piece at a time, each made when it is asked for."""
+        """Yield the text in pieces, each made on demand."""
         others = itertools.chain.from_iterable(other.collect() for other in self._others)
         for family in translate(itertools.chain(own, others), self._names):
             for start in range(0, max(1, len(family.samples)), _SAMPLES_A_PIECE):
@@ -98,7 +102,7 @@ class _Only(Collector):
 
 
 def _text(family: Metric, start: int) -> bytes:
-    """The text of some of a family's samples; its help and type come before the first."""
+    """Write some of a family's samples; help and type precede the first sample."""
     part = Metric(family.name, family.documentation, family.type)
     part.samples = family.samples[start : start + _SAMPLES_A_PIECE]
     text = generate_latest(_Only(part))

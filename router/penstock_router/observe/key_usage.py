@@ -1,9 +1,8 @@
-"""Tokens and requests of each API key and model, since the router was started.
+"""Counts tokens and requests of each API key and model from the router's start.
 
-A request adds to one row when it ends. With several workers each writes its rows to a file beside
-those of the others, as often as its metrics, and whoever is asked adds up all files; a worker that
-is started again goes on with its own. Names of keys are bounded: of keys that are valid no more the
-last ones stay, so that one can see what a key did that was revoked.
+A request adds to one row when it ends. With several workers, each writes its rows to its own file
+as often as its metrics, and any worker can sum all files. A restarted worker continues its file.
+The rows of the keys that became invalid last are kept, to show what a revoked key did.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from penstock_router.config import RouterConfig
 from penstock_router.observe.metrics import WRITE_EVERY_S
 from penstock_router.observe.request_record import RequestRecord
 
-# The name of keys that are not listed: no key of a file may begin like that.
+# The name for all unlisted keys. No key of a file may have a name that begins with "--".
 OTHER_KEYS = "--other-keys"
 MAX_KEYS = 10_000
 MAX_REMOVED_KEYS = 1000
@@ -30,7 +29,7 @@ _KEYS_A_LINE = 200
 
 
 class UsageRow(msgspec.Struct):
-    """Sums over requests whose prompt was ready. Cached tokens are among those of prompts."""
+    """Sums over requests whose prompt was ready. Prompt tokens include cached tokens."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -38,7 +37,6 @@ class UsageRow(msgspec.Struct):
     completion_tokens: int = 0
 
     def add(self, other: UsageRow) -> None:
-        """Add another row's sums."""
         self.requests += other.requests
         self.prompt_tokens += other.prompt_tokens
         self.cached_tokens += other.cached_tokens
@@ -52,15 +50,13 @@ class _Table(msgspec.Struct):
     rows: dict[str, dict[str, UsageRow]] = {}
 
     def row(self, key: str, model: str) -> UsageRow:
-        """The row of a key and a model; made if there is none."""
+        """Return the row of a key and a model; made if missing."""
         if key not in self.rows and len(self.rows) >= MAX_KEYS:
             key = OTHER_KEYS
         return self.rows.setdefault(key, {}).setdefault(model, UsageRow())
 
     def all_rows(self) -> Iterator[tuple[str, str, UsageRow]]:
-        """List the rows by key and model. The event loop may add rows while a thread goes through
-        them.
-        """
+        """Yield the rows by key and model. The event loop may add rows while a thread iterates."""
         for key in sorted(self.rows):
             by_model = self.rows.get(key, {})
             for model in sorted(by_model):
@@ -75,7 +71,7 @@ class KeyUsage:
 
     def __init__(self, config: RouterConfig) -> None:
         shared = Path(config.changes_file) if config.changes_file else None
-        # Of all workers; empty where there is only this one.
+        # The files of all workers; empty if there is only this one.
         self._files = [
             shared.with_name(f"usage-{index}.json")
             for index in range(config.workers)
@@ -85,7 +81,7 @@ class KeyUsage:
         own = [] if self._own_file is None else [self._own_file]
         self._table = _sum(own) or _Table(int(time.time()))
         self._is_written = False
-        # Keys with rows that are valid no more, in the order in which they went.
+        # Invalid keys with rows, in the order of their removal.
         self._removed: dict[str, None] = {}
 
     def on_request_end(self, record: RequestRecord) -> None:
@@ -98,8 +94,8 @@ class KeyUsage:
         self._is_written = False
 
     def keep_keys(self, names: Collection[str]) -> None:
-        """Called with the names of all valid keys when they have changed: of others the last stay,
-        and earlier ones are added up.
+        """Take the names of all valid keys, after a change. Rows of the keys removed last are kept;
+        the rows of earlier keys are summed in one row.
         """
         rows = self._table.rows
         for name in [name for name in self._removed if name in names]:
@@ -114,7 +110,7 @@ class KeyUsage:
         self._is_written = False
 
     async def write_regularly(self) -> None:
-        """Let other workers see what is counted here; runs until cancelled."""
+        """Write this worker's counts for other workers; runs until cancelled."""
         while (path := self._own_file) is not None:
             await asyncio.sleep(WRITE_EVERY_S)
             if not self._is_written:
@@ -122,20 +118,18 @@ class KeyUsage:
                 await asyncio.to_thread(_write, path, self._table)
 
     async def as_json(self) -> bytes:
-        """Encode the answer of GET /admin/usage."""
         return await asyncio.to_thread(lambda: _as_json(self._total()))
 
     async def families(self) -> list[Metric]:
-        """Build the sums as metrics."""
         return await asyncio.to_thread(lambda: [*families_of(self._total().all_rows())])
 
     def _total(self) -> _Table:
-        """Sum over all workers; reads their files."""
+        """Return the sum over all workers, from their files."""
         return _sum(self._files) or self._table
 
 
 def families_of(rows: Iterable[tuple[str, str, UsageRow]]) -> Iterator[Metric]:
-    """Counters with the sums of these keys and models."""
+    """Yield counters with the sums of these keys and models."""
     tokens = CounterMetricFamily(
         "penstock_router_key_tokens",
         "Tokens of each API key (--metrics-by-key), by kind: prompt (computed), cached_prompt "
@@ -156,8 +150,8 @@ def families_of(rows: Iterable[tuple[str, str, UsageRow]]) -> Iterator[Metric]:
     yield requests
 
 
-# In a thread. Nothing is encoded or decoded that takes the interpreter for longer than the event
-# loop may wait: rows one by one, or some keys at once.
+# These run in a thread. They encode a few rows at a time, so that they never hold the interpreter
+# lock longer than the event loop may wait.
 
 
 def _as_json(table: _Table) -> bytes:
@@ -169,7 +163,7 @@ def _as_json(table: _Table) -> bytes:
 
 
 def _sum(paths: Iterable[Path]) -> _Table | None:
-    """The sum over these files, since the earliest; None without any."""
+    """Sum these files from the earliest start on; None if there are no files."""
     total: _Table | None = None
     for table in itertools.chain.from_iterable(map(_read, paths)):
         total = total or _Table(table.since)
@@ -180,7 +174,7 @@ def _sum(paths: Iterable[Path]) -> _Table | None:
 
 
 def _write(path: Path, table: _Table) -> None:
-    """Replace the file at once, as others read it: a line for some keys each."""
+    """Replace the file atomically, because other workers read it. Each group of keys has a line."""
     keys = list(table.rows)
     some = (keys[start : start + _KEYS_A_LINE] for start in range(0, len(keys), _KEYS_A_LINE))
     parts = (_Table(table.since, {key: table.rows.get(key, {}) for key in each}) for each in some)
@@ -190,7 +184,7 @@ def _write(path: Path, table: _Table) -> None:
 
 
 def _read(path: Path) -> Iterator[_Table]:
-    """The lines of a file; none of a worker that has written none yet."""
+    """Yield the lines of a file; none if a worker has not written yet."""
     if path.exists():
         for line in path.read_bytes().splitlines():
             yield _TABLES.decode(line)

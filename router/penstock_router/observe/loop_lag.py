@@ -1,8 +1,7 @@
-"""The lag of the event loop's timers: the one number that shows that something blocks it, or
-that it is overloaded.
+"""Measures the lag of the event loop's timers, which shows that the loop is blocked or overloaded.
 
 The lag is measured at the end of a sleep, so that a loop blocked for a second gives one value of a
-second, not many. uvloop's timers have a resolution of 1 ms: less than that is no lag.
+second, not many. uvloop's timers have a resolution of 1 ms, so a smaller lag does not count.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ WINDOW_S = 10.0
 
 
 class RecentMaximum:
-    """The largest of the values of the last `window_s`."""
+    """The largest value of the last `window_s`."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        # (time, value), values falling: earlier ones that are no larger are dropped.
+        # (time, value), with falling values: a later value drops earlier ones that are not larger.
         self._kept: deque[tuple[float, float]] = deque()
 
     def add(self, value: float, now_s: float) -> float:
-        """Add a value; returns the largest of the window that ends now."""
+        """Add a value; return the largest of the window that ends now."""
         while self._kept and self._kept[-1][1] <= value:
             self._kept.pop()
         self._kept.append((now_s, value))
@@ -35,8 +34,8 @@ class RecentMaximum:
 
 
 async def watch_loop(observe: Callable[[float, float], None]) -> None:
-    """Call `observe` every `INTERVAL_S` with the loop's lag in seconds and the worst of the last
-    `WINDOW_S`; runs until cancelled.
+    """Call `observe` every `INTERVAL_S` with the loop's lag in seconds, and the largest lag of the
+    last `WINDOW_S`. Runs until cancelled.
     """
     worst = RecentMaximum(WINDOW_S)
     while True:

@@ -1,9 +1,8 @@
-"""Counters of the router, for Prometheus. Those of requests that have ended are in
-`ended_request_metrics`.
+"""Keeps the router's counters for Prometheus; `ended_request_metrics` has more of them.
 
-With several workers each has its own counters; `prometheus_client` then keeps them in files of a
-folder that all share (PROMETHEUS_MULTIPROC_DIR, set before this module is first imported), and any
-worker answers for all.
+Each worker has its own counters. `prometheus_client` then keeps them in files of a shared folder
+(PROMETHEUS_MULTIPROC_DIR, set before this module is first imported), and any worker answers for
+all.
 """
 
 from __future__ import annotations
@@ -31,15 +30,17 @@ _LAG_BUCKETS_S = (
     *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
 )
-# How often this worker writes its counts, from which other workers answer for it too.
+# The interval at which this worker writes its counts. Other workers show them too.
 WRITE_EVERY_S = 0.5
 
 
 class _BatchedHistogram(Histogram):
-    """Takes many observations at once: one costs about as much as all other work on a token."""
+    """Takes many observations at once: a single one costs as much as all other work on a token."""
 
     def add(self, counts: Sequence[int], total: float) -> None:
-        """`counts` has one entry for each bucket, the last for values above all bounds."""
+        """Add observations; `counts` has an entry for each bucket, the last for values above all
+        bounds.
+        """
         self._sum.inc(total)
         for bucket, count in zip(self._buckets, counts, strict=True):
             if count:
@@ -63,7 +64,9 @@ class TokenMeter:
         self._tokens.inc(num_tokens)
 
     def observe(self, num_tokens: int, gap_s: float, now_s: float) -> None:
-        """Count tokens that came `gap_s` a token after the last; `now_s` is `perf_counter`'s."""
+        """Count tokens, each of which came `gap_s` after the one before. `now_s` is the time by
+        `perf_counter`.
+        """
         self._num_tokens += num_tokens
         self._gaps[bisect_left(BETWEEN_BUCKETS_S, gap_s)] += 1
         self._gaps_s += gap_s
@@ -71,7 +74,7 @@ class TokenMeter:
             self.write_out(now_s)
 
     def write_out(self, now_s: float) -> None:
-        """Add what was counted to Prometheus's counters."""
+        """Add the counts to Prometheus's counters."""
         self._write_at_s = now_s + WRITE_EVERY_S
         if self._num_tokens:
             self._tokens.inc(self._num_tokens)
@@ -81,10 +84,8 @@ class TokenMeter:
 
 
 class Metrics:
-    """The router's counters."""
-
     def __init__(self) -> None:
-        # Creation times of counters are of no use, and a third of all samples.
+        # Creation times of counters are useless, but would be a third of all samples.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         # This worker's own worst lag, for its console.
         self.loop_lag_worst_s = 0.0
@@ -149,6 +150,12 @@ class Metrics:
         self.aborts = self._counter(
             "aborts", "Sequences ended by the router before the shard ended them.", "cause"
         )
+        self.retained = self._counter(
+            "retained_sequences",
+            "Sequences whose shard was asked to retain their KV blocks for the next turn: "
+            "tool_calls (the client runs tools meanwhile), hint (kv_hints of the request).",
+            "because",
+        )
         self.resumed_streams = self._counter(
             "resumed_streams",
             "Streams that a client resumed: live (still running here), again (generated again).",
@@ -158,10 +165,11 @@ class Metrics:
             "fleet_events",
             "What happened to sequences between shards: sent (reason: the policy's), continued "
             "(why the previous shard failed), moved (drain, role, rebalance), approximate, "
-            "refused, given_up, verified (the result).",
+            "refused, given_up, verified (the result), fetched_ahead (a session's KV blocks, "
+            "before its next turn: done, failed).",
             *("event", "reason"),
         )
-        # There from the start, so that the first one is an increase.
+        # Create the series now, so that the first event is an increase.
         self.fleet_events.labels("verified", "different")
 
     def _add_records(self) -> None:
@@ -225,7 +233,7 @@ class Metrics:
             "client take too much memory or too many wait.",
             "reason",
         )
-        # Create the series now, so that a rate can be taken of the first refusal.
+        # Create the series now, so that the first refusal is an increase.
         for reason in ("queue_full", "queued_tokens"):
             self.refused.labels(reason)
 
@@ -247,28 +255,26 @@ class Metrics:
             "image_held_bytes", "Bytes of images and of their pixels in this router's memory."
         )
 
-    # ---- what happened ----
+    # ---- events ----
 
     def count_held(self, model: str, change: int) -> None:
-        """`change` more requests wait for a shard of this model."""
+        """Count `change` more requests that wait for a shard of this model."""
         self.requests_held.labels(model).inc(change)
 
     def observe_loop_lag(self, lag_s: float, worst_s: float) -> None:
-        """The lag of one timer, and the worst of the last ones."""
+        """Record the lag of one timer, and the worst of the last ones."""
         self.loop_lag_seconds.observe(lag_s)
         self.loop_lag_worst_seconds.set(worst_s)
         self.loop_lag_worst_s = worst_s
 
     def set_certificate_expiry(self, flag: str, expires_at: float) -> None:
-        """The certificates of this flag's file are in use from now on."""
+        """Note that the certificates of this flag's file are in use now."""
         self._certificate_expires.labels(flag).set(expires_at)
 
     def count_fleet_event(self, event: str, reason: str) -> None:
-        """Called by the fleet for each of its events."""
         self.fleet_events.labels(event, reason).inc()
 
     def tokens_of(self, model: str) -> TokenMeter:
-        """The meter of this model's tokens."""
         meter = self._meters.get(model)
         if meter is None:
             tokens = self._output_tokens.labels(model)
@@ -277,6 +283,6 @@ class Metrics:
         return meter
 
     def write_out(self, now_s: float) -> None:
-        """Let Prometheus see all tokens that came."""
+        """Pass all counted tokens on to Prometheus."""
         for meter in self._meters.values():
             meter.write_out(now_s)

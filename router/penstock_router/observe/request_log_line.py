@@ -1,6 +1,6 @@
 """Writes a log line for each request: fields as JSON, words as text.
 
-Made from the request's record, which has neither texts nor token ids nor keys.
+A line comes from the request's record, which has no texts, token ids or keys.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from penstock_router.observe.request_record import RequestRecord
 
 logger = logging.getLogger("penstock.requests")
 
-# The longest value that is logged of those that clients choose.
+# The maximum length of logged values that clients choose.
 _MAX_CHARACTERS = 256
-# How much of a request's id a line of text has: enough to find it by, and the line fits a terminal.
+# The logged characters of a request's id: enough to find the request, in a line that fits a
+# terminal.
 _ID_CHARACTERS = 12
 
 Fields = dict[str, Any]
 
 
 def log_request(record: RequestRecord) -> None:
-    """Called with the record of each request that has ended."""
     if logger.isEnabledFor(logging.INFO):
         fields = fields_of(record)
         logger.info("request", extra={**fields, IN_WORDS: lambda: _words(record, fields)})
 
 
 def fields_of(record: RequestRecord) -> Fields:
-    """The record's fields; unknown and empty ones are left out."""
+    """Return the record's fields; unknown and empty ones are left out."""
     usage, attempts = record.usage, list(record.attempts)
     fields: Fields = {
         "request_id": record.request_id[:_MAX_CHARACTERS],
@@ -40,6 +40,7 @@ def fields_of(record: RequestRecord) -> Fields:
         "route": record.route,
         "model": record.model[:_MAX_CHARACTERS],
         "adapter": record.adapter[:_MAX_CHARACTERS],
+        "session": record.session[:_MAX_CHARACTERS],
         "stream": record.stream,
         "status": record.status,
         "outcome": record.outcome,
@@ -99,7 +100,7 @@ def _words(record: RequestRecord, fields: Fields) -> str:
 
 
 def _places(record: RequestRecord) -> list[str]:
-    """Say where the answer came from; if it changed shards, where it ended, and why it changed."""
+    """Say which shard answered; after failovers, the last shard and the causes."""
     attempts = list(record.attempts)
     because = dict.fromkeys(each.ended_because for each in attempts if each.ended_because)
     if not attempts:

@@ -1,7 +1,7 @@
 """Makes the spans of a request's trace from its record: the HTTP request, its phases in the router,
-and its attempt at each shard, of which the shard's own spans are children.
+and its attempts at shards. The shards' own spans are children of the attempts.
 
-Names are OpenTelemetry's where it has one. Never texts, token ids or keys.
+Names are OpenTelemetry's where OpenTelemetry defines them. Spans have no texts, token ids or keys.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _NS = 1_000_000_000
 
 
 class RequestTraces:
-    """Decides which requests are traced, and exports the spans of those that have ended."""
+    """Decides which requests are traced, and exports the spans of ended ones."""
 
     def __init__(self, sink: SpanSink | None, share: float = 1.0) -> None:
-        """Without a sink, shards get a request's trace context as it came. With one, this `share`
-        of the requests without a trace begin one.
+        """Begin tracing. Without a sink, shards get the client's trace context unchanged. With a
+        sink, this `share` of the requests without a trace begin a trace.
         """
         self._sink = sink
         self._share = share
 
     def begin(self, headers: Sequence[str]) -> tuple[str, str]:
-        """The traceparent for the shards, and the id of this request's parent span; "" if there is
-        none. `headers` are the client's traceparent headers: more than one are ignored.
+        """Return the traceparent for the shards, and the id of this request's parent span; "" if
+        there is none. `headers` are the client's traceparent headers: several are ignored.
         """
         given = headers[0] if len(headers) == 1 else ""
         if self._sink is None:
@@ -48,7 +48,7 @@ class RequestTraces:
         return context.traceparent, parent_span_id
 
     def on_request_end(self, record: RequestRecord) -> None:
-        """Called with the record of each request that has ended."""
+        """Export the spans of a request that has ended."""
         context = SpanContext.parse(record.traceparent)
         if self._sink is not None and context is not None and context.sampled:
             self._sink.add(list(_spans(record, context)))
@@ -87,7 +87,6 @@ def _phase(
     begin_s: float | None,
     end_s: float | None,
 ) -> Iterator[Span]:
-    """Spans of the phases that were reached and finished; none for others."""
     if begin_s is not None and end_s is not None:
         yield Span(
             name=name,
@@ -171,7 +170,7 @@ def _attributes(record: RequestRecord) -> dict[str, Value | None]:
 
 
 def _error(record: RequestRecord) -> str:
-    """The span's error: failures of the server only, not a client's mistakes."""
+    """Return the span's error: a failure of the server, not a client's mistake."""
     failed = record.status >= 500 or record.outcome == "error"
     return (record.error or record.outcome) if failed else ""
 

@@ -1,1 +1,1 @@
-"""Text work off the event loop: in threads, or in processes of its own."""
+"""Text work off the event loop: in threads or text processes."""

@@ -1,4 +1,4 @@
-"""Kinds of bodies, by name, and the two steps that each goes through, wherever they run."""
+"""Lists the kinds of bodies by name, and runs the two steps for each, in any process."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ KINDS: dict[str, AnyKind] = {
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A parsed body: its request, or why it is refused."""
+    """A parsed body: its request, or the reason for a refusal."""
 
     kind: BodyKind
     asked: Any = None
     refusal: ApiError | None = None
-    # `body_digest` of the body, if asked for.
+    # The `body_digest` of the body, if asked for.
     digest: bytes = b""
 
 
 def read(kind: AnyKind, data: bytes, *, with_digest: bool) -> Reading:
-    """Read a body. Raises `BadRequest` where it does not even show of which kind it is."""
+    """Parse a body. Raises `BadRequest` if not even its kind is clear."""
     given = decode_object(data)
     if isinstance(kind, SeveralKinds):
         kind = kind.choose(given)
@@ -70,7 +70,7 @@ def read(kind: AnyKind, data: bytes, *, with_digest: bool) -> Reading:
         asked = kind.parse(given)
         return Reading(kind, asked, digest=body_digest(given) if with_digest else b"")
     except ApiError as error:
-        # Without the traceback, which would be a reference cycle with what keeps the error.
+        # A traceback would refer to the frame of the error's holder: a reference cycle.
         return Reading(kind, refusal=error.with_traceback(None))
 
 
@@ -81,8 +81,8 @@ def work(
     earlier: bytes,
     image_sizes: ImageSizes = (),
 ) -> PreparedPrompts | bytes:
-    """The kind's text work on a request, whose conversation goes on after `earlier` messages: JSON,
-    or empty. Prompts, or the JSON of an answer. Raises `BadRequest`.
+    """Do a kind's text work on a request. `earlier` messages, as JSON or empty, precede its own.
+    Return prompts, or an answer as JSON. Raises `BadRequest`.
     """
     if image_sizes:
         asked = dataclasses.replace(asked, image_sizes=image_sizes)

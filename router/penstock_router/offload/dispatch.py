@@ -1,10 +1,10 @@
-"""Choice of where a body is read and its text worked on: here, in a thread, or in a text process.
+"""Chooses where a body is parsed and its text worked on: here, in a thread, or in a text process.
 
-What is seen of the body decides, before it is parsed: its length, and how many values it has.
-Building objects of megabytes of JSON or a list of 300,000 ids, rendering a thousand messages and
-writing a constraint of a hundred arguments hold the interpreter lock, and with it the event loop,
-whatever thread does it. A long body is parsed in a text process; this process gets only its ids, in
-one block of memory, and texts that the answer shows. A long stored response is read there too.
+The body's length and its number of values decide, before it is parsed. Some work holds the
+interpreter lock, and with it the event loop, in any thread: building megabytes of objects or a list
+of 300,000 ids, rendering a thousand messages, writing a constraint of a hundred arguments. A long
+body is parsed in a text process. This process gets only the body's ids, in one block of memory, and
+texts that the answer shows. A text process also reads long stored responses.
 """
 
 from __future__ import annotations
@@ -35,30 +35,29 @@ from penstock_router.text.answer_constraint import tools_held_to
 from penstock_router.text.prompts import PreparedPrompts, TextModel, takes_no_images
 from penstock_router.thread_pool import Threads
 
-# Up to this length a body's text is worked on here, in less than half a millisecond: a character is
-# tokenized in about 0.15 us, and handing it to a thread may cost as much.
+# Up to this length a body's text is worked on here, in less than half a millisecond: tokenizing
+# takes about 0.15 us a character, and passing it to a thread may cost as much.
 SHORT_BYTES = 2 * 1024
-# Longer bodies go to a text process. JSON of this length is parsed in 0.4 ms at most; a thread
-# tokenizes it in 2.5 ms, without the interpreter lock, but as urgently as the loop does its work. A
-# round trip to a text process, which stands back behind the loop, costs 0.5 ms.
+# Longer bodies go to a text process. JSON of this length is parsed in at most 0.4 ms. A thread
+# tokenizes it in 2.5 ms without the interpreter lock, but competes with the event loop for the CPU.
+# A text process has lower priority than the loop; a round trip costs 0.5 ms.
 LONG_BYTES = 16 * 1024
-# A body of more values is long as well: Python takes up to 10 us for each.
+# A body with more values is also long: Python takes up to 10 us for each value.
 MANY_VALUES = 256
-# So is one of more values whose tools are enforced, in a constraint where each may be there often.
+# A body with enforced tools and more values is also long: a constraint may repeat each value.
 MANY_ENFORCED_VALUES = 64
-# How many connections with long bodies are read from in one turn of the event loop: some 256 kB
-# each, which take a fifth of a millisecond.
+# The number of connections with long bodies that are read in one turn of the event loop. Each gives
+# about 256 kB, which takes a fifth of a millisecond.
 _CONNECTIONS_A_TURN = 4
-# How many bodies may wait for text processes or be worked on there: as many as requests may be let
-# in. What they take of memory has a bound of its own.
+# Maximum of bodies that wait for text processes or are in them. Their memory has its own bound.
 MAX_BODIES = 2048
 
 
 class Incoming:
-    """A body as it arrives, kept in pieces: joining those of a long one takes milliseconds."""
+    """A body as it arrives, in pieces: joining a long body takes milliseconds."""
 
     def __init__(self, client: str, memory: Holding, queue: Holding, metrics: Metrics) -> None:
-        """Use `memory` and `queue` to hold what it takes of memory and of the queue."""
+        """Begin a body; `memory` and `queue` hold the body's memory and its place in the queue."""
         self.client = client
         self.pieces: list[bytes] = []
         self.num_bytes = 0
@@ -68,22 +67,22 @@ class Incoming:
 
     @property
     def is_long(self) -> bool:
-        """Tell whether it has more bytes already than are parsed here."""
+        """Tell whether the body is too long to be parsed in this process."""
         return self.num_bytes > LONG_BYTES
 
     def add(self, piece: bytes) -> None:
-        """Add a piece. Raises `TooManyRequests` if the client holds its share of memory already."""
+        """Add a piece. Raises `TooManyRequests` if the client already holds its share of memory."""
         self._memory.grow(len(piece), self._out_of_memory)
         self.pieces.append(piece)
         self.num_bytes += len(piece)
 
     def hold(self, more_bytes: int) -> None:
-        """Count other data with it. Raises as `add` does."""
+        """Count other data as part of the body. Raises as `add` does."""
         self._memory.grow(more_bytes, self._out_of_memory)
 
     def enqueue(self) -> None:
-        """Queue it for a text process. Raises `TooManyRequests` if the client has its share of the
-        queue already.
+        """Queue the body for a text process. Raises `TooManyRequests` if the client already has its
+        share of the queue.
         """
         if not self._queue.amount:
             self._queue.grow(1, self._queue_full)
@@ -102,14 +101,14 @@ class Incoming:
         )
 
     def drop(self) -> None:
-        """Free its memory, and give back what it holds. Idempotent."""
+        """Free the body's memory and its place in the queue. Idempotent."""
         self.pieces = []
         self._memory.close()
         self._queue.close()
 
 
 class Bodies:
-    """Reads bodies. Closing it closes the pools, which are passed in, and nothing else."""
+    """Reads bodies."""
 
     def __init__(
         self,
@@ -121,15 +120,15 @@ class Bodies:
         images: Images,
         max_images: int,
     ) -> None:
-        """A request may have `max_images`."""
+        """Prepare to read bodies; a request may have `max_images`."""
         self.images = images
         self.max_images = max_images
         self.threads = threads
         self.pool = pool
         self.programs = programs
-        # What bodies here take, by client, until their texts are worked on.
+        # The memory of bodies, by client, until their text work is done.
         self.memory = memory
-        # Shared as memory is, with 1 for each body.
+        # Places in the queue: 1 for each body.
         self.queue = SharedBudget(MAX_BODIES)
         self._metrics = metrics
         self._numbers = itertools.count(1)
@@ -137,25 +136,24 @@ class Bodies:
         self._inflating = asyncio.Lock()
 
     def stop(self) -> None:
-        """Refuse the bodies that wait for a process, and any that arrive."""
+        """Refuse the bodies that wait for a process, and new bodies."""
         self.pool.stop()
         self.programs.pool.stop()
 
     async def close(self) -> None:
-        """Kill all processes."""
         await self.pool.close()
         await self.programs.pool.close()
 
     async def take_turn(self) -> None:
-        """Wait before reading more of a long body, so that many that arrive at once do not occupy
-        the event loop.
+        """Wait before reading more of a long body, so that many long bodies do not occupy the event
+        loop.
         """
         async with self._turns:
             await asyncio.sleep(0)
 
     async def inflate(self, inflate: Callable[[], list[bytes]]) -> list[bytes]:
-        """Inflate more of a long body in a thread: of one body at a time, and for half of that time
-        at most, as a kilobyte may keep a core busy for as long as a megabyte that is not packed.
+        """Inflate more of a long body in a thread: one body at a time, and at most half of the
+        time. A compressed kilobyte may cost as much CPU time as a plain megabyte.
         """
         loop = asyncio.get_running_loop()
         async with self._inflating:
@@ -166,9 +164,7 @@ class Bodies:
 
     @contextmanager
     def incoming(self, client: str) -> Iterator[Incoming]:
-        """A body of which nothing has arrived yet. It is dropped at the end of the scope, if not
-        before.
-        """
+        """Begin a body. It is dropped at the end of the scope, if not before."""
         memory, queue = self.memory.hold(client), self.queue.hold(client)
         incoming = Incoming(client, memory, queue, self._metrics)
         try:
@@ -177,15 +173,15 @@ class Bodies:
             incoming.drop()
 
     def _arrive(self, num_bytes: int) -> Arrival:
-        """The arrival of a body now: a long one counts as later."""
+        """Return the arrival of a body now; a long body counts as arriving later."""
         now_s = asyncio.get_running_loop().time()
         return now_s + SECONDS_A_BYTE * num_bytes, next(self._numbers)
 
     async def read(self, kind: AnyKind, incoming: Incoming, *, with_digest: bool = False) -> Body:
         """Parse a body that has arrived completely.
 
-        Raises `BadRequest` if not even its kind can be told, `TooManyRequests` if its client has
-        too many long bodies here, `Unavailable` and `TimeoutError` as `TextPool.run` does.
+        Raises `BadRequest` if not even its kind is clear, `TooManyRequests` if its client has too
+        many long bodies here, `Unavailable` and `TimeoutError` as `TextPool.run` does.
         """
         arrival = self._arrive(incoming.num_bytes)
         if not (incoming.is_long or count_values(incoming.pieces) > MANY_VALUES):
@@ -200,9 +196,7 @@ class Bodies:
     async def show(
         self, client: str, response: bytes, messages: bytes, page: Page | None = None
     ) -> bytes:
-        """`read_stored`, here or in a text process. Raises what `read_stored` raises, and
-        the errors of `read`.
-        """
+        """Run `read_stored`, here or in a text process. Raises its errors and those of `read`."""
         num_bytes = len(response) + len(messages)
         if num_bytes <= LONG_BYTES:
             return read_stored(response, messages, page)
@@ -217,7 +211,9 @@ class Bodies:
 
 
 def count_values(pieces: Iterable[bytes]) -> int:
-    """Count the values in objects and lists of some JSON, and commas and brackets in its texts."""
+    """Count the values in objects and lists of some JSON, and also commas and brackets in its
+    texts.
+    """
     return sum(piece.count(mark) for piece in pieces for mark in (b",", b"[", b"{"))
 
 
@@ -233,28 +229,29 @@ class Body:
         *,
         is_long: bool,
     ) -> None:
-        """`is_long`: a text process has read it, and works on its text."""
+        """Hold a body; with `is_long`, a text process has parsed it and does its text work."""
         self.kind = reading.kind
-        # What names its images: not in the request, which lives as long as its answer, as they may
-        # be megabytes of base64.
+        # The sources of the body's images, perhaps megabytes of base64. The request does not have
+        # them, because it lives as long as its answer.
         self._sources = getattr(reading.asked, "images", ())
-        # The request; of a long body without its text.
+        # The request. The request of a long body has no text.
         self.asked = reading.asked
         if self._sources:
             self.asked = dataclasses.replace(reading.asked, images=())
         self.refusal = reading.refusal
         self.digest = reading.digest
         self.is_long = is_long
-        # Stored items: those before the request's, then of each answer that these refer to.
+        # Stored items: first the conversation before the request, then each answer that items refer
+        # to.
         self._earlier: list[bytes] = []
-        # What its text work loaded.
+        # The images that were loaded for the text work.
         self.images = NO_IMAGES
         self._bodies = bodies
         self._arrival = arrival
         self._incoming = incoming
 
     def add_earlier(self, items: bytes) -> None:
-        """Add stored items, as JSON, for the text work. They count with the body: raises
+        """Add stored items, as JSON, for the text work. They count as part of the body: raises
         `TooManyRequests`.
         """
         self._incoming.hold(len(items))
@@ -263,7 +260,7 @@ class Body:
         self.is_long = self.is_long or is_long or count_values(self._earlier) > MANY_VALUES
 
     async def work(self, model: ServedModel) -> PreparedPrompts | bytes:
-        """Run its kind's text work, once its images are loaded, which `images` then are.
+        """Load the body's images into `images`, then do the text work of its kind.
 
         Raises what that work and `Images.load` raise, `TooManyRequests`, `Unavailable` and
         `TimeoutError`.
@@ -280,7 +277,7 @@ class Body:
         if sources and model.text.image_tokens is None:
             if wanted := [source for source in sources if not source.in_result]:
                 raise takes_no_images(model.text, wanted[0].param)
-            # The text says that the model sees none of these.
+            # The prompt's text says that the model cannot see these images.
             return
         bodies = self._bodies
         self.images = await load_images(
@@ -297,7 +294,7 @@ class Body:
             return await self._work_there(bodies.pool, model, image_sizes)
         earlier = b"".join(self._earlier_pieces())
         made = functools.partial(work, self.kind, self.asked, model.text, earlier, image_sizes)
-        # A link to an image is short, its tokens may be thousands.
+        # A link to an image is short, but the image may be thousands of tokens.
         if num_bytes <= SHORT_BYTES and not image_sizes:
             return made()
         return await bodies.threads.run(made, self._incoming.client)
@@ -316,15 +313,15 @@ class Body:
         return sum(map(len, self._earlier))
 
     def _earlier_pieces(self) -> list[bytes]:
-        """Join all stored items to a JSON array, in pieces; empty where there are none."""
+        """Join all stored items to a JSON array, in pieces; empty if there are none."""
         pieces = [piece for items in self._earlier for piece in (b",", items)]
         return [b"[", *pieces[1:], b"]"] if pieces else []
 
     async def _run_program(
         self, model: ServedModel, image_sizes: ImageSizes
     ) -> PreparedPrompts | bytes:
-        """The text work of a request that brings its template, which may run for ever even on a
-        short text: in a process that can be killed, and that nobody else waits for.
+        """Do the text work of a request with its own template, which may never end. It runs in a
+        process that can be killed and that no other client waits for.
         """
         programs = self._bodies.programs
         with programs.scope(self._incoming.client):
@@ -338,7 +335,7 @@ class Body:
         image_sizes: ImageSizes,
         max_s: float = MAX_TASK_S,
     ) -> PreparedPrompts | bytes:
-        """The text work in a process of the pool."""
+        """Do the text work in a process of the pool."""
         info, (arrived_s, number) = model.info, self._arrival
         facts = ModelFacts(
             info.model,

@@ -1,8 +1,8 @@
-"""Templates that requests bring: programs of strangers, each of which may never end.
+"""Runs templates of requests: programs of strangers, which may never end.
 
-They run in a text process of their own, so that nobody else's text waits for them, and each for a
-few seconds. A client may have as many here as are still free, and clients have their turns: one
-that sends many endless ones delays another's by a part of one at most.
+They run in separate text processes, so that no other text waits for them, and each runs for at most
+a few seconds. A client may use as many places as are still free. Clients take turns: a client waits
+for at most one endless template of another client.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from penstock_router.offload.text_pool import TextPool
 
 # Rendering takes milliseconds, and tokenizing the longest text a second or two.
 MAX_PROGRAM_S = 5.0
-# How many may run or wait.
+# Maximum of templates that run or wait.
 MAX_PROGRAMS = 32
 
 
 class Programs:
-    """The processes in which they run. The caller owns, and closes, the pool."""
+    """The processes that run templates. The caller owns, and closes, the pool."""
 
     def __init__(self, pool: TextPool, metrics: Metrics) -> None:
         self.pool = pool
         self._metrics = metrics
-        # One for each program; no bytes.
+        # Counts 1 for each program, not bytes.
         self._here = SharedBudget(MAX_PROGRAMS)
 
     @contextmanager
     def scope(self, client: str) -> Iterator[None]:
-        """In which one program of this client's waits and runs.
+        """Let one program of this client wait and run within the scope.
 
-        Raises `TooManyRequests` if it has its share here already, and `TimedOut` for a program that
-        does not end.
+        Raises `TooManyRequests` if the client already has its share here, and `TimedOut` for a
+        program that does not end.
         """
         with self._here.hold(client) as held:
             held.grow(1, self._refusal)

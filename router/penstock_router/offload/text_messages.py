@@ -1,9 +1,9 @@
 """Messages between a router and its text processes: a task there, and its outcome back.
 
-A message is MessagePack behind its length. Behind a task come the parts it is about, as they are: a
-body, files. Every message is decoded by its type, and an error travels as its name and its fields:
-nothing that is received is a program. Ids are packed, little-endian and 32 bits each: either end
-copies them, and builds no number of its own.
+A message is its length and MessagePack. A task is followed by its parts as plain bytes: a body,
+files. Every message is decoded by its type, and an error travels as its name and fields: no
+received data is executed. Ids are packed as 32 bits, little-endian, so that both ends copy them
+without building Python integers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock_router.offload.body_kinds import KINDS, Reading
 from penstock_router.request import ImageSizes
 from penstock_router.text.prompts import PreparedPrompts, pack_ids
 
-# No text takes this long: a template that never ends does, or a machine that is out of memory.
+# No real text takes this long. An endless template does, or a machine that is out of memory.
 MAX_TASK_S = 60.0
 
 
@@ -35,44 +35,44 @@ MAX_TASK_S = 60.0
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """Facts of a model that text work needs besides its files; they stand for the model."""
+    """Facts about a model that text work needs besides its files; they identify the model."""
 
     name: str
     tokenizer_hash: str
     max_model_len: int
     vocab_size: int
     trusts_templates: bool
-    # The names of formats that the operator asks for.
+    # The names of formats that the operator chose.
     tool_call_parser: str
     reasoning_parser: str
 
 
 class Read(msgspec.Struct, tag=True, frozen=True):
-    """Parse a body: the only part. Its outcome is a `Reading`, whose request has no text."""
+    """Parse a body, the only part. The outcome is a `Reading`, whose request has no text."""
 
-    # The body's; a `Work` with the same one may use what was parsed.
+    # The body's number; a `Work` with the same number may use what was parsed.
     number: int
     kind: str
     with_digest: bool
 
 
 class Work(msgspec.Struct, tag=True, frozen=True):
-    """Work on a body's text. The parts: the body, earlier messages as JSON, then the model's files,
-    if the process has not got them yet.
+    """Work on a body's text. The parts: the body, earlier messages as JSON, and the model's files
+    if the process does not have them yet.
     """
 
     number: int
     kind: str
     model: ModelFacts
     file_names: tuple[str, ...] = ()
-    # Of the request's images.
+    # The sizes of the request's images.
     image_sizes: ImageSizes = ()
-    # How long the work may take, once the files are loaded.
+    # Maximum of seconds for the work, after files are loaded.
     max_s: float = MAX_TASK_S
 
 
 class Show(msgspec.Struct, tag=True, frozen=True):
-    """`read_stored`, whose other arguments are the parts."""
+    """Run `read_stored`; the parts are its other arguments."""
 
     page: Page | None
 
@@ -82,7 +82,7 @@ _TASKS = msgspec.msgpack.Decoder(tuple[Task, list[int]])
 
 
 def encode_task(task: Task, sizes: Sequence[int]) -> bytes:
-    """A task, and the sizes of the parts that follow it."""
+    """Encode a task, and the sizes of the parts that follow it."""
     return framed((task, sizes))
 
 
@@ -93,7 +93,7 @@ def decode_task(data: bytes) -> tuple[Task, list[int]]:
 
 # ---- Outcomes ----------------------------------------------------------------------------------
 
-# A body that was read, its prompts, or JSON.
+# A parsed body, its prompts, or JSON.
 Outcome = Reading | PreparedPrompts | bytes
 
 
@@ -104,7 +104,7 @@ class _Failed(msgspec.Struct, tag=True, frozen=True):
 
 class _WasRead(msgspec.Struct, tag=True, frozen=True):
     kind: str
-    # As JSON, which has integers of any size, as schemas may.
+    # JSON, which unlike MessagePack has integers of any size; schemas may have them.
     asked: bytes
     refusal: _Failed | None
     digest: bytes
@@ -113,7 +113,7 @@ class _WasRead(msgspec.Struct, tag=True, frozen=True):
 
 
 class _WasPrepared(msgspec.Struct, tag=True, frozen=True):
-    # Without ids: of those of each prompt, and then the allowed ones, each as one block.
+    # The prompts without ids. `ids` has a block for each prompt, and then one for the allowed ids.
     prepared: PreparedPrompts
     ids: list[memoryview]
 
@@ -123,7 +123,8 @@ class _WasAnswered(msgspec.Struct, tag=True, frozen=True):
 
 
 _Message = _Failed | _WasRead | _WasPrepared | _WasAnswered
-# Of each kind of body. msgspec reads a type once, which two threads must not do at the same time.
+# A decoder for each kind of body. msgspec analyses a type once, which two threads must not do at
+# the same time.
 _REQUESTS: dict[str, msgspec.json.Decoder[Any]] = {
     kind.name: msgspec.json.Decoder(kind.request_type)
     for kind in KINDS.values()
@@ -133,7 +134,6 @@ _OUTCOMES: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 
 
 def encode_outcome(outcome: Outcome | ApiError) -> bytes:
-    """Encode what came of a task."""
     match outcome:
         case ApiError():
             return framed(_pack_error(outcome))
@@ -145,7 +145,7 @@ def encode_outcome(outcome: Outcome | ApiError) -> bytes:
 
 
 async def decode_outcome(data: bytes | mmap) -> Outcome:
-    """Decode what `encode_outcome` encoded, without its length; raises an error of the task.
+    """Decode what `encode_outcome` encoded, without its length; raise an error of the task.
 
     Ids become arrays.
     """
@@ -204,7 +204,6 @@ def _pack_prepared(prepared: PreparedPrompts) -> _WasPrepared:
 
 
 async def _unpack_ids(block: memoryview) -> Sequence[int]:
-    """The ids that `pack_ids` packed."""
     ids = array("I")
     for start in range(0, len(block), PIECE_BYTES):
         ids.frombytes(block[start : start + PIECE_BYTES])

@@ -1,10 +1,10 @@
-"""Text processes: started when they are first needed, lent to one task at a time, replaced.
+"""Starts text processes when they are needed, lends each to one task at a time, and replaces them.
 
-Clients share the processes by time. Of one client's, tasks are done in order of arrival, except
-that those of a long body also wait for those of shorter ones that arrive a little later. While
-one's task takes long, others get a process more. Cancelling `run` ends the wait. A process whose
-client has left gets a moment to finish its task, so that the next one need not wait for a new
-process; then it is killed. When a process dies, only the request whose task it had fails.
+Clients share the processes by time. A client's tasks run in order of arrival, except that a long
+body counts as arriving later. While a client's task takes long, other clients get one more process.
+Cancelling `run` ends the wait. If a task's client disconnects, the process gets a moment to finish,
+because it can be used again. Then it is killed. When a process dies, only the request of its task
+fails.
 """
 
 from __future__ import annotations
@@ -38,31 +38,32 @@ _Result = TypeVar("_Result")
 logger = logging.getLogger(__name__)
 
 _MODULE = "penstock_router.offload.text_process"
-# Among its client's, a body's arrival counts as this much later for each byte: about twice as long
-# as its text work takes.
+# For each byte, a body counts as arriving this much later among its client's bodies: about twice
+# the time of its text work.
 SECONDS_A_BYTE = 5e-7
-# How many models a process keeps, as a tokenizer takes many MB: for one more it is replaced.
+# Maximum of models in a process, because a tokenizer takes many MB. For one more model, the
+# process is replaced.
 MAX_MODELS = 8
-# How long a task whose client has left may still run: less than starting a new process takes.
+# The seconds that a task may still run after its client has left: less than starting a new process
+# takes.
 _GRACE_S = 1.0
-# How long the process that read a body is kept for it: longer than it takes to ask for the work on
-# its text.
+# The seconds for which the process that parsed a body is reserved for its text work.
 _HOLD_S = 0.005
-# How many processes more there may be while as many tasks take long: each has its models in memory.
+# Maximum of additional processes while tasks take long. Each has its models in memory.
 _SPARE_PROCESSES = 4
 
-# What comes after a task: each part in pieces.
+# The data after a task: each part in pieces.
 Parts = Sequence[Sequence[bytes]]
 _NO_FILES: Mapping[str, bytes] = MappingProxyType({})
-# When a body counts as arrived, and its number.
+# The time when a body counts as arrived, and its number.
 Arrival = tuple[float, int]
 
 
 class TextProcess:
-    """A process. It takes one task at a time."""
+    """A process that takes one task at a time."""
 
     def __init__(self, log_level: str, log_format: str) -> None:
-        """Start it, in half a millisecond. Raises `Unavailable`."""
+        """Start the process, in half a millisecond. Raises `Unavailable`."""
         self._models: set[ModelFacts] = set()
         try:
             self._child = ChildProcess(_MODULE, log_level, log_format)
@@ -80,16 +81,16 @@ class TextProcess:
         return self._child.is_alive
 
     def has_room_for(self, task: Task) -> bool:
-        """Tell whether it has the task's model, or may get it."""
+        """Tell whether the process has the task's model, or has room for the model."""
         if not isinstance(task, Work) or task.model in self._models:
             return True
         return len(self._models) < MAX_MODELS
 
     async def do(self, task: Task, parts: Parts, files: Mapping[str, bytes]) -> Outcome:
-        """Have it do a task; `files` are those of its model, if it has one.
+        """Have the process do a task; `files` are the files of the task's model, if any.
 
-        Raises `Unavailable` when the process died, `TimeoutError` when it took too long, and what
-        the task raised there.
+        Raises `Unavailable` if the process died, `TimeoutError` if it took too long, and errors of
+        the task.
         """
         if isinstance(task, Work) and task.model not in self._models:
             self._models.add(task.model)
@@ -109,7 +110,7 @@ class TextProcess:
         return await decode_outcome(message)
 
     async def kill(self) -> int:
-        """Kill it; returns its exit status, negative for a signal's number."""
+        """Kill the process; return its exit status, negative for a signal's number."""
         return await self._child.kill()
 
 
@@ -119,24 +120,24 @@ def _lost() -> Unavailable:
 
 @dataclass(eq=False, slots=True)
 class _Lease:
-    """A place, and the process that does its task, once there is one."""
+    """A place, and the process that does its task, if already started."""
 
     place: Place
     process: TextProcess | None
 
 
 class TextPool:
-    """A few text processes, and the line of tasks that wait for them: `dispatch.py` bounds it."""
+    """A few text processes, and the line of tasks for them, which `dispatch.py` bounds."""
 
     def __init__(self, num_processes: int, log_level: str, log_format: str = "auto") -> None:
         self._num_processes = num_processes
         self._logs = log_level, log_format
         self._turns = Turns(num_processes, _SPARE_PROCESSES)
-        # Those that live and have nothing to do. The last one is taken first.
+        # Idle processes. The last one is taken first.
         self._free: list[TextProcess] = []
-        # By the number of the body that each has read, for the work on its text.
+        # Leases reserved for the text work on a body, by the body's number.
         self._held: dict[int, _Lease] = {}
-        # They may outlive their callers: referenced here, as the event loop holds tasks weakly.
+        # Tasks may outlive their callers; the event loop itself holds them weakly.
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(
@@ -147,17 +148,17 @@ class TextPool:
         parts: Parts,
         files: Mapping[str, bytes] = _NO_FILES,
     ) -> Outcome:
-        """`TextProcess.do`, once it is its turn. Raises `Unavailable` also when the pool stops."""
+        """Run `TextProcess.do` in turn. Raises `Unavailable` also when the pool stops."""
         lease = self._held.pop(arrival[1], None) or await self._lease(client, arrival)
         turn = self._spawn(self._run(lease, arrival[1], task, parts, files))
         try:
             return await asyncio.shield(turn)
         except asyncio.CancelledError:
-            # Its client has left.
+            # The client has disconnected.
             asyncio.get_running_loop().call_later(_GRACE_S, turn.cancel)
             raise
         finally:
-            # An error refers to this frame, and its task to the error.
+            # Break the reference cycle of frame, task and error.
             del turn
 
     async def _run(
@@ -182,7 +183,7 @@ class TextPool:
                 self._give_back(lease)
 
     async def _usable(self, process: TextProcess | None, task: Task) -> TextProcess:
-        """The process, or another one in its place."""
+        """Return the process, or a new one in its place."""
         if process is not None and not (process.is_alive and process.has_room_for(task)):
             logger.info("text process %d is replaced", process.pid)
             await process.kill()
@@ -202,7 +203,7 @@ class TextPool:
         return _Lease(place, self._free.pop() if self._free else None)
 
     def _hold(self, number: int, lease: _Lease) -> None:
-        """Keep the process for the next task of this body, which comes at once."""
+        """Reserve the process for the next task of this body, which follows immediately."""
         self._held[number] = lease
         asyncio.get_running_loop().call_later(_HOLD_S, self._end_hold, number, lease)
 
@@ -221,11 +222,10 @@ class TextPool:
     # ---- the end ----
 
     def stop(self) -> None:
-        """Refuse the tasks that wait, and any that come."""
+        """Refuse the tasks that wait, and new tasks."""
         self._turns.stop(lambda: Unavailable("the router is shutting down"))
 
     async def close(self) -> None:
-        """Kill all processes."""
         self.stop()
         for number, lease in tuple(self._held.items()):
             self._end_hold(number, lease)

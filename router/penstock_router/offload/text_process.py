@@ -1,10 +1,10 @@
-"""A text process: parses long bodies and does their text work, where it blocks no event loop.
+"""A text process: parses long bodies and does their text work, so that no event loop is blocked.
 
     python -m penstock_router.offload.text_process FD LOG_LEVEL LOG_FORMAT
 
-Does one task at a time for the router at the other end of the socket FD, until that end is closed
-or gone. A task that takes too long ends the process. Each task has all that it needs, but for a
-model's files, which come with the first one and are kept.
+Does one task at a time for the router at the other end of the socket FD, until the socket is
+closed. A task that takes too long ends the process. A task contains all its data, except a model's
+files: the model's first task brings them, and they are kept.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TextWorker:
         self._models: dict[ModelFacts, TextModel] = {}
 
     def load(self, task: Work, parts: Sequence[bytes]) -> None:
-        """Load a model of the files that came with a task, if any did."""
+        """Load a task's model, if the task has the model's files."""
         if task.file_names:
             files = dict(zip(task.file_names, parts[2:], strict=True))
             facts = task.model
@@ -77,7 +77,7 @@ class TextWorker:
             )
 
     def do(self, task: Task, parts: Sequence[bytes]) -> bytes:
-        """Do a task; returns the message of its outcome. Raises nothing but `MemoryError`."""
+        """Do a task; return the message of its outcome. Raises only `MemoryError`."""
         try:
             return encode_outcome(self._do(task, parts))
         except MemoryError:
@@ -120,7 +120,6 @@ class TextWorker:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until the router is gone."""
     with stream_to_router(*argv) as stream:
         _serve(stream, TextWorker())
     return 0

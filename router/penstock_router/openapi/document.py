@@ -1,7 +1,7 @@
-"""The OpenAPI document of a table of routes: what is read, answered and refused, as JSON schemas.
+"""Makes the OpenAPI document of a table of routes: their inputs, answers and errors as schemas.
 
-Bodies, headers and queries are described by the fields that read them, answers by the types that
-their makers are checked against; nothing is written down twice.
+The fields that read bodies, headers and queries also describe them. The types that type checkers
+check answers against also describe answers. So nothing is written twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OF_STREAMS = """\
 The answer. Where the body asks for a stream: server-sent events, whose data are JSON as
 x-event-schema says, or an error as x-error-schema says; some streams end with the word [DONE].
 """
-# What every route reads.
+# Headers that every route reads.
 _HEADERS = table(
     [
         Field(
@@ -56,7 +56,6 @@ _RETRY_AFTER: JsonObject = {
 
 
 def describe(routes: Iterable[Route]) -> JsonObject:
-    """The document, as JSON."""
     types = TypeSchemas("#/components/schemas/")
     paths: JsonObject = {}
     for route in routes:
@@ -83,7 +82,7 @@ def _operation(route: Route, types: TypeSchemas) -> JsonObject:
         "summary": route.summary,
         "parameters": list(_parameters(route)),
         "responses": {**answers, **_refusals(route, types)},
-        # An empty entry says that a key may be missing: whether one is needed is the operator's.
+        # An empty entry says that a key may be missing: the operator decides whether one is needed.
         "security": [] if route.is_open else [{"bearer": []}, {"x-api-key": []}, {}],
     }
     if _has_body(route):
@@ -147,7 +146,7 @@ def _answer(route: Route, types: TypeSchemas) -> JsonObject:
 
 
 def _stream(route: Route, types: TypeSchemas) -> JsonObject:
-    """OpenAPI 3.1 has no words of its own for events."""
+    """Describe a stream's events, which OpenAPI 3.1 cannot describe."""
     return {
         "x-event-schema": types.schema(route.event),
         "x-error-schema": _any_of([types.schema(form.schema) for form in _forms(route)]),
@@ -163,7 +162,7 @@ def _any_of(schemas: list[JsonObject]) -> JsonObject:
 
 
 def _refusals(route: Route, types: TypeSchemas) -> JsonObject:
-    """List refusals by status, which depends on the form of the route's errors."""
+    """The errors by status, which depends on the form of the route's errors."""
     found: dict[int, list[tuple[type[ApiError], ErrorForm]]] = {}
     for form in _forms(route):
         for error in _possible_errors(route):
@@ -172,7 +171,7 @@ def _refusals(route: Route, types: TypeSchemas) -> JsonObject:
 
 
 def _refusal(found: list[tuple[type[ApiError], ErrorForm]], types: TypeSchemas) -> JsonObject:
-    """Describe what may have one status: errors, each once, in one form or several."""
+    """Describe the errors of one status, in one or several forms."""
     kinds = list(dict.fromkeys(error for error, _ in found))
     forms = list(dict.fromkeys(form for _, form in found))
     headers = _ANSWER_HEADERS
@@ -193,9 +192,7 @@ def _meaning(error: type[ApiError]) -> str:
 
 
 def _possible_errors(route: Route) -> Iterable[type[ApiError]]:
-    """List the errors that are possible, also those in which routes of its kind may end and this
-    one does not.
-    """
+    """Yield the route's possible errors, including those of other routes of its kind."""
     if _has_body(route):
         yield from (errors.BadRequest, errors.BodyTooLarge, errors.TooManyRequests, errors.TimedOut)
         yield errors.GenerationFailed
@@ -203,7 +200,7 @@ def _possible_errors(route: Route) -> Iterable[type[ApiError]]:
         yield from (errors.BadRequest, errors.TooManyRequests, errors.TimedOut)
     elif route.query or "{" in route.path:
         yield errors.BadRequest
-    # A body may come from a page of another origin.
+    # A page of another origin may send a body.
     if route.is_admins or route.is_refused or _has_body(route):
         yield errors.Forbidden
     if not route.is_open:

@@ -1,7 +1,6 @@
-"""Python's types -> JSON schemas: TypedDicts by name, and what they are made of.
+"""Turns Python's types into JSON schemas: TypedDicts by name, and their parts.
 
-msgspec describes types too, but no union of two TypedDicts, which answers have: their parts come in
-several forms.
+msgspec cannot describe a union of two TypedDicts, which answers need.
 """
 
 from __future__ import annotations
@@ -34,13 +33,15 @@ class TypeSchemas:
     """Schemas of types. Each TypedDict is described once, in `components`, and referred to."""
 
     def __init__(self, prefix: str) -> None:
-        """`prefix` is the path of `components` in the document, for references."""
+        """Make schemas; references begin with `prefix`, the path of `components` in the
+        document.
+        """
         self.components: dict[str, JsonObject] = {}
         self._prefix = prefix
         self._names: dict[Any, str] = {}
 
     def schema(self, given: Any) -> JsonObject:
-        """The schema of one type; raises `TypeError` if it has none."""
+        """The schema of a type. Raises `TypeError` if it has none."""
         if given in _SIMPLE:
             return dict(_SIMPLE[given])
         if is_typeddict(given):
@@ -63,7 +64,7 @@ class TypeSchemas:
         taken = given.__name__ in self.components
         name = f"{given.__module__}.{given.__qualname__}" if taken else given.__name__
         self._names[given] = name
-        # Registered before it is described, as the type may be recursive.
+        # Register the name before the description, because the type may be recursive.
         self.components[name] = {}
         self.components[name] = self._object(given)
         return name

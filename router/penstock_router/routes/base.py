@@ -36,6 +36,7 @@ from penstock_router.errors import (
 from penstock_router.fleet import Fleet
 from penstock_router.generation.event_ids import CursorCodec
 from penstock_router.generation.resumable_streams import LiveStreams
+from penstock_router.generation.tool_pauses import ToolPauses
 from penstock_router.images.images import Images
 from penstock_router.json_fields import Field, JsonObject, Table, decode_object, shorten, table
 from penstock_router.observe.exposition import Exposition
@@ -78,6 +79,7 @@ class Router:
     background: Background
     keys: Keys
     usage: KeyUsage
+    pauses: ToolPauses
     records: Records = field(default_factory=Records)
 
 

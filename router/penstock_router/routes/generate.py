@@ -18,6 +18,7 @@ from aiohttp import web
 
 from penstock_client.fleet.discovery import check_address
 from penstock_client.types import ShardInfo, random_seed
+from penstock_router import sessions
 from penstock_router.admission.admission import Ticket, TimeLimit
 from penstock_router.apis import json_in_thread
 from penstock_router.apis.base import AnyRequest, Api, Envelope, Shape
@@ -76,9 +77,13 @@ HEADERS = table(
             "1: fail rather than continue on a shard whose tokens might differ.",
         ),
         Field(
-            "x-penstock-session",
+            sessions.HEADER,
             string(0, MAX_SESSION_CHARS),
             "Requests with the same value go to the same shard, and its prefix cache.",
+        ),
+        *(
+            Field(name, STRING, f"The same, as {client} names its sessions.")
+            for name, client in sessions.CLIENTS_HEADERS.items()
         ),
         Field(
             _SHARD,
@@ -119,6 +124,7 @@ class Call(Generic[AnyRequest]):
         named = _name_request(request, body.asked)
         record = request[RECORD]
         record.stream = body.asked.stream
+        record.session = sessions.session_of(request.headers, body.asked.session)
         bounds = request.app[ROUTER].config.bound_max_tokens
         asked = dataclasses.replace(
             body.asked,
@@ -129,7 +135,7 @@ class Call(Generic[AnyRequest]):
             key_name=record.key_name,
             exact=flag_header(request, "x-penstock-exact"),
             shard=_pinned_shard(request),
-            session=_session(request, body.asked),
+            session=record.session,
         )
         response_id = api.name_answer(request[REQUEST_ID], named)
         return cls(request, body, asked, api, named, response_id, random_seed())
@@ -226,6 +232,7 @@ def make_generation(
         point=point,
         ends_at_s=limit.at_s,
         silence_timeout_s=router.config.silence_timeout_s,
+        pauses=router.pauses,
     )
 
 
@@ -367,15 +374,6 @@ def _name_request(request: web.Request, asked: Options) -> bool:
         return False
     request[REQUEST_ID] = request[RECORD].request_id = named
     return True
-
-
-def _session(request: web.Request, asked: Options) -> str:
-    session = request.headers.get("x-penstock-session", asked.session)
-    if len(session) > MAX_SESSION_CHARS:
-        raise BadRequest(
-            f"x-penstock-session: {len(session)} characters; at most {MAX_SESSION_CHARS}"
-        )
-    return session
 
 
 def _pinned_shard(request: web.Request) -> str:

@@ -73,9 +73,7 @@ _MAX_REFERRED = 256
 _PAGE_ITEMS = 20
 _LIMIT = integer(1, 100)
 _ORDER = one_of("asc", "desc")
-RETRIEVE_QUERY = table(
-    [Field("stream", one_of("false"), "StoredResponse responses are not streamed.")]
-)
+RETRIEVE_QUERY = table([Field("stream", one_of("false"), "Stored responses are not streamed.")])
 ITEMS_QUERY = table(
     [
         Field("limit", _LIMIT, f"Items of a page; default {_PAGE_ITEMS}."),

@@ -1,4 +1,4 @@
-"""Tells the client that an address belongs to."""
+"""Identifies a client by its address."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import ipaddress
 
 
 def network_of(address: str) -> str:
-    """The address; of IPv6 the network of 64 bits, all of which one machine may use."""
+    """The address; for IPv6 its 64-bit network, because one machine may use all addresses of it."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
-        # Over a Unix socket: there are no addresses.
+        # A Unix socket has no addresses.
         return ""
     if parsed.version == 4:
         return address

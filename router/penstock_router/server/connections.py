@@ -1,12 +1,10 @@
-"""Connections: how many there may be, how long each may take to send a request's headers and how
-much memory those take, how long to take what is written to it (`write_timeout.py`), and how one
-ends whose request was refused before its body came.
+"""Bounds connections: their number, the time and memory of headers, and the time to read what is
+written (`write_timeout.py`). Closes a connection whose request is refused before its body arrives.
 
-aiohttp bounds what headers are (8 kB a line, 128 of them) and how long a connection may be idle,
-but not how long headers take: a client that sends a byte at a time would hold a connection for an
-hour. It would keep whatever trailers and further headers come while a request is answered. Bodies
-have timeouts of their own (`routes/base.py`). A connection counts from the moment it is accepted,
-its TLS handshake included.
+aiohttp bounds headers (8 kB a line, 128 of them) and idle time, but not the time of headers: a
+client that sends a byte at a time would hold a connection for an hour. aiohttp would also keep all
+trailers and further headers that arrive while a request is answered. Bodies have their own timeouts
+(`routes/base.py`). A connection counts from the moment it is accepted, including its TLS handshake.
 """
 
 from __future__ import annotations
@@ -35,39 +33,41 @@ logger = logging.getLogger(__name__)
 # Open files of a process besides its connections: to shards, logs, libraries.
 _OTHER_FILES = 512
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
-# What has come of a request is let in up to this size, so that whoever holds too much is told so.
-# While a request is answered, this is also how much may come that its body does not take: trailers
-# and further requests.
+# Received bytes of a request are accepted up to this size, so that a client that holds too much
+# gets an error. While a request is answered, this also bounds bytes outside its body: trailers and
+# further requests.
 _SHORT_HEAD_BYTES = 16 * 1024
-# The pause after the system has refused a connection, for want of files for example.
+# The pause after the system refused to accept a connection, for example for lack of files.
 _ACCEPT_AGAIN_S = 0.1
-# How many connections are accepted before anything else gets a turn.
+# Connections accepted in one turn of the event loop.
 _ACCEPTS_A_TURN = 16
-# How many TLS handshakes of one client may be under way.
+# TLS handshakes of one client at once.
 _HANDSHAKES_A_CLIENT = 16
-# How long a client may go on sending a body that nobody reads until it reads the answer instead.
+# The time for which an unread body is discarded, so that the client can read the answer.
 _LINGER_S = 5.0
-# What the system takes of what is sent to a client; it doubles this for its own structures. By
-# itself it takes megabytes at once and then nothing for as long as the client reads a third of
-# them, which for one that reads slowly is longer than the write timeout.
+# Send buffer of a connection; the system doubles it for its own structures. By default the system
+# accepts megabytes at once, and then nothing until the client has read a third of them. A slow
+# reader takes longer for this than the write timeout.
 _SEND_BUFFER_BYTES = 128 * 1024
 _HTTP: dict[str, Any] = {
     "access_log": None,
-    # How much of a body aiohttp buffers before its handler reads it: small, so that many long
-    # bodies at once mean less work in one turn of the event loop. It does not slow reading down.
+    # Bytes of a body that aiohttp buffers before its handler reads. With few bytes, many long
+    # bodies cause less work in one turn of the event loop. Reading is no slower.
     "read_bufsize": 32 * 1024,
-    # A handler inflates a body that it wants (`routes/base.py`). aiohttp would inflate every one.
+    # Handlers inflate the bodies that they read (`routes/base.py`); aiohttp would inflate every
+    # body.
     "auto_decompress": False,
-    # aiohttp would read on a body that its handler did not want; `Connection` closes.
+    # aiohttp would continue to read a body that its handler did not read; `Connection` closes
+    # instead.
     "lingering_time": 0.0,
 }
 
-# From an error of HTTP itself, in words, to its answer.
+# (text of an HTTP error) -> answer.
 ErrorResponse = Callable[[str], web.Response]
 
 
 class Runner(web.AppRunner):
-    """An application's runner whose connections are bounded in number and in time."""
+    """An application's runner that bounds connections in number and time."""
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class Runner(web.AppRunner):
     async def listening(
         self, listener: socket.socket, tls: ssl.SSLContext | None
     ) -> AsyncIterator[None]:
-        """Accept connections for as long as the scope lasts."""
-        # Connections have it of their listener.
+        """Accept connections as long as the scope lasts."""
+        # Connections inherit the buffer size from their listener.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         if tls is None:
             site = web.SockSite(self, listener, backlog=BACKLOG)
@@ -119,7 +119,9 @@ class Runner(web.AppRunner):
 
 @web.middleware
 async def _tell_connection(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Middleware: tells the connection when a request's headers are complete, and its answer."""
+    """Middleware: tells the connection when a request's headers are complete, and when it is
+    answered.
+    """
     connection = cast(Connection, request.protocol)
     connection.request_begins(request)
     try:
@@ -132,8 +134,8 @@ async def _tell_connection(request: web.Request, handler: Handler) -> web.Stream
 
 
 async def end_answer(request: web.Request, response: web.StreamResponse) -> None:
-    """Write an answer's end. What arrives behind the request's body from now on is another request,
-    which may be long, also where the handler of this one has something left to do.
+    """Write an answer's end. Bytes after the request's body now belong to the next request, even if
+    this request's handler still runs.
     """
     await response.write_eof()
     if request.content.is_eof():
@@ -141,15 +143,15 @@ async def end_answer(request: web.Request, response: web.StreamResponse) -> None
 
 
 def _head_bytes(request: web.Request) -> int:
-    """The length of its request line and headers, but for white space that need not be."""
+    """The length of the request line and headers, without optional whitespace."""
     line = len(f"{request.method} {request.raw_path} HTTP/1.1\r\n")
     headers = sum(len(name) + len(value) + len(": \r\n") for name, value in request.raw_headers)
     return line + headers + len("\r\n")
 
 
 def _allowed(max_connections: int) -> int:
-    """`max_connections`, or as many as the limit of open files allows: beyond that the process
-    could not even accept connections to refuse them.
+    """`max_connections`, or fewer if the limit of open files is lower. Beyond that limit the
+    process could not even accept connections to refuse them.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + _OTHER_FILES
@@ -170,8 +172,6 @@ def _allowed(max_connections: int) -> int:
 
 
 class ConnectionFactory:
-    """Makes the protocol of each connection to a server."""
-
     def __init__(
         self,
         server: web.Server,
@@ -182,24 +182,24 @@ class ConnectionFactory:
         error_response: ErrorResponse,
     ) -> None:
         self._server = server
-        # Shared by addresses as memory is, with 1 for each connection.
+        # Shared among clients: 1 for each connection.
         self.connections = SharedBudget(max_connections)
         self.header_timeout_s = header_timeout_s
         self.write_timeout_s = write_timeout_s
         self.memory = memory
         self.error_response = error_response
         self._handshakes: set[asyncio.Task[None]] = set()
-        # Held by the handshake that begins in this turn of the event loop.
+        # The handshake that begins in this turn of the event loop holds this lock.
         self._beginning = asyncio.Lock()
-        # By client, for as long as one of its handshakes is under way.
+        # By client, while one of its handshakes is under way.
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     def __call__(self) -> Connection:
         return Connection(self, self._server)
 
     def accept_tls(self, listener: socket.socket, context: ssl.SSLContext) -> None:
-        """Accept connections until the listener is closed. asyncio's own servers tell nobody of a
-        connection before its handshake is over, nor of one whose handshake fails.
+        """Accept connections until the listener is closed. asyncio's own servers do not report a
+        connection before its handshake is over, nor a failed handshake.
         """
         if listener.fileno() >= 0:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener, context)
@@ -228,8 +228,8 @@ class ConnectionFactory:
     async def _shake_hands(
         self, connection: Connection, accepted: socket.socket, context: ssl.SSLContext
     ) -> None:
-        """Handshakes take a millisecond each: those of one client wait for each other, and one
-        begins in a turn of the event loop.
+        """Do a TLS handshake, which takes a millisecond. Handshakes of one client take turns, and
+        only one begins in each turn of the event loop.
         """
         turns = self._turns.setdefault(connection.client, asyncio.Semaphore(_HANDSHAKES_A_CLIENT))
         try:
@@ -250,14 +250,14 @@ class ConnectionFactory:
                 ssl_shutdown_timeout=self.header_timeout_s,
             )
         except OSError:
-            # It failed or took too long; or the client left.
+            # The handshake failed or took too long, or the client left.
             connection.leave()
         finally:
             turns.release()
 
 
 class Connection(web.RequestHandler):
-    """A connection in aiohttp's protocol: counted, with timeouts of headers and of writes."""
+    """A connection in aiohttp's protocol: counted, with timeouts of headers and writes."""
 
     __slots__ = (
         *("_begun", "_begun_before", "_body_bytes", "_client", "_door", "_ended", "_end_of_data"),
@@ -267,29 +267,28 @@ class Connection(web.RequestHandler):
     def __init__(self, door: ConnectionFactory, server: web.Server) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **_HTTP)
         self._door = door
-        # Whose it is, while it counts.
+        # The client, while the connection is counted.
         self._client: str | None = None
-        # What has arrived and belongs neither to the headers nor to the body of a request that has
-        # begun: the next one's headers, or trailers.
+        # Bytes that belong to no request that has begun: the next one's headers, or trailers.
         self._head: Holding | None = None
         # The last few bytes that arrived.
         self._end_of_data = b""
         self._header_timer: asyncio.TimerHandle | None = None
-        # Requests whose headers have come, and how many had when the timer was set.
+        # Requests whose headers are complete, now and when the timer was set.
         self._begun = self._begun_before = 0
-        # The last request, until it is answered, and how much of its body has been counted.
+        # The last request until it is answered, and the counted bytes of its body.
         self._request: web.Request | None = None
         self._body_bytes = 0
-        # The number of the request whose headers have arrived in part.
+        # Number of the request whose headers have arrived in part.
         self._unfinished = 0
-        # Nothing more is read: a request was answered whose body was not read.
+        # True if nothing more is read, because a request was answered without reading its body.
         self._is_last = False
         self._ended = asyncio.Event()
         # None: the connection was refused, or is not made yet.
         self.write_timeout: WriteTimeout | None = None
 
     def let_in(self, address: object) -> bool:
-        """Count it from now on, if its client may have one more."""
+        """Count the connection from now on, if its client may have one more."""
         client = network_of(address[0]) if isinstance(address, tuple) else ""
         if not self._door.connections.allows(client, 1):
             return False
@@ -300,11 +299,11 @@ class Connection(web.RequestHandler):
 
     @property
     def client(self) -> str:
-        """The client whose it is; "" once it counts no more."""
+        """The connection's client; "" if the connection is not counted any more."""
         return self._client or ""
 
     def leave(self) -> None:
-        """Count it no more. Idempotent."""
+        """Stop counting the connection. Idempotent."""
         if self._client is not None and self._head is not None:
             self._door.connections.change(self._client, -1)
             self._head.close()
@@ -321,12 +320,12 @@ class Connection(web.RequestHandler):
             return
         super().connection_made(transport)
         self.write_timeout = WriteTimeout(transport, self._door.write_timeout_s)
-        # Only now: it may pause writing at once, where a TLS handshake left something unsent.
+        # Begin only now: it may pause writing immediately, if a TLS handshake left unsent bytes.
         self.write_timeout.begin()
         self._set_timer()
 
     def data_received(self, data: bytes) -> None:
-        # aiohttp also calls this, with no data, when it reads on what it has buffered.
+        # aiohttp also calls this without data, when it continues with buffered data.
         if self._is_last or self._head is None:
             return
         self._head.add(len(data))
@@ -348,15 +347,15 @@ class Connection(web.RequestHandler):
         self.force_close()
 
     def _time_head(self) -> None:
-        """A request's headers have arrived in part. If they are complete, `request_begins` follows
-        in a moment.
+        """Set the timer: a request's headers have arrived in part. If they are complete,
+        `request_begins` follows in a moment.
         """
         self._unfinished = self._begun + 1
         if self._header_timer is None:
             self._set_timer()
 
     def _count_body(self) -> bool:
-        """Count what the body took as arrived with it. Returns whether it took anything."""
+        """Count the bytes that belong to the body; true if there are any."""
         if self._request is None or self._head is None:
             return False
         body = self._request.content
@@ -364,7 +363,7 @@ class Connection(web.RequestHandler):
         self._body_bytes = body.total_bytes
         self._take(taken_bytes)
         if taken_bytes and self._request.content_length is None and not body.is_eof():
-            # The rest marks the body's chunks.
+            # The remaining bytes delimit the body's chunks.
             self._head.close()
         return taken_bytes > 0
 
@@ -373,7 +372,6 @@ class Connection(web.RequestHandler):
             self._head.shrink(min(num_bytes, self._head.amount))
 
     def request_begins(self, request: web.Request) -> None:
-        """The request's headers are complete."""
         self._begun += 1
         self._request = request
         self._body_bytes = 0
@@ -381,21 +379,21 @@ class Connection(web.RequestHandler):
         self._count_body()
 
     def request_ends(self) -> None:
-        """The request is answered, or its handler failed. Idempotent."""
+        """Note that the request is answered, or its handler failed. Idempotent."""
         self._request = None
         if self._head is None:
             return
         if self._end_of_data == b"\r\n\r\n":
-            # No headers are left in part: these bytes would have ended them.
+            # No incomplete headers are left, because these bytes end headers.
             self._head.close()
         elif self._head.amount:
             self._time_head()
 
     async def answer_last(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Answer a request whose body was not read, and read no other.
+        """Answer a request whose body was not read, and read no other request.
 
-        A socket that is closed while bytes arrive is reset, and many clients lose an answer that
-        they have not read by then. So, for a while, what arrives is thrown away.
+        A socket that is closed while bytes arrive is reset, and many clients then lose an unread
+        answer. So for a while arriving bytes are discarded.
         """
         self._is_last = True
         response.force_close()
@@ -406,7 +404,7 @@ class Connection(web.RequestHandler):
                 if self.transport is not None:
                     if self.transport.can_write_eof():
                         self.transport.write_eof()
-                    # aiohttp paused it if much of the body has come.
+                    # aiohttp paused reading if much of the body has arrived.
                     self.transport.resume_reading()
                     await self._ended.wait()
 
@@ -417,11 +415,11 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to what aiohttp cannot read, in the form of all other errors."""
+        """Answer bytes that aiohttp cannot read, in the form of all other errors."""
         response = super().handle_error(request, status, exc, message)
         if status != 400 or message is None:
             return response
-        # Without the lines that show where in the data it is.
+        # Drop the lines that show the place in the data.
         reason = " ".join(message.partition("\n\n")[0].split()).rstrip(":")
         response = self._door.error_response(reason)
         response.force_close()
@@ -447,7 +445,7 @@ class Connection(web.RequestHandler):
             self._header_timer.cancel()
         if self.write_timeout is not None:
             self.write_timeout.end()
-            # It refers to the transport, and that to this object.
+            # Break the reference cycle with the transport.
             self.write_timeout = None
         super().connection_lost(exc)
 

@@ -1,4 +1,4 @@
-"""Bodies that are compressed: which codings there are, and inflating piece by piece."""
+"""Inflates compressed bodies, piece by piece."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from penstock_router.json_fields import shorten
 
 DAMAGED = "the body is damaged: it does not decode or ends too early"
 _GZIP = ("gzip", "x-gzip")
-# For zlib: a gzip header, a zlib header, or none.
+# zlib's codes for a gzip header, a zlib header, or none.
 _WITH_GZIP_HEADER, _WITH_ZLIB_HEADER, _WITHOUT_HEADER = 16 + 15, 15, -15
 # The low bits of a zlib header's first byte.
 _IS_DEFLATE = 8
 
 
 def inflater_of(codings: Sequence[str]) -> Inflater | None:
-    """The inflater of a body with these Content-Encoding headers; None: it is not compressed."""
+    """The inflater of a body with these Content-Encoding headers; None if it is not compressed."""
     coding = ", ".join(codings).strip().lower()
     if coding in ("", "identity"):
         return None
@@ -28,25 +28,23 @@ def inflater_of(codings: Sequence[str]) -> Inflater | None:
 
 
 class Inflater:
-    """Inflates one body as it arrives."""
-
     def __init__(self, *, is_gzip: bool) -> None:
         self._is_gzip = is_gzip
-        # zlib's decompressor: of a gzip body, which may have several members, the present one.
+        # zlib's decompressor; for a gzip body, that of its present member.
         self._member: Any = None
-        # What has arrived and is not inflated yet.
+        # Bytes that have arrived and are not inflated yet.
         self._packed = b""
-        # There may be more, though all that has arrived was taken in.
+        # True if there may be more output, though all input was consumed.
         self._is_full = False
 
     def feed(self, packed: bytes) -> None:
-        """Take what arrived next. Everything before must have been inflated."""
+        """Add the bytes that arrived next. All earlier bytes must have been inflated."""
         self._packed = packed
 
     def inflate(self, max_bytes: int) -> bytes:
-        """The next bytes, at most this many; empty once all that has arrived is inflated.
+        """The next bytes, at most `max_bytes`; empty once everything is inflated.
 
-        Raises `BadRequest` if they are not in this coding.
+        Raises `BadRequest` if the bytes are not in this coding.
         """
         while self._packed or self._is_full:
             member = self._present_member()
@@ -61,7 +59,7 @@ class Inflater:
         return b""
 
     def end(self) -> None:
-        """Raises `BadRequest` if the body ends too early."""
+        """Raise `BadRequest` if the body ends too early."""
         if self._member is not None and not self._member.eof:
             raise BadRequest(DAMAGED)
 

@@ -15,8 +15,8 @@ _LOOK_EVERY_S = 1.0
 
 
 class HttpsFiles:
-    """An SSL context for a server's sockets that follows its files: handshakes after a change use
-    the new certificate; open connections keep the old one.
+    """An SSL context that follows its files: handshakes after a change use the new certificate;
+    open connections keep the old one.
     """
 
     def __init__(
@@ -28,12 +28,12 @@ class HttpsFiles:
         self._loaded = FileReloader(self._files, self._load, on_load=on_load)
 
     def _load(self) -> None:
-        # First into another context: loading unusable files may fail halfway.
+        # Load into another context first, because loading unusable files may fail halfway.
         load_pair(_server_context(), *self._files)
         load_pair(self.context, *self._files)
 
     async def follow(self) -> None:
-        """Reload the files whenever they change; runs until cancelled."""
+        """Reload the files whenever they change, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             await asyncio.to_thread(self._loaded.renew)

@@ -1,9 +1,9 @@
-"""The only writer of a stream's bytes: headers, frames, comments, and the frames of an error.
+"""Writes all bytes of a stream: headers, frames, comments, and an error's frames.
 
-Headers go out with the first delta, so that what fails before it is an ordinary status; after that
-the error is the stream's last event. A delta becomes an event in the very call that received it.
-Only when a socket's buffer is full does a task wait; deltas gather upstream meanwhile, and the next
-event carries them together.
+Headers are sent with the first delta, so that an earlier failure has an ordinary status. A later
+error is the stream's last event. A delta becomes an event in the call that received it. A task
+waits only if a socket's buffer is full. Meanwhile deltas gather upstream, and the next event
+carries all of them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ logger = logging.getLogger(__name__)
 
 HEADERS = {
     "Cache-Control": "no-store",
-    # Asks nginx not to buffer events.
+    # nginx must not buffer events.
     "X-Accel-Buffering": "no",
 }
-# The most that is written to the socket at once: what the socket does not take is copied.
+# Maximum of bytes written to the socket at once. Bytes that the socket does not accept are
+# copied.
 PIECE_BYTES = 256 * 1024
 # Up to this many log-probabilities are encoded on the event loop (about a microsecond each).
 _INLINE_LOGPROBS = 1000
@@ -82,19 +83,19 @@ class EventStream:
 
     @property
     def busy(self) -> bool:
-        """Tell whether the socket has not taken all that was sent."""
+        """True if the socket has not accepted all sent bytes."""
         return self._write_timeout.has_unsent
 
     def send_now(self, frames: bytes) -> None:
-        """Send one or more frames in one write; not while `busy`."""
+        """Send one or more frames in one write. Do not call it while `busy`."""
         self._written_at = self._loop.time()
         if self._is_chunked:
             frames = b"%x\r\n%b\r\n" % (len(frames), frames)
         self._transport.write(frames)
 
     async def send(self, frames: bytes) -> None:
-        """Send frames once the socket has taken what was sent before; long ones in several writes.
-        If an earlier call was cancelled within its frames, the rest of those goes first.
+        """Send frames after the socket has accepted everything; long frames in several writes. If
+        an earlier call was cancelled within its frames, send their rest first.
         """
         if self._rest:
             await self._send_rest()
@@ -128,7 +129,6 @@ class EventStream:
             await self._write_timeout.wait_sent()
 
     async def end(self) -> None:
-        """End the body."""
         self._stop_comments()
         await self.drain()
         await end_answer(self._request, self.response)
@@ -142,7 +142,7 @@ class EventStream:
         self._timer = self._loop.call_later(wait_s, self._tick)
 
     def _comment(self) -> None:
-        # No comment to a slow reader, which has something to read, nor in the middle of a frame.
+        # Send no comment within a frame, or to a slow reader, which still has bytes to read.
         if self._comment_bytes and not self.busy and not self._rest:
             try:
                 self.send_now(self._comment_bytes)
@@ -169,8 +169,8 @@ async def stream(
     run_work: Callable[[Callable[[], bytes]], Awaitable[bytes]] | None = None,
     before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> web.StreamResponse:
-    """Answer with `deltas` of a generation as they come; `before_end` is awaited before the closing
-    frames. `run_work` runs what makes the frames at both ends, where those may be long.
+    """Answer with a generation's `deltas` as they arrive. `before_end` is awaited before the
+    closing frames. `run_work` makes the first and last frames if they may be long.
     """
 
     async def show_error(error: ApiError) -> bytes:
@@ -197,7 +197,7 @@ async def stream(
                 if before_end is not None:
                     await before_end()
                 await events.send(await make_edge(shape.closing))
-        except Exception as error:  # whatever it was, the generation learns it
+        except Exception as error:  # the generation learns of any failure
             generation.abandon(error)
             raise
 
@@ -207,8 +207,8 @@ async def stream(
             await asyncio.wait((first,), timeout=config.keep_alive_s)
         if first.done():
             first.result()
-        # In a task of its own: each wake-up resumes the whole chain of awaiting coroutines, and a
-        # handler is at the end of a dozen.
+        # Use a separate task: each wake-up resumes the whole chain of awaiting coroutines, which is
+        # a dozen long for a handler.
         answering = _answer(request, send_all, show_error, request_id, config, framing)
         return await asyncio.create_task(answering)
     finally:
@@ -256,7 +256,7 @@ async def _answer(
     config: RouterConfig,
     framing: Framing,
 ) -> web.StreamResponse:
-    """An answer of events; if making or sending them fails, the last one is an error."""
+    """Answer with events. If making or sending them fails, the last event is an error."""
     async with EventStream(request, framing, keep_alive_s=config.keep_alive_s) as events:
         try:
             await send_all(events)
@@ -276,7 +276,7 @@ async def make_frame(shape: Shape, delta: Delta, threads: Threads) -> bytes | No
 
 
 def is_quick(delta: Delta) -> bool:
-    """Tell whether its frame may be made on the event loop."""
+    """True if the delta's frame may be made on the event loop."""
     if delta.logprobs is None and delta.prompt_logprobs is None:
         return True
     columns = [one for one in (delta.logprobs, delta.prompt_logprobs) if one is not None]
@@ -285,8 +285,8 @@ def is_quick(delta: Delta) -> bool:
 
 
 async def send_each(events: EventStream, deltas: Deltas, shape: Shape, threads: Threads) -> None:
-    """Send deltas as events, in the very call that brings them where neither the reader is slow nor
-    the frame is made in a thread.
+    """Send deltas as events in the call that delivers them, unless the reader is slow or a thread
+    makes the frame.
     """
 
     def send(delta: Delta) -> Wait | None:
@@ -303,7 +303,7 @@ async def send_each(events: EventStream, deltas: Deltas, shape: Shape, threads: 
         await drain()
 
     async def drain() -> None:
-        # What comes after the last delta need not wait for it to be read.
+        # Closing frames need not wait for the last delta to be read.
         if not deltas.ended:
             await events.drain()
 

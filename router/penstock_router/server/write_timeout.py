@@ -1,14 +1,14 @@
-"""Bounds how long a connection's client may leave an answer unread, whatever writes it.
+"""Bounds the time for which a connection's client may leave an answer unread.
 
-A client has the timeout's seconds to spare. They pass while the socket holds bytes that it has not
-taken; what it takes gives time back, a second for each `_BYTES_A_SECOND`, and so does time in which
-nothing is left to take. When none are left, the connection is cut. So a client that reads nothing
-has the timeout, one that reads more than a kilobyte a second has as long as it needs, and a byte a
-minute buys nothing.
+A client has the timeout's seconds to spare. They pass while the socket holds bytes that the client
+has not read. The client regains a second for each `_BYTES_A_SECOND` that it reads, and time without
+unsent bytes. When no time is left, the connection is cut. So a client that reads nothing has the
+timeout. A client that reads over a kilobyte a second has all the time it needs. A byte a minute
+gains nothing.
 
-What a client takes shows only when the systems at both ends move on what they hold, in steps of a
-hundred kilobytes (`connections.py` bounds what is held here): of a long answer, a reader of some
-5 kB a second is safe with a timeout of a minute.
+Reading shows only when the systems at both ends move their buffered bytes, in steps of a hundred
+kilobytes (`connections.py` bounds the buffer here). With a timeout of a minute, a reader of a long
+answer is safe at about 5 kB a second.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Protocol, cast
 from penstock_router.errors import SlowClient
 
 _BYTES_A_SECOND = 1024
-# How often, in each timeout, it is checked what the client took.
+# The number of checks in each timeout.
 _LOOKS = 4
 
 
 class WriteTimeout:
-    """Cuts off one connection whose client does not take what it is sent."""
+    """Cuts off a connection whose client does not read the sent bytes."""
 
     __slots__ = (
         *("_at_s", "_is_cut", "_left_s", "_loop", "_nothing_left", "_timeout_s", "_timer"),
@@ -35,7 +35,7 @@ class WriteTimeout:
         self._transport = transport
         self._timeout_s = self._left_s = timeout_s
         self._loop = asyncio.get_running_loop()
-        # When `_left_s` and `_unsent_bytes` were noted.
+        # The time when `_left_s` and `_unsent_bytes` were noted.
         self._at_s = self._loop.time()
         self._unsent_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -45,12 +45,12 @@ class WriteTimeout:
 
     @property
     def has_unsent(self) -> bool:
-        """Tell whether the client has not taken all that was written."""
+        """True if the client has not read all written bytes."""
         return not self._nothing_left.is_set()
 
     async def wait_sent(self) -> None:
-        """Wait until the client has taken everything. Raises `SlowClient` if it is cut off before,
-        and `ConnectionError` if it left.
+        """Wait until the client has read everything. Raises `SlowClient` if it is cut off first,
+        and `ConnectionError` if it disconnected.
         """
         await self._nothing_left.wait()
         if self._is_cut:
@@ -62,23 +62,22 @@ class WriteTimeout:
 
     def begin(self) -> None:
         """Watch from now on; may call the connection's `pause_writing` at once."""
-        # CallRule pauses as soon as a byte is left, so no answer is too short to be watched. The
-        # limit is not 0: asyncio's TLS transport resumes below the limit only, so it never would.
+        # The transport pauses as soon as a byte is unsent, so no answer is too short to be watched.
+        # The limit is not 0, because asyncio's TLS transport resumes only below the limit.
         self._transport.set_write_buffer_limits(high=1)
 
     def pause(self) -> None:
-        """The transport has bytes that the client has not taken."""
+        """Note that the transport has bytes that the client has not read."""
         self._note(-1)
         self._nothing_left.clear()
         self._look_later()
 
     def resume(self) -> None:
-        """The client has taken everything."""
         self._note(1)
         self.end()
 
     def end(self) -> None:
-        """The connection is gone, or nothing is left to be sent on it."""
+        """Stop, because the connection is closed or everything is sent."""
         self._nothing_left.set()
         if self._timer is not None:
             self._timer.cancel()
@@ -93,12 +92,14 @@ class WriteTimeout:
             self._look_later()
             return
         self._is_cut = True
-        # Whoever waits hears why before it hears that the connection is lost.
+        # Waiting tasks learn the reason before the connection is lost.
         self.end()
         self._transport.abort()
 
     def _note(self, sign: int) -> None:
-        """Bring `_left_s` up to date: `sign` is 1 after a time in which bytes were left."""
+        """Bring `_left_s` up to date. `sign` is 1 after a time with unsent bytes, and -1 after a
+        time without.
+        """
         now_s, unsent_bytes = self._loop.time(), self._transport.get_write_buffer_size()
         taken_bytes = max(0, self._unsent_bytes - unsent_bytes)
         left_s = self._left_s + taken_bytes / _BYTES_A_SECOND - sign * (now_s - self._at_s)

@@ -1,1 +1,1 @@
-"""Responses that are kept."""
+"""Stored responses."""

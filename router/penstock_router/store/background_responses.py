@@ -1,7 +1,7 @@
-"""Responses that are made while no client waits for them: their tasks, and how each of them ends.
+"""Generates responses while no client waits for them, and stores their ends.
 
-Cancellations are read from the store, which all workers share: the worker that gets the request to
-cancel may not be the one that makes the response.
+Cancellations are read from the store, which all workers share: another worker may get the request
+to cancel.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from penstock_router.store.response_store import ResponseStore, StoreUnavailable
 logger = logging.getLogger(__name__)
 
 _CANCEL_POLL_S = 0.25
-# How long to wait before storing again, say after a full disk. Meanwhile the stored response stays
-# in progress.
+# The seconds before another try to store, for example after a full disk. Meanwhile the stored
+# response stays in progress.
 _STORE_RETRY_S = 1.0
-# How long a stopping router may take to store the ends of the responses that it stops.
+# The seconds in which a stopping router may store the ends of the responses that it stops.
 _CLOSE_TIMEOUT_S = 2.0
 
-# Called with how the response ended: None, a cancellation or an error. May raise
-# `StoreUnavailable`.
+# Called with the response's end: None, a cancellation or an error. May raise `StoreUnavailable`.
 Keep = Callable[[BaseException | None], Awaitable[None]]
 
 
 class Background:
-    """The responses that one worker makes in the background."""
+    """The responses that one worker generates in the background."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
@@ -44,7 +43,7 @@ class Background:
         scope: AsyncExitStack,
         keep: Keep,
     ) -> None:
-        """Run `make` to its end and leave `scope`; then `keep` until the store has taken it."""
+        """Run `make` to its end, leave `scope`, and call `keep` until it succeeds."""
         making = self._making[response_id] = asyncio.create_task(make)
         keeping = asyncio.create_task(self._keep(making, scope, keep))
         self._keeping.add(keeping)
@@ -56,7 +55,7 @@ class Background:
             )
 
     def cancel(self, response_id: str) -> None:
-        """Cancel the response at once, if this worker makes it."""
+        """Cancel the response immediately, if this worker generates it."""
         making = self._making.get(response_id)
         if making is not None:
             making.cancel()
@@ -69,8 +68,8 @@ class Background:
                 await asyncio.wait((making,))
             finally:
                 making.cancel()
-        # It has given back its places: those are not for waiting until the disk has room. What may
-        # wait is bounded, as nothing is begun while the store fails.
+        # The places are given back now, not when the disk has room. Few ends wait, because no
+        # response begins while the store fails.
         ended = asyncio.CancelledError() if making.cancelled() else making.exception()
         while True:
             try:
@@ -80,7 +79,9 @@ class Background:
                 await asyncio.sleep(_STORE_RETRY_S)
 
     async def _watch(self) -> None:
-        """While responses are made here, cancel those that any worker was asked to cancel."""
+        """While responses are generated here, cancel those that a client asked any worker to
+        cancel.
+        """
         while self._making:
             await asyncio.sleep(_CANCEL_POLL_S)
             try:
@@ -92,7 +93,9 @@ class Background:
                 self.cancel(response_id)
 
     async def close(self) -> None:
-        """Wait a while until all ends are stored. The store marks the others as failed."""
+        """Wait a while until all ends are stored. The store marks responses without an end as
+        failed.
+        """
         if self._keeping:
             await asyncio.wait(self._keeping, timeout=_CLOSE_TIMEOUT_S)
         tasks = [*self._keeping, *([self._watching] if self._watching else ())]

@@ -1,6 +1,6 @@
-"""Notices that an open database's files are at their paths no longer.
+"""Notices that an open database's files are no longer at their paths.
 
-SQLite goes on reading and writing what it has open, all of which is lost when the process ends.
+SQLite continues to read and write its open files, which are lost when the process ends.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ import shlex
 from collections.abc import Collection
 from pathlib import Path
 
-# Of a database with a write-ahead log: the file itself, the log, the log's index.
+# The files of a database with a write-ahead log: the database, the log, the log's index.
 _ENDINGS = ("", "-wal", "-shm")
-# Where Linux lists what this process has open.
+# Linux's list of this process's open files.
 _OPEN = Path("/proc/self/fd")
 
 _Identity = tuple[int, int]
 
 
 class FilesDisplaced(OSError):
-    """A file was removed or replaced. The text says which, `advice` what the operator should do."""
+    """Raised for removed or replaced files. The text names the files; `advice` tells the operator
+    what to do.
+    """
 
     def __init__(self, text: str, advice: str) -> None:
         super().__init__(text)
@@ -34,7 +36,7 @@ class OpenFiles:
         self._identities = {path + ending: _identity(path + ending) for ending in _ENDINGS}
 
     def check(self) -> None:
-        """Look for the files by device and inode. Raises `FilesDisplaced`, or `OSError`."""
+        """Compare the files by device and inode. Raises `FilesDisplaced`, or `OSError`."""
         removed, replaced = [], []
         for path, identity in self._identities.items():
             try:
@@ -53,8 +55,8 @@ class OpenFiles:
         )
 
     def _commands(self, displaced: Collection[str]) -> list[str]:
-        """Shell commands that put copies of the files at their paths."""
-        # The index is made anew from the log.
+        """Return shell commands that put copies of the files at their paths."""
+        # SQLite makes the index again from the log.
         wanted = {
             self._identities[path]: path for path in displaced if not path.endswith(_ENDINGS[-1])
         }
@@ -63,7 +65,7 @@ class OpenFiles:
             try:
                 path = wanted.get(_identity(_OPEN / number))
             except OSError:
-                # Closed meanwhile.
+                # The descriptor was closed meanwhile.
                 continue
             if path is not None:
                 copied = f"/proc/{os.getpid()}/fd/{number}"
@@ -77,7 +79,7 @@ def _identity(path: str | Path) -> _Identity:
 
 
 def _open_numbers() -> list[str]:
-    """The numbers of this process's descriptors; none where the system does not tell."""
+    """List this process's descriptors; empty if the system does not tell."""
     try:
         return os.listdir(_OPEN)
     except OSError:

@@ -1,15 +1,15 @@
-"""Responses that are kept, for all workers of a router: one SQLite file that each of them opens.
+"""Stores responses for all workers of a router, in one SQLite file that each worker opens.
 
 SQLite runs in one thread of each worker, so that the event loop never waits for the disk.
 
-What bounds the file: it holds `max_bytes` of pages in use. Where a put goes beyond, responses are
-evicted in its transaction: of the key that holds most, the oldest, finished ones first. So whoever
-stores much pushes out its own, whichever worker it asks. Finished ones are absent once they are
-`ttl_s` old. On the disk there is, beyond `max_bytes`, room for one document on its way in, and
+The file holds at most `max_bytes` of pages in use. If a put exceeds `max_bytes`, its transaction
+evicts responses of the key with the most bytes: finished responses first, and of these the oldest.
+So a key that stores much evicts its own responses, on any worker. Finished responses are absent
+when they are `ttl_s` old. Beyond `max_bytes` the disk must have room for one incoming document and
 SQLite's write-ahead log: some MiB, and at most about twice a document.
 
-Where one of its files was removed or replaced while it is open, nothing is written any more: that
-would be lost with the process. Reading goes on, and each heartbeat looks again.
+If one of the open files was removed or replaced, nothing more is written, because it would be lost
+with the process. Reading continues, and each heartbeat checks again.
 
 Each worker writes a heartbeat every few seconds. Unfinished responses of a worker whose last
 heartbeat is older than `silent_s`, or that closed its store, count as failed.
@@ -37,10 +37,11 @@ from penstock_router.store.open_files import FilesDisplaced, OpenFiles
 logger = logging.getLogger(__name__)
 
 MIN_BYTES = 1024 * 1024
-# Statuses of responses that a worker is still making; all others are final.
+# Statuses of responses that a worker still generates; all other statuses are final.
 UNFINISHED = ("queued", "in_progress")
 FAILED = "failed"
-# Deleted while it was being made: the row stays, so that storing its end does not restore it.
+# The status of a response deleted before its end. The row stays, so that storing the end does not
+# restore the response.
 _DELETED = "deleted"
 
 # A document may take at most 1/_SHARE of the store, and at most what fits into an SQLite row.
@@ -50,19 +51,19 @@ _MAX_QUEUED = 4096
 _SILENT_S = 15.0
 _BEATS_IN_SILENCE = 5
 _BUSY_TIMEOUT_S = 5.0
-# SQLite restarts its log only when nobody reads, which may never be so under load: so truncate it
-# beyond this size.
+# SQLite restarts its log only when no worker reads, which may never happen under load. So the log
+# is truncated beyond this size.
 _MAX_WAL_BYTES = 8 * 1024 * 1024
 _WAL_TIMEOUT_S = 0.1
 
-# "pens"; with the version it tells our file from any other.
+# "pens"; with the version it distinguishes our files from others.
 _APPLICATION_ID = 0x70656E73
 _VERSION = 2
-# What a response counts for its key: the documents, and what SQLite takes for a small row.
+# A response's size for its key: the documents, and SQLite's overhead of a small row.
 _SIZE = "(512 + length({0}.response) + length({0}.messages))"
-# Ids are blobs: an id that a client made up need not be text that SQLite takes. The large columns
-# come last, so that the small ones are read without them. What each key holds is kept by triggers:
-# summing it up at each eviction would read all rows.
+# Ids are blobs, because an id that a client made up may be invalid text. The large columns are
+# last, so that the small columns are read without them. Triggers keep the size of each key, because
+# summing at each eviction would read all rows.
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS responses (
@@ -100,7 +101,8 @@ PRAGMA user_version = {_VERSION};
 COMMIT;
 """
 
-# Whether :reader may read a response: NULL may read all; a response without a key is anybody's.
+# True if :reader may read a response. NULL may read all; any reader may read a response without a
+# key.
 _IS_THEIRS = "id = :id AND (:reader IS NULL OR key_name IN ('', :reader))"
 _IS_THERE = f"{_IS_THEIRS} AND status != '{_DELETED}' AND (running OR stored_s > :expired_s)"
 # A finished response drops its request to cancel; an unfinished one keeps it.
@@ -118,7 +120,7 @@ INSERT INTO responses (id, owner, key_name, status, stored_s, response, messages
 """
 _GET = f"SELECT response, messages, status FROM responses WHERE {_IS_THERE}"
 _MEASURE = f"SELECT length(response) + length(messages) FROM responses WHERE {_IS_THERE}"
-# By SQLite, which lets the event loop go on meanwhile.
+# SQLite does this in its thread, so that it does not block the event loop.
 _GET_OUTPUT = f"""
 SELECT CAST(json_extract(CAST(response AS TEXT), '$.output') AS BLOB) FROM responses
     WHERE {_IS_THERE}
@@ -139,7 +141,8 @@ UPDATE responses SET status = '{FAILED}', cancel = 0
     WHERE running AND owner NOT IN (SELECT owner FROM owners)
 """
 _EXPIRE = "DELETE FROM responses WHERE running = 0 AND stored_s <= :expired_s"
-# Of whoever holds most, the oldest; unfinished ones last, and never the one with the id :id.
+# Evict the oldest response of the key with the most bytes; unfinished responses last, and never
+# :id.
 _EVICT = """
 DELETE FROM responses WHERE rowid = (
     SELECT (
@@ -149,13 +152,13 @@ DELETE FROM responses WHERE rowid = (
     FROM holders WHERE oldest IS NOT NULL ORDER BY num_bytes DESC LIMIT 1
 )
 """
-# Pages, so that SQLite's overhead counts too.
+# Count pages, so that SQLite's overhead counts too.
 _USED_BYTES = """
 SELECT (page_count - freelist_count) * page_size
     FROM pragma_page_count, pragma_freelist_count, pragma_page_size
 """
 
-# Called with how many bytes will be read; may raise.
+# Called with the number of bytes that will be read; may raise.
 Hold = Callable[[int], None]
 
 _T = TypeVar("_T")
@@ -167,12 +170,12 @@ class StoreError(Exception):
 
 
 class StoreUnusable(StoreError):
-    """The file cannot be used; the text, for the operator, says what to do."""
+    """Raised if the file cannot be used; the text tells the operator what to do."""
 
 
 class StoreUnavailable(StoreError):
-    """The store fails at present: a full disk, a full queue. The text is for the operator, as is
-    `advice`, which is long.
+    """Raised while the store fails: a full disk, a full queue. The text is for the operator, and so
+    is `advice`, which is long.
     """
 
     def __init__(self, text: str, advice: str = "") -> None:
@@ -181,14 +184,14 @@ class StoreUnavailable(StoreError):
 
 
 class ResponseTooLarge(StoreError):
-    """A document that would take too much of the store; the text is fit for the client."""
+    """Raised for a document that would take too much of the store; the text fits the client."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response that is kept.
+    """A stored response.
 
-    `status` is the truth: `response` is as it was put, also when its worker died since.
+    `status` is up to date. `response` is unchanged since its put, even if its worker died.
     """
 
     response: bytes
@@ -201,8 +204,8 @@ class StoredResponse:
 
 @contextlib.contextmanager
 def store_file(path: str | None, *, max_bytes: int) -> Iterator[str]:
-    """The file for all workers, made and checked before they open it: `path`, or without one a
-    temporary file that is removed at the end. Raises `StoreUnusable`.
+    """Make and check the file before workers open it: `path`, or a temporary file that is removed
+    at the end. Raises `StoreUnusable`.
     """
     with contextlib.ExitStack() as stack:
         if path is None:
@@ -228,14 +231,14 @@ def _check(path: str, max_bytes: int) -> None:
 
 
 def _connect(path: str) -> sqlite3.Connection:
-    """Raises `StoreUnusable`, `OSError` or `sqlite3.Error`."""
+    """Connect to the file. Raises `StoreUnusable`, `OSError` or `sqlite3.Error`."""
     # Absolute, so that no path has a special meaning to SQLite.
     path = os.path.abspath(path)
     _make_private(path)
     connection = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, isolation_level=None)
     try:
         _set_up(connection, path)
-    except BaseException:  # whatever it was, the file does not stay open
+    except BaseException:  # after any error, the file must be closed
         connection.close()
         raise
     return connection
@@ -279,7 +282,7 @@ def _set_up(connection: sqlite3.Connection, path: str) -> None:
 
 @contextlib.contextmanager
 def _reported(path: str) -> Iterator[None]:
-    """Turns errors of opening a file into `StoreUnusable`, with a text for the operator."""
+    """Turn errors of opening a file into `StoreUnusable`, with a text for the operator."""
     try:
         yield
     except OSError as error:
@@ -301,7 +304,7 @@ def _reported(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _writing(connection: sqlite3.Connection) -> Iterator[None]:
-    """A transaction that waits for its turn to write before it reads anything."""
+    """Begin a transaction that waits for its turn to write before it reads anything."""
     with connection:
         connection.execute("BEGIN IMMEDIATE")
         yield
@@ -325,7 +328,7 @@ def _shorten_log(connection: sqlite3.Connection, wal: str) -> None:
 
 
 class ResponseStore:
-    """Access of a worker to the responses of all workers. Belongs to one event loop.
+    """A worker's access to the responses of all workers. Belongs to one event loop.
 
     Every method may raise `StoreUnavailable`. A call is carried out even if its caller is
     cancelled.
@@ -342,8 +345,8 @@ class ResponseStore:
         clock: Callable[[], float] = time.time,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """`owner` names this worker; `clock` tells seconds that all workers agree on. `on_failure`
-        is called for each `StoreUnavailable`.
+        """Prepare access. `owner` names this worker; `clock` tells seconds that all workers agree
+        on. `on_failure` is called for each `StoreUnavailable`.
 
         Raises `ValueError` for less than `MIN_BYTES`.
         """
@@ -356,13 +359,13 @@ class ResponseStore:
         self._owner = owner
         self._clock = clock
         self._on_failure = on_failure
-        # These belong to the thread.
+        # Only the thread uses these.
         self._connection: sqlite3.Connection
         self._files: OpenFiles
         self._thread = ThreadPoolExecutor(1, "response store")
         self._queued = 0
-        # By client, while it asks for something: of each one's wishes one at a time is in the
-        # thread's queue, so that those for long documents delay nobody else's much.
+        # A lock per client: each client has at most one call in the thread's queue, so that its
+        # long documents hardly delay other clients.
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def __aenter__(self) -> ResponseStore:
@@ -389,16 +392,16 @@ class ResponseStore:
             self._beat_s = self._clock()
             try:
                 self._files = OpenFiles(os.path.abspath(self._path))
-                # If an owner's name is used again, its former user is gone.
+                # If an owner's name is used again, its former worker has ended.
                 self._change((_FORGET_OWN, _FAIL_OWNERLESS))
                 self._beat()
-            except BaseException:  # whatever it was, the file does not stay open
+            except BaseException:  # after any error, the file must be closed
                 self._connection.close()
                 raise
 
     async def close(self) -> None:
-        """Close the file; unfinished responses of this worker count as failed. If that cannot be
-        written now, they do once nobody has beaten for them for a while.
+        """Close the file. Unfinished responses of this worker count as failed, at the latest when
+        its heartbeat is old.
         """
         self._beating.cancel()
         await asyncio.wait([self._beating])
@@ -422,10 +425,11 @@ class ResponseStore:
         status: str,
         key_name: str = "",
     ) -> None:
-        """Store a response, replacing that with the same id; does nothing if that was deleted.
+        """Store a response, or replace the response with the same id. Does nothing if that was
+        deleted.
 
-        `messages` is the conversation up to and with this answer, `key_name` says whose it is: ""
-        anybody's. Raises `ResponseTooLarge`.
+        `messages` is the conversation with this answer. Only the key `key_name` may read it; "":
+        any key. Raises `ResponseTooLarge`.
         """
         key = _key(response_id)
         size_bytes = len(key) + len(response) + len(messages)
@@ -452,8 +456,8 @@ class ResponseStore:
         client: str = "",
         hold: Hold = lambda num_bytes: None,
     ) -> StoredResponse | None:
-        """The response; None if it is unknown, deleted, expired, evicted or of another key than the
-        reader's. The reader None may read all. Raises what `hold` raises.
+        """Return the response; None if it is unknown, deleted, expired, evicted or of another key
+        than the reader's. The reader None may read all. Raises what `hold` raises.
         """
         key = _key(response_id)
         async with self._turn_of(client):
@@ -465,14 +469,14 @@ class ResponseStore:
     async def get_output(
         self, response_id: str, reader: str | None = None, client: str = ""
     ) -> bytes | None:
-        """The items of the response itself, as JSON; None where `get` has None."""
+        """Return the items of the response itself, as JSON; None if `get` returns None."""
         async with self._turn_of(client):
             rows = await self._call(self._select, _GET_OUTPUT, _key(response_id), reader)
         return rows[0][0] if rows else None
 
     async def delete(self, response_id: str, reader: str | None = None, client: str = "") -> bool:
-        """Delete a response; whether it was there for this reader. One that is being made will be
-        cancelled, and its end not stored.
+        """Delete a response; return true if this reader could read it. An unfinished response will
+        be cancelled, and its end not stored.
         """
         deletions = (_DELETE_RUNNING, _DELETE)
         async with self._turn_of(client):
@@ -482,11 +486,11 @@ class ResponseStore:
         return self._turns.setdefault(client, asyncio.Lock())
 
     async def request_cancel(self, response_id: str) -> bool:
-        """Ask the worker that makes the response to stop; False if none is making it."""
+        """Ask the worker that generates the response to stop; false if no worker generates it."""
         return await self._call(self._change, (_REQUEST_CANCEL,), _key(response_id)) > 0
 
     async def cancel_requested(self, response_ids: Collection[str]) -> set[str]:
-        """Find those of these responses, which this worker is making, that are to be cancelled."""
+        """Find the responses among these that must be cancelled. This worker generates them."""
         to_cancel = {*await self._call(self._select, _TO_CANCEL)}
         return {response_id for response_id in response_ids if (_key(response_id),) in to_cancel}
 
@@ -526,20 +530,19 @@ class ResponseStore:
     def _change(
         self, statements: Iterable[str], key: bytes = b"", reader: str | None = None
     ) -> int:
-        """Change rows; returns how many."""
         given = self._given(key, reader)
         with self._changing():
             return sum(self._connection.execute(one, given).rowcount for one in statements)
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """A transaction, begun only where what it writes will be found by the next process."""
+        """Begin a transaction, if the next process will find the written data."""
         self._files.check()
         with _writing(self._connection):
             yield
 
     def _given(self, key: bytes, reader: str | None = None) -> dict[str, object]:
-        """Values that statements may ask for."""
+        """Return the values that statements may ask for."""
         now_s = self._clock()
         return {
             **{"id": key, "reader": reader, "owner": self._owner},
@@ -554,14 +557,15 @@ class ResponseStore:
         future = asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
         future.add_done_callback(self._done)
         try:
-            # Not cancelled with its caller, so that the count stays that of the thread's queue.
+            # The call is not cancelled with its caller, so that `_queued` stays the length of the
+            # thread's queue.
             return await asyncio.shield(future)
         except FilesDisplaced as error:
             raise self._unavailable(str(error), error.advice) from error
         except (sqlite3.Error, OSError) as error:
             raise self._unavailable(str(error)) from error
         finally:
-            # An error refers to this frame, and its future to the error.
+            # Break the reference cycle of frame, future and error.
             del future
 
     def _unavailable(self, why: str, advice: str = "") -> StoreUnavailable:

@@ -1,1 +1,1 @@
-"""Between text and token ids, and what models mean by their text. No HTTP, no shards."""
+"""Text to token ids and back, and the meaning of models' text. No HTTP, no shards."""

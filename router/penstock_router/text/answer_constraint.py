@@ -1,8 +1,8 @@
-"""The constraint that shards get: from the request's own constraint, its tools, and reasoning that
-may come before the answer.
+"""The constraint that shards get: the request's own, combined with its tools and with reasoning
+before the answer.
 
-A request's constraint is sent unchanged if there is nothing to combine it with. Else all is one
-structural tag: reasoning up to its end mark, then calls, or the format that was asked for.
+A request's constraint is sent unchanged if there is nothing to combine it with. Otherwise the
+result is one structural tag: reasoning up to its end mark, then tool calls or the requested format.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from penstock_router.text.structural_tag_builder import (
     tag,
 )
 
-# The whitespace that models write after their reasoning; bounded, or a model might go on for ever.
+# The whitespace that models write after their reasoning. Unbounded, it might never end.
 _SPACE = regex("[ \\n]{0,2}")
 
-# How many tools an error names.
+# The number of tools that an error names.
 _NAMED_TOOLS = 4
 
 
@@ -51,11 +51,11 @@ def answer_constraint(
     begun: bool = False,
     separators: tuple[str, str] | None = None,
 ) -> Constraint | None:
-    """The constraint on the request's answers; None: any text.
+    """Build the constraint on the request's answers; None allows any text.
 
-    `style` is that of reasoning that may come; `begun`: the prompt ends within it; `separators`:
-    those of items and of keys in arguments of calls. Raises `BadRequest` if the request demands
-    calls and the model has no known format for them.
+    `style` is the form of possible reasoning. With `begun`, the prompt ends within reasoning.
+    `separators` stand between items and after keys in the arguments of tool calls. Raises
+    `BadRequest` if the request demands tool calls and the model has no known format for them.
     """
     if not isinstance(request, ChatRequest):
         return request.constraint
@@ -115,7 +115,7 @@ def tools_held_to(request: ChatRequest, tool_format: CallFormat | None) -> tuple
 def _with_calls(
     request: ChatRequest, tool_format: CallFormat | None, separators: tuple[str, str] | None
 ) -> JsonObject | None:
-    """The format of all that follows reasoning, if tools constrain it; else None."""
+    """The format of the text after reasoning; None if no tools constrain it."""
     tools, choice = tools_of(request), request.tool_choice
     parallel = request.parallel_tool_calls
     if not tools:
@@ -131,7 +131,7 @@ def _with_calls(
     if choice.mode == "named":
         tools, parallel = tools_held_to(request, tool_format), False
     if choice.forces:
-        # The answer is calls only: there is no content for the request's own constraint.
+        # The answer is tool calls only: there is no content for the request's own constraint.
         return tool_format.calls(tools, CallRule(True, parallel, separators))
     if request.constraint is not None:
         calls = tool_format.calls(tools, CallRule(True, parallel, separators))
@@ -142,7 +142,7 @@ def _with_calls(
 
 
 def _text_of(constraint: Constraint, tool_format: CallFormat | None) -> Any:
-    """The format of an answer that is text of this constraint."""
+    """The format of an answer that is text and obeys this constraint."""
     text = format_of(constraint)
     return tool_format.said(text) if isinstance(tool_format, ChannelFormat) else text
 
@@ -151,7 +151,7 @@ def _text_of(constraint: Constraint, tool_format: CallFormat | None) -> Any:
 
 
 def _reasoning(style: ReasoningStyle, begun: bool) -> list[JsonObject]:
-    """The formats before the answer: its reasoning, or perhaps nothing unless that has begun."""
+    """The formats before the answer: its reasoning, which is optional unless it has begun."""
     mark = "" if begun else style.begin
     parts = [tag(mark, ANY_TEXT, style.end), _SPACE]
     return parts if begun else [either([sequence(*parts), literal("")])]
@@ -168,7 +168,7 @@ class _Structure(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _StructuralTag(msgspec.Struct, forbid_unknown_fields=True):
-    """A request's structural tag, in either form: a format, or structures and triggers."""
+    """A request's structural tag, in one of two forms: a format, or structures and triggers."""
 
     type: str = "structural_tag"
     format: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -180,7 +180,7 @@ _STRUCTURAL_TAGS = msgspec.json.Decoder(_StructuralTag)
 
 
 def format_of(constraint: Constraint) -> Any:
-    """The constraint as a structural tag's format; JSON in it stays as it was written."""
+    """The constraint as a structural tag's format; JSON in the constraint stays unchanged."""
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
             return json_format(msgspec.Raw(constraint.value.encode()))

@@ -1,4 +1,4 @@
-"""What an answer's text is made of: reasoning, content and calls of tools, in order."""
+"""The parts of an answer's text: reasoning, content and tool calls, in order."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ from dataclasses import dataclass
 
 
 class PieceKind(enum.Enum):
-    """What a piece of an answer is."""
-
     REASONING = "reasoning"
     CONTENT = "content"
-    # The beginning of a call; its text is the function's name.
+    # The beginning of a tool call; its text is the function's name.
     CALL = "call"
-    # A part of a call's arguments, which are JSON: the pieces of one call join to all of them.
+    # A part of a tool call's arguments. Joined, the pieces of one tool call are JSON.
     ARGUMENTS = "arguments"
 
 
 @dataclass(slots=True)
 class Piece:
-    """A part of an answer; `call` is the number of the call that it belongs to, from 0."""
+    """A part of an answer; `call` is the number of its tool call, from 0."""
 
     kind: PieceKind
     text: str
@@ -28,7 +26,7 @@ class Piece:
 
 
 def join_pieces(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same with neighbours of one kind as one piece, and without empty ones."""
+    """Merge neighbours of one kind, and leave out empty pieces."""
     result: list[Piece] = []
     texts: list[str] = []
     for piece in pieces:
@@ -53,5 +51,4 @@ def _goes_on(last: Piece, piece: Piece) -> bool:
 
 
 def content_of(pieces: Iterable[Piece]) -> str:
-    """The content among them."""
     return "".join([piece.text for piece in pieces if piece.kind is PieceKind.CONTENT])

@@ -1,8 +1,7 @@
 """Reads one answer's text into pieces, by its model's formats: reasoning, content and tool calls.
 
-Reasoning is told from the rest first; what a call looks like is looked for in the rest and, where
-reasoning is never ended, in that (`calls_in_reasoning`). Formats of channels read all by
-themselves.
+Reasoning is separated first. Tool calls are looked for in the rest and, if reasoning never ends,
+within the reasoning (`calls_in_reasoning`). Channel formats read the whole answer themselves.
 """
 
 from __future__ import annotations
@@ -20,31 +19,29 @@ from penstock_router.text.reasoning import ReasoningSplitter
 
 
 class AnswerReader(Protocol):
-    """Reads the text of one answer."""
-
     @property
     def is_open(self) -> bool:
-        """Tell whether the latest call has not come to its end."""
+        """Tell whether the latest tool call has not ended."""
 
     @property
     def has_reasoning(self) -> bool:
-        """Tell whether any reasoning came so far."""
+        """Tell whether any reasoning was read."""
 
     @property
     def is_over(self) -> bool:
-        """Tell whether no reasoning follows."""
+        """Tell whether no more reasoning can come."""
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that can be shown now."""
+        """Return the pieces that can be shown now."""
 
     def flush(self, *, was_cut: bool = False) -> list[Piece]:
-        """The text has ended, by the model or cut off: the remaining pieces."""
+        """End the text, and return the remaining pieces."""
 
 
 def make_reader(
     conventions: Conventions, tools: Sequence[Tool], marks: Marks, *, begun: bool
 ) -> AnswerReader:
-    """A reader of one answer; `begun`: the prompt ends within reasoning."""
+    """Make a reader of one answer; with `begun`, the prompt ends within reasoning."""
     style, tool_format = conventions.reasoning, conventions.tool_format
     splitter = None if style is None else ReasoningSplitter(style.spelled(marks), begun)
     if tool_format is None:
@@ -54,8 +51,6 @@ def make_reader(
 
 
 class _ReasoningAndCalls:
-    """Reads reasoning first, and then content and calls."""
-
     def __init__(
         self,
         splitter: ReasoningSplitter | None,
@@ -71,21 +66,17 @@ class _ReasoningAndCalls:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether the latest call has not come to its end."""
         return self._calls.is_open
 
     @property
     def has_reasoning(self) -> bool:
-        """Tell whether any reasoning came so far."""
         return self._splitter is not None and self._splitter.has_reasoning
 
     @property
     def is_over(self) -> bool:
-        """Tell whether no reasoning follows."""
         return self._splitter is None or self._splitter.is_over
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that can be shown now."""
         if self._splitter is None:
             return self._calls.feed(text)
         pieces = self._splitter.feed(text)
@@ -94,7 +85,6 @@ class _ReasoningAndCalls:
         return self._with_calls(pieces)
 
     def flush(self, *, was_cut: bool = False) -> list[Piece]:
-        """The text has ended, by the model or cut off: the remaining pieces."""
         pieces = [] if self._splitter is None else self._splitter.flush()
         found: list[Piece] = []
         if self._within is not None and self._splitter is not None:

@@ -1,9 +1,8 @@
-"""Messages -> the prompt's text, by the model's own jinja template, in a sandbox.
+"""Renders messages as the prompt's text, by the model's own jinja template, in a sandbox.
 
-Renders what `transformers` renders: the same environment, the same special-token variables, the
-same treatment of a final message that is to be continued. A
-template comes from a model's repository, so it is somebody else's program: it runs without access
-to Python's internals, and what it raises is an answer to the client, never a crash.
+The text equals that of `transformers`, also for a continued final message. A template is foreign
+code from a model's repository. It has no access to Python's internals, and its exceptions become
+errors for the client, never a crash.
 """
 
 from __future__ import annotations
@@ -29,19 +28,20 @@ from penstock_router.text.template_fit.scenes import TOOL, with_image
 from penstock_router.text.template_fit.thinking import fit_thinking
 from penstock_router.text.template_fit.traits import TemplateTraits
 
-# Ends in a space, to find out whether the template strips trailing whitespace of a message.
+# It ends in a space, which shows whether the template strips trailing whitespace of messages.
 _CONTINUE_HERE = "\ue000continue-here\ue001 "
 
-# SmolLM3 has a name of its own for them.
+# SmolLM3 calls them xml_tools.
 _TOOL_VARIABLES = frozenset({"tools", "xml_tools"})
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-# Where files of templates besides the default one are, each named after its template.
+# The folder of named templates besides the default template; the file's name is the template's
+# name.
 _MORE_TEMPLATES = "additional_chat_templates/"
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks text for training: only its body counts."""
+    """Renders the text in `{% generation %}...{% endgeneration %}`, tags for training."""
 
     tags = {"generation"}  # noqa: RUF012 - the attribute jinja declares
 
@@ -64,7 +64,7 @@ class _Namespace(jinja2.utils.Namespace):
     """`namespace` for templates, without underscore names."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # A template may use namespace(self=...), so this method must have no parameter names.
+        # A template may use namespace(self=...), so this method must have no named parameters.
         self, rest = args[0], args[1:]
         attributes = dict(*rest, **kwargs)
         for name in attributes:
@@ -88,7 +88,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes for HTML, which no model was trained on.
+    # Jinja's own filter escapes for HTML, but no model was trained on escaped text.
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -124,7 +124,7 @@ def _variables(environment: jinja2.Environment, source: str) -> set[str]:
     return jinja2.meta.find_undeclared_variables(environment.parse(source))
 
 
-# Jinja makes Python code of a template, and Python refuses some that jinja does not.
+# Jinja compiles a template to Python code, and Python refuses some code that jinja accepts.
 _UNCOMPILED = (
     jinja2.exceptions.TemplateError,
     SyntaxError,
@@ -136,7 +136,7 @@ _UNCOMPILED = (
 
 def _why(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
-        # Without the line: it is one of the Python code.
+        # Leave out the line number, which refers to generated code.
         return error.msg
     if isinstance(error, RecursionError | MemoryError):
         return "it is nested too deeply"
@@ -144,15 +144,15 @@ def _why(error: BaseException) -> str:
 
 
 class TemplateUnusable(Exception):
-    """A model's or a user's template that does not parse; the text says which and why."""
+    """A template, of a model or a user, that does not parse; the text says which and why."""
 
 
 class ChatTemplate:
-    """A model's chat template (or its few named ones), compiled."""
+    """A model's chat template or its named templates, compiled."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         environment = _environment()
-        # Special tokens as template variables, by their names in tokenizer_config.json.
+        # The special tokens as template variables, by their names in tokenizer_config.json.
         self.special_tokens = dict(special_tokens)
         # The text of the default template.
         self.source = sources.get("default", "")
@@ -160,7 +160,8 @@ class ChatTemplate:
         self._templates: dict[str, jinja2.Template] = {}
         self._traits: dict[bool, TemplateTraits] = {}
         self._takes_images: dict[tuple[str, bool, bool], bool] = {}
-        # The variables that the template with tools reads, and which of them are tools.
+        # The variables that the template for tools reads, and the variables among them that hold
+        # tools.
         self._variables: set[str] = set()
         self._tool_variables: set[str] = set()
         self._levels: dict[tuple[str, str], bool] = {}
@@ -175,7 +176,7 @@ class ChatTemplate:
 
     @property
     def takes_tools(self) -> bool:
-        """Tell whether the template that is used with tools reads them."""
+        """Tell whether the template for requests with tools reads tools."""
         return bool(self._tool_variables)
 
     @property
@@ -184,7 +185,7 @@ class ChatTemplate:
 
     @property
     def tools_source(self) -> str:
-        """The text of the template that is used with tools."""
+        """The text of the template for requests with tools."""
         return self._sources.get("tool_use", self.source)
 
     def render(
@@ -197,7 +198,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text. What the template raises becomes a `BadRequest`."""
+        """Render the prompt's text. An exception in the template becomes a `BadRequest`."""
         if continue_final_message:
             messages = [*messages[:-1], _marked(messages[-1])]
         variables = {
@@ -213,12 +214,12 @@ class ChatTemplate:
         return _cut_at_mark(text) if continue_final_message else text
 
     def thinking(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The variables of a request, with what they say of thinking as this template reads it."""
+        """Add the variables by which this template reads the request's wish for thinking."""
         return fit_thinking(kwargs, self._variables, self._takes_level)
 
     def _takes_level(self, name: str, level: str) -> bool:
-        """Tell whether the template knows a level of thinking: it takes it and, unless it is one
-        that every model with levels has, names it. Found out once.
+        """Tell whether the template knows a level of thinking. It must render with the level and,
+        except for low, medium and high, contain the level's name. The result is cached.
         """
         if (name, level) not in self._levels:
             self._levels[name, level] = self._shows_level(name, level)
@@ -233,7 +234,7 @@ class ChatTemplate:
         return is_named or level in ("low", "medium", "high")
 
     def traits(self, *, with_tools: bool) -> TemplateTraits:
-        """The form that it asks of messages, found out once."""
+        """Return the form of messages that the template expects. The template is probed once."""
         named = "tool_use" in self._templates
         with_tools = with_tools and named
         if with_tools not in self._traits:
@@ -243,8 +244,8 @@ class ChatTemplate:
         return self._traits[with_tools]
 
     def takes_images(self, role: str, anchor: str, *, with_tools: bool) -> bool:
-        """Tell whether messages of this role may have images, for each of which it writes the
-        `anchor`. Found out once.
+        """Tell whether messages of this role may have images: the template then writes `anchor` for
+        an image. The result is cached.
         """
         is_result, with_tools = role == "tool", with_tools and "tool_use" in self._templates
         key = anchor, is_result, with_tools
@@ -276,7 +277,7 @@ def _rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
         text = f"the chat template refused the messages: {error}"
         raise TemplateFailed(text, param="messages") from None
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-        # A template that adds a string to a missing value fails as Python does.
+        # A template that adds a string to a missing value raises Python's exceptions.
         text = f"the chat template cannot render these messages: {error}"
         raise TemplateFailed(text, param="messages") from None
     except (ArithmeticError, AssertionError, LookupError, NameError, RuntimeError):
@@ -305,15 +306,14 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_at_mark(text: str) -> str:
-    """The rendered text up to the mark: without the template's ending of the last message."""
+    """Cut the rendered text at the mark, before the template's ending of the last message."""
     head, mark, tail = text.rpartition(_CONTINUE_HERE.strip())
     if not mark:
         raise BadRequest(
             "continue_final_message: the chat template does not show the last message",
             param="continue_final_message",
         )
-    # A template that strips content stripped the mark's space; it would have stripped the
-    # message's own, too.
+    # A template that stripped the mark's space would also have stripped the message's own space.
     return head if tail.startswith(" ") else head.rstrip()
 
 
@@ -321,18 +321,20 @@ def _cut_at_mark(text: str) -> str:
 
 
 def with_template(files: Mapping[str, bytes], source: str) -> dict[str, bytes]:
-    """The files with this template in the place of all of the model's own."""
+    """Replace all templates among a model's files with this one."""
     others = {name: data for name, data in files.items() if not name.startswith(_MORE_TEMPLATES)}
     return {**others, CHAT_TEMPLATE_FILE: source.encode()}
 
 
 def load_chat_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
-    """The template to use, or None for a model without one: `CHAT_TEMPLATE_FILE`, or else what
-    tokenizer_config.json has, a string or a list of named ones; and the named ones in files.
+    """Load the model's templates; None if it has none.
+
+    The default is `CHAT_TEMPLATE_FILE` or else the entry in tokenizer_config.json, a string or a
+    list of named templates. Named templates in files are added.
     """
     config = _decoded(files, "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
-        # If tokenizer_config.json has the older form, transformers reads this file too.
+        # With the older form of tokenizer_config.json, transformers reads this file too.
         config |= _decoded(files, "special_tokens_map.json")
     special_tokens = _special_tokens(config)
     if CHAT_TEMPLATE_FILE in files:
@@ -372,7 +374,7 @@ def _configured_sources(value: object) -> dict[str, str]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and their like, written as a string or as an object with the text."""
+    """bos_token, eos_token and the like; each is a string or an object with the text."""
     tokens: dict[str, str] = {}
     extra = config.get("extra_special_tokens")
     entries = {**(extra if isinstance(extra, dict) else {}), **config}

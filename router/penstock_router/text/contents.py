@@ -1,4 +1,4 @@
-"""Contents of messages: a text, or parts in the order in which they were given.
+"""Contents of messages: a text, or parts in their order.
 
 A part is `{"type": "text", "text": ...}` or `{"type": "image"}`.
 """
@@ -13,33 +13,33 @@ Content = str | list[Part]
 
 
 def text_part(text: str) -> Part:
-    """A part that is text."""
     return {"type": "text", "text": text}
 
 
 def as_parts(content: Content) -> list[Part]:
-    """The content in parts."""
     return [text_part(content)] if isinstance(content, str) else content
 
 
 def as_text(content: Content, image: str) -> str:
-    """The content as one text: each part a line, `image` for each image."""
+    """Return the content as one text: a line for each part, `image` for each image."""
     parts = as_parts(content)
     return "\n".join([str(part["text"]) if "text" in part else image for part in parts])
 
 
 def join_contents(first: Content, second: Content, between: str) -> Content:
-    """One content after the other; a text if both are."""
+    """Join two contents; the result is a text if both are."""
     return join_all((first, second), between)
 
 
 def join_all(contents: Sequence[Content], between: str) -> Content:
-    """All contents in a row, a text if all are. Texts that meet become one part."""
+    """Join contents; the result is a text if all are. Where two contents meet, their texts become
+    one part.
+    """
     texts = [content for content in contents if isinstance(content, str)]
     if len(texts) == len(contents):
         return between.join(texts)
     parts: list[Part] = []
-    # The part of text that what comes next belongs to.
+    # The texts of the part that is still growing.
     open_text: list[str] = []
 
     def end_text() -> None:

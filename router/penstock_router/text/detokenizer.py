@@ -1,27 +1,25 @@
-"""Token ids -> text, a few at a time, so that the pieces join to what decoding all at once gives.
+"""Turns token ids into text, a few at a time. The joined pieces equal the text of all ids.
 
-The text of a token can depend on the tokens before it: the leading space of the first word, a
-character whose bytes are spread over several tokens. So a detokenizer is primed with the end of the
-prompt, and emits a character once, when its last byte has arrived.
+The text of a token can depend on earlier tokens: the first word may have no leading space, and the
+bytes of a character may span several tokens. So a detokenizer is primed with the end of the prompt,
+and emits a character when its last byte has arrived.
 
 There are two implementations. Nearly every tokenizer decodes token by token into bytes (byte-level
-BPE, and sentencepiece with byte fallback): there a table from id to bytes and an incremental UTF-8
-decoder suffice, at a fraction of a microsecond a token. This is exact except in one case: when a
-run of sentencepiece's byte tokens turns out not to be UTF-8, `tokenizers` shows U+FFFD also for the
-complete characters within the run; here those characters are shown. To match it, all text of a run
-would have to wait for the run's end, and a run may be a whole answer in a script that the
+BPE, and sentencepiece with byte fallback). For such tokenizers a table from id to bytes and an
+incremental UTF-8 decoder suffice, at a fraction of a microsecond per token. The result is exact
+except in one case: if a run of sentencepiece's byte tokens is not valid UTF-8, `tokenizers` shows
+U+FFFD also for the complete characters within the run; here those characters are shown. To match
+`tokenizers`, a whole run would be held back, which may be a whole answer in a script that the
 vocabulary lacks. The other decoders (WordPiece and others that look at neighbours) decode a small
 window again at each token.
 
-The text of an answer is the decoded text of prompt and answer together, minus the prompt's own. A
-character that the prompt began is part of the prompt's text, which shows U+FFFD for it; where the
-prompt is echoed, `reopen_prompt` makes it part of the answer, so that the whole has the character.
-At the end of a text, bytes of an unfinished character are left out (and those of a surrogate, which
-is no character).
+The text of an answer is the decoded text of prompt and answer together, minus the prompt's own. If
+the prompt ends within a character, the character belongs to the prompt's text, as U+FFFD. If the
+prompt is echoed, `reopen_prompt` moves the character to the answer, so that it is shown. At the end
+of a text, bytes of an unfinished character or of a surrogate are left out.
 
-`tokenizers` has a DecodeStream. It raises ("Invalid prefix") when a run of byte tokens turns out
-not to be UTF-8, and emits nothing while a window ends in U+FFFD; the implementations below do
-neither.
+`tokenizers` has a DecodeStream. It raises ("Invalid prefix") if a run of byte tokens is not valid
+UTF-8, and emits nothing while a window ends in U+FFFD. The implementations below do neither.
 """
 
 from __future__ import annotations
@@ -34,13 +32,13 @@ from tokenizers import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# The last bytes of a text that show whether it ends within a character: UTF-8 has at most four.
+# The last bytes of a text show whether it ends within a character: UTF-8 has at most four.
 _UTF8_TAIL_BYTES = 4
 
-# How many tokens at the end of a prompt to search for text: hidden tokens have none.
+# The number of tokens at a prompt's end that are searched for text: hidden tokens have no text.
 _PROMPT_TAIL_TOKENS = 256
 
-# How many tokens of context the window keeps; neighbours matter one token away at most.
+# The context of a window, in tokens; neighbours matter at most one token away.
 _WINDOW_TOKENS = 6
 # If a window still ends in U+FFFD after this many tokens, the text itself has that character.
 _MAX_HELD_TOKENS = 16
@@ -60,9 +58,9 @@ class Detokenizer(Protocol):
     def feed(self, token_ids: Sequence[int]) -> str: ...
 
     def reopen_prompt(self) -> int:
-        """How many U+FFFD the prompt's text shows for a character that the prompt began.
+        """Return the number of U+FFFD at the prompt's end that stand for an unfinished character.
 
-        From now on that character belongs to the answer: it is emitted when it is complete.
+        From now on the character belongs to the answer, and is emitted when it is complete.
         """
 
 
@@ -70,7 +68,7 @@ class DetokenizerFactory(Protocol):
     """A tokenizer's decoder: for single tokens, and for sequences as they grow."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The token's own bytes in running text; b"" for an id that is not in the vocabulary."""
+        """The token's own bytes in running text; b"" for an id outside the vocabulary."""
 
     def start(
         self,
@@ -80,20 +78,23 @@ class DetokenizerFactory(Protocol):
         spaces_between_special_tokens: bool = True,
         shown_ids: frozenset[int] = frozenset(),
     ) -> Detokenizer:
-        """A detokenizer for the tokens after the prompt. Without `spaces_between_special_tokens`
-        there is no space between two special tokens, even if the decoder puts spaces between
-        tokens. Tokens in `shown_ids` are shown even if special tokens are skipped."""
+        """Make a detokenizer for the tokens after the prompt.
+
+        Without `spaces_between_special_tokens` there is no space between two special tokens, even
+        if the decoder puts spaces between tokens. Tokens in `shown_ids` are shown even if special
+        tokens are skipped.
+        """
 
 
 # ---- Decoders that work token by token ---------------------------------------------------------
 
 
 class ByteTable:
-    """Bytes of every token, filled in as tokens appear.
+    """The bytes of every token, filled in as tokens appear.
 
-    `per_byte`: show U+FFFD for each invalid byte, as sentencepiece does; other decoders show one
-    for a run of them. `strip_left` is how many spaces the decoder strips from the very beginning
-    of a text.
+    With `per_byte`, each invalid byte shows a U+FFFD, as in sentencepiece; otherwise each run of
+    invalid bytes shows one. `strip_left` is the number of spaces that the decoder strips from the
+    beginning of a text.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class ByteTable:
         self._special_ids = special_ids(tokenizer)
         self._bytes: dict[int, bytes] = {}
         self._shown_bytes: dict[int, bytes] = {}
-        # By the set of special tokens that are shown: few sets, each a model's marks of reasoning
+        # Keyed by the shown special tokens. There are few such sets: a model's marks of reasoning
         # or calls.
         self._showing: dict[frozenset[int], Callable[[int], bytes]] = {}
         self.per_byte = not byte_level
@@ -123,7 +124,7 @@ class ByteTable:
         return data
 
     def shown_bytes(self, token_id: int) -> bytes:
-        """As `token_bytes`, but b"" for special tokens."""
+        """Return `token_bytes`, but b"" for special tokens."""
         data = self._shown_bytes.get(token_id)
         if data is None:
             hidden = token_id in self._special_ids
@@ -138,14 +139,14 @@ class ByteTable:
         spaces_between_special_tokens: bool = True,
         shown_ids: frozenset[int] = frozenset(),
     ) -> ByteDetokenizer:
-        # These decoders add no spaces between tokens, so there are none to leave out.
+        # These decoders add no spaces between tokens.
         if not skip_special_tokens:
             return ByteDetokenizer(self, prompt_ids, self.token_bytes)
         bytes_of = self._showing_bytes(shown_ids) if shown_ids else self.shown_bytes
         return ByteDetokenizer(self, prompt_ids, bytes_of)
 
     def _showing_bytes(self, shown_ids: frozenset[int]) -> Callable[[int], bytes]:
-        """`shown_bytes`, except that tokens in `shown_ids` are shown."""
+        """Return a `shown_bytes` that also shows the tokens in `shown_ids`."""
         bytes_of = self._showing.get(shown_ids)
         if bytes_of is None:
             known: dict[int, bytes] = {}
@@ -178,7 +179,7 @@ class ByteTable:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Byte-level BPE writes each byte as a printable character: itself, or one from U+0100 on."""
+    """The printable character for each byte in byte-level BPE: itself, or one from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     characters = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)
@@ -193,13 +194,11 @@ def _byte_level_bytes(token: str) -> bytes:
     try:
         return bytes([_BYTE_CHARACTERS[character] for character in token])
     except KeyError:
-        # An added token that was never written in byte characters stands for itself.
+        # An added token that is not in byte characters stands for itself.
         return token.encode()
 
 
 class ByteDetokenizer:
-    """Joins tokens' bytes and emits complete characters."""
-
     __slots__ = ("_bytes_of", "_decoder", "_drop", "_strip")
 
     def __init__(
@@ -213,8 +212,8 @@ class ByteDetokenizer:
         # A prompt longer than the searched tail is assumed to have text before it.
         begins_text = not tail and len(prompt_ids) <= _PROMPT_TAIL_TOKENS
         self._strip = table.strip_left if begins_text else 0
-        # How many U+FFFD the prompt alone shows for a character that it left unfinished: they count
-        # as the prompt's text, and are dropped from the answer.
+        # The number of U+FFFD that the prompt alone shows for an unfinished character. They are
+        # part of the prompt's text, so the answer drops them.
         self._drop = len(self._decoder.getstate()[0].decode("utf-8", errors))
 
     def _prompt_tail(self, prompt_ids: Sequence[int]) -> bytes:
@@ -251,7 +250,7 @@ class ByteDetokenizer:
 
 
 def _without_first(text: str, shown: int) -> str:
-    """`text` without the character that the prompt began and showed as `shown` U+FFFD."""
+    """Remove the character that began in the prompt and was shown as `shown` U+FFFD."""
     broken = len(text) - len(text.lstrip(REPLACEMENT))
     return text[min(broken, shown) or 1 :] if shown else text
 
@@ -260,15 +259,16 @@ def _without_first(text: str, shown: int) -> str:
 
 
 class WindowTable:
-    """For any decoder: calls the tokenizer itself, with a few tokens of context each time."""
+    """Calls the tokenizer itself, with a few tokens of context each time. It suits any decoder."""
 
     def __init__(self, tokenizer: Tokenizer, *, has_bytes: bool) -> None:
         self.tokenizer = tokenizer
-        # Whether U+FFFD at the end of a window may be a character that is still incomplete.
+        # True if U+FFFD at the end of a window may be an incomplete character.
         self.has_bytes = has_bytes
         self._bytes: dict[int, bytes] = {}
         self._special_ids = special_ids(tokenizer)
-        # A word in front, so that a token is not decoded as the first of a text.
+        # A word that stands before a token, so that the token is not decoded as the first token of
+        # a text.
         self._anchor = list(tokenizer.encode("a", add_special_tokens=False).ids)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -283,7 +283,6 @@ class WindowTable:
     def hides(
         self, token_id: int, *, skip_special: bool, shown_ids: frozenset[int] = frozenset()
     ) -> bool:
-        """Whether decoding skips the token, as if it were not there."""
         if skip_special and token_id in self._special_ids and token_id not in shown_ids:
             return True
         return not 0 <= token_id < 2**32 or self.tokenizer.id_to_token(token_id) is None
@@ -315,7 +314,7 @@ class WindowTable:
 class WindowDetokenizer:
     """Decodes a window that ends with the new token, and emits the text beyond the known text.
 
-    One token at a time, so that the text does not depend on how tokens were bundled.
+    It takes one token at a time, so that the text does not depend on how tokens were bundled.
     """
 
     __slots__ = (
@@ -346,8 +345,8 @@ class WindowDetokenizer:
     ) -> None:
         self._table = table
         self._hides_special, self._shown_ids = skip_special, shown_ids
-        # Hidden tokens never enter a window. If some special tokens are shown, the decoder must
-        # therefore not skip any itself.
+        # Hidden tokens never enter a window. So if some special tokens are shown, the decoder
+        # itself must skip none.
         self._skip = skip_special and not shown_ids
         self._joins_special = joins_special
         self._after_special = False
@@ -361,7 +360,7 @@ class WindowDetokenizer:
             self._remember(visible[-_WINDOW_TOKENS:])
 
     def _begin_with_bytes(self, visible: list[int]) -> None:
-        """Separate the prompt's text from the tokens of a character that it left unfinished."""
+        """Separate the tokens of an unfinished character from the prompt's text."""
         for unfinished in range(min(_UTF8_TAIL_BYTES, len(visible) + 1)):
             end = len(visible) - unfinished
             self._remember(visible[:end])
@@ -409,16 +408,16 @@ class WindowDetokenizer:
         return _without_first(new, self.reopen_prompt()) if new and self._drop else new
 
     def _remember(self, context: Sequence[int]) -> None:
-        """Everything up to the end of `context` is emitted; next tokens are decoded behind it."""
+        """Note that all text up to the end of `context` is emitted. `context` precedes the next
+        tokens.
+        """
         self._held = []
         self._context = list(context)
         self._context_text = self._table.decode(self._context, skip_special=self._skip)
 
 
 def _common_length(known: str, text: str) -> int:
-    """How many characters of `text` were emitted before. The decoder may have changed some of them:
-    then the number before the first change.
-    """
+    """Count the characters of `text` that were emitted before, up to the first changed one."""
     if text.startswith(known):
         return len(known)
     return next(
@@ -431,7 +430,6 @@ def _common_length(known: str, text: str) -> int:
 
 
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids that `skip_special_tokens` hides."""
     added = tokenizer.get_added_tokens_decoder()
     return frozenset(token_id for token_id, token in added.items() if token.special)
 
@@ -439,7 +437,7 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
 def make_detokenizers(
     tokenizer: Tokenizer, decoder: Mapping[str, Any] | None
 ) -> DetokenizerFactory:
-    """The implementation for `decoder`, which is that section of tokenizer.json."""
+    """Choose the implementation for `decoder`, a section of tokenizer.json."""
     steps = list(_flattened(decoder))
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
@@ -466,8 +464,8 @@ def _flattened(decoder: Mapping[str, Any] | None) -> Iterable[Mapping[str, Any]]
 def _sentencepiece_shape(
     steps: Sequence[Mapping[str, Any]],
 ) -> tuple[list[tuple[str, str]], int] | None:
-    """(replacements, strip_left) if the steps are Replace*, ByteFallback, Fuse and perhaps Strip;
-    None for any others.
+    """Return (replacements, strip_left) if the steps are Replace*, ByteFallback, Fuse and perhaps
+    Strip; else None.
     """
     rest = list(steps)
     replacements: list[tuple[str, str]] = []

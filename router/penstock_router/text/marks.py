@@ -1,8 +1,8 @@
-"""Marks in an answer's text that a model wrote as one token.
+"""Finds the marks that a model wrote as one token, in an answer's text.
 
-If a tokenizer has a token of its own for a mark, only that token is the mark: the same characters
-spelled by other tokens are text. To tell them apart, the token's text begins with `TOKEN`, half of
-a surrogate pair, which no decoded text has. Whatever is shown of an answer goes through `plain`.
+If a tokenizer has a token for a mark, only that token is the mark; the same characters from other
+tokens are text. To tell them apart, the token's text begins with `TOKEN`, half of a surrogate pair,
+which no decoded text has. Text goes through `plain` before it is shown.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ TOKEN = "\ud800"
 
 
 def plain(text: str) -> str:
-    """The text without what tells tokens apart."""
     return text.replace(TOKEN, "") if TOKEN in text else text
 
 
@@ -30,7 +29,7 @@ class Marks:
     tokens: Mapping[int, str] = field(default_factory=dict)
 
     def spelled(self, mark: str) -> str:
-        """The mark as it stands in an answer's text; tokens may be only parts of it."""
+        """Return the mark in the form of an answer's text; only parts of the mark may be tokens."""
         texts = tuple(self.tokens.values())
         if not texts or mark in texts:
             return TOKEN + mark if texts else mark
@@ -47,7 +46,7 @@ NO_MARKS = Marks()
 
 
 class MarkingDetokenizer:
-    """A detokenizer that tells the tokens of marks apart."""
+    """A detokenizer that puts `TOKEN` before the tokens of marks."""
 
     __slots__ = ("_detokenizer", "_tokens")
 
@@ -56,7 +55,7 @@ class MarkingDetokenizer:
         self._tokens = marks.tokens
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text of the tokens, as the detokenizer gives it, with `TOKEN` before each mark."""
+        """Return the detokenizer's text of the tokens, with `TOKEN` before each mark."""
         if self._tokens.keys().isdisjoint(token_ids):
             return self._detokenizer.feed(token_ids)
         return "".join([self._one(token_id) for token_id in token_ids])
@@ -65,10 +64,9 @@ class MarkingDetokenizer:
         text, mark = self._detokenizer.feed((token_id,)), self._tokens.get(token_id)
         if mark is None:
             return text
-        # A character that the tokens before left unfinished may stand before the mark.
+        # The mark may follow a character that earlier tokens left unfinished.
         before, found, behind = text.rpartition(mark)
         return f"{before}{TOKEN}{mark}{behind}" if found else text
 
     def reopen_prompt(self) -> int:
-        """See `Detokenizer`."""
         return self._detokenizer.reopen_prompt()

@@ -1,6 +1,6 @@
-"""How a model writes calls and reasoning.
+"""A model's formats of tool calls and reasoning.
 
-Chosen once for a model, by its chat template or as the operator says.
+They are chosen once for each model, by its chat template or by the operator.
 """
 
 from __future__ import annotations
@@ -13,28 +13,27 @@ from penstock_router.text.formats.channels import ChannelFormat
 from penstock_router.text.formats.registry import CHANNELS, tool_format_of
 from penstock_router.text.reasoning import AUTO, NONE, ReasoningStyle, style_of
 
-# The format of calls for models whose templates take no tools.
+# The format of tool calls for models whose templates take no tools.
 _WITHOUT_TEMPLATE = "plain_json"
 
 
 @dataclass(frozen=True, slots=True)
 class Conventions:
-    """A model's formats; None: calls, or reasoning, are not separated from content."""
+    """A model's formats. None: tool calls or reasoning are not separated from content."""
 
     tool_format: CallFormat | None = None
     reasoning: ReasoningStyle | None = None
-    # The names that were asked for, from which `conventions_of` makes the same conventions again.
+    # The requested names, from which `conventions_of` makes the same conventions again.
     asked: tuple[str, str] = field(default=(AUTO, AUTO), compare=False)
 
     @property
     def names(self) -> tuple[str, str]:
-        """The names of the two formats; "" for none."""
         calls = "" if self.tool_format is None else self.tool_format.name
         return calls, "" if self.reasoning is None else self.reasoning.name
 
 
 def _can_be_asked_for(tool_format: CallFormat | None) -> bool:
-    """Whether a model whose template takes no tools may be told to write calls in this format."""
+    """Tell whether models whose templates take no tools can be told to write this format."""
     if tool_format is None or isinstance(tool_format, ChannelFormat):
         return tool_format is not None
     return tool_format.calls_in_words([("f", "{}")]) is not None
@@ -43,7 +42,7 @@ def _can_be_asked_for(tool_format: CallFormat | None) -> bool:
 def conventions_of(
     template: ChatTemplate | None, tool_call_parser: str, reasoning_parser: str
 ) -> Conventions:
-    """What goes for a model with this chat template; the names are known ones, "auto" or "none"."""
+    """Choose a model's conventions. Each parser is a known name, "auto" or "none"."""
     asked = tool_call_parser, reasoning_parser
     source = "" if template is None else template.source
     tools_source = "" if template is None else template.tools_source

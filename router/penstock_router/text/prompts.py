@@ -1,7 +1,7 @@
-"""A request's text -> prompts: rendered, tokenized and checked, in one go.
+"""Makes prompts from a request's text: renders, tokenizes and checks it.
 
-Plain synchronous functions: they run on the event loop for short texts, in a thread for longer
-ones, in a text process for long bodies.
+The functions are synchronous. They run on the event loop for short texts, in a thread for longer
+texts, and in a text process for long bodies.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ class TextModel:
     vocab_size: int
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
-    # Whether a request may bring a chat template of its own.
+    # True if a request may bring its own chat template.
     trusts_templates: bool
     conventions: Conventions
-    # None: it takes no images. Then the other says why, if it sees them otherwise.
+    # None: the model takes no images. `images_unusable` says why, if the model itself can see.
     image_tokens: ImageTokens | None = None
     images_unusable: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt: its ids, its text where an answer may echo it, and where its images are.
+    """A prompt: its ids, its text if an answer may echo it, and the places of its images.
 
-    The ids of a long one are an `array` of 32 bits: nothing should walk them in Python.
+    The ids of a long prompt are an `array` of 32-bit integers, which Python code should not walk.
     """
 
     token_ids: Sequence[int]
@@ -79,31 +79,33 @@ class PreparedPrompts:
     allowed_token_ids: Sequence[int] = ()
     # The text that the answer begins with (`echo`).
     full_text: str = ""
-    # The items before the answer's, as a JSON array; empty where none are kept.
+    # The items before the answer's, as a JSON array; empty if none are stored.
     conversation: bytes = b""
     # Fields of the request that the answer repeats, as JSON.
     repeated: Mapping[str, bytes] = field(default_factory=dict)
     # The constraint on every answer.
     constraint: Constraint | None = None
-    # The prompt ends within reasoning.
+    # True if the prompt ends within reasoning.
     reasoning_begun: bool = False
-    # What of the request has no effect with this model: a line each.
+    # A line for each part of the request that has no effect with this model.
     warnings: tuple[str, ...] = ()
-    # The tools whose grammars the model is shown, and not held to.
+    # Tools whose grammars are shown to the model but not enforced.
     unenforced: tuple[str, ...] = ()
 
     @property
     def kept_bytes(self) -> int:
-        """What is kept of the request's text, and of its conversation, until the answer ends."""
+        """The bytes of the request that are held until the answer ends: its conversation and
+        fields.
+        """
         return len(self.conversation) + sum(map(len, self.repeated.values()))
 
 
-# In place of an image in a tool's result.
+# Stands for an image in a tool's result.
 _UNSEEN = text_part("(an image, which this model cannot see)")
 
 
 def prepare_prompts(request: Options, model: TextModel) -> PreparedPrompts:
-    """The prompts of a request of either kind. One invalid prompt refuses the whole request."""
+    """Prepare the prompts of a chat or completion. One invalid prompt refuses the whole request."""
     begun, style = False, model.conventions.reasoning
     if isinstance(request, ChatRequest):
         pieces = render(request, model)
@@ -134,8 +136,8 @@ def prepare_prompts(request: Options, model: TextModel) -> PreparedPrompts:
 
 
 def thinking_mark_ids(model: TextModel) -> tuple[int, int] | None:
-    """The tokens that begin and end the model's reasoning, by which it is kept within a number of
-    tokens; None if it does not have one at each end.
+    """Return the tokens that begin and end the model's reasoning, for thinking budgets; None if
+    either mark is not one token.
     """
     style = model.conventions.reasoning
     begin_id, end_id = map(model.tokenizer.token_id, style.marks if style else ("", ""))
@@ -143,7 +145,7 @@ def thinking_mark_ids(model: TextModel) -> tuple[int, int] | None:
 
 
 def _warnings(request: Options, model: TextModel) -> tuple[str, ...]:
-    """Warnings of what in a request has no effect with this model."""
+    """Warn of the parts of a request that have no effect with this model."""
     if not isinstance(request, ChatRequest):
         return ()
     found = []
@@ -160,17 +162,16 @@ def _warnings(request: Options, model: TextModel) -> tuple[str, ...]:
 
 
 def _separators(model: TextModel) -> tuple[str, str] | None:
-    """Choose those with which the template renders arguments of calls: then the next turn finds the
-    answer cached.
+    """Return the template's separators in arguments of tool calls. If the model writes them too,
+    the next turn finds the answer in the prefix cache.
     """
     template = model.chat_template
     return None if template is None else template.traits(with_tools=True).argument_separators
 
 
 def embedding_prompts(request: CompletionRequest, model: TextModel) -> PreparedPrompts:
-    """The inputs of a request for vectors."""
     if request.truncate_prompt_tokens == -1:
-        # No output follows: the input may fill the whole context.
+        # Embeddings have no output, so the input may fill the whole context.
         request = dataclasses.replace(request, truncate_prompt_tokens=model.max_model_len)
     prompts = completion_prompts(request, model, "input")
     if not all(prompt.token_ids for prompt in prompts):
@@ -184,7 +185,7 @@ def embedding_prompts(request: CompletionRequest, model: TextModel) -> PreparedP
 def completion_prompts(
     request: CompletionRequest, model: TextModel, param: str = "prompt"
 ) -> list[Prompt]:
-    """Texts tokenized, ids checked; `param` is the field that they came in."""
+    """Tokenize texts and check ids; `param` is their field in the body."""
     truncation = _truncation(request, model)
     pairs = [(prompt, pieces_of(prompt, model)) for prompt in request.prompts]
     encoded = iter(
@@ -217,7 +218,9 @@ def completion_prompts(
 
 
 def pieces_of(prompt: str | list[int] | TextWithImages, model: TextModel) -> Sequence[str]:
-    """List what is tokenized apart, with an anchor for each image; () for ids and plain text."""
+    """Return the texts that are tokenized apart, with an anchor for each image; () for ids and
+    plain text.
+    """
     with_images = isinstance(prompt, TextWithImages)
     if model.image_tokens is None and with_images:
         raise takes_no_images(model)
@@ -233,13 +236,12 @@ def _split(text: str, mark: str) -> Sequence[str]:
 
 
 def has_images(pieces: Sequence[str], sizes: ImageSizes, model: TextModel) -> bool:
-    """Tell whether these pieces are a prompt with images, or with text that spells one."""
+    """Tell whether these pieces are a prompt with images, or spell an image token."""
     images = model.image_tokens
     return images is not None and bool(sizes or len(pieces) > 1 or images.is_spelled_in(pieces[0]))
 
 
 def takes_no_images(model: TextModel, param: str = "") -> ImageUnusable:
-    """The error for a request with images."""
     why = f" ({model.images_unusable})" if model.images_unusable else ""
     text = f"the model {model.name} takes no images{why}"
     return ImageUnusable(f"{param}: {text}" if param else text, param=param or None)
@@ -252,7 +254,7 @@ def _encode_pieces(
     sizes: ImageSizes,
     max_tokens: int,
 ) -> Prompt:
-    """A prompt with images, or with text that spells one; without the text."""
+    """Tokenize a prompt with images, or with text that spells an image token; it has no `text`."""
     assert model.image_tokens is not None
     ids, places = encode_with_images(
         model.tokenizer,
@@ -267,7 +269,7 @@ def _encode_pieces(
 
 
 def _prompt_of_ids(token_ids: list[int], model: TextModel, param: str) -> Prompt:
-    # Before checking each id, of which there may be millions.
+    # Check the length before each id, because there may be millions of ids.
     if len(token_ids) > model.max_model_len:
         raise prompt_too_long(len(token_ids), model.max_model_len)
     largest = max(token_ids, default=0)
@@ -281,7 +283,7 @@ def _decoded(request: Options, model: TextModel, token_ids: Sequence[int]) -> st
 
 
 def _truncation(request: Options, model: TextModel) -> Truncation | None:
-    """Say to what length a prompt is cut, and at which end; None: a longer one is refused."""
+    """Return the length and side of the cut; None: a longer prompt is refused."""
     wanted, limit = request.truncate_prompt_tokens, model.max_model_len
     if wanted is None:
         return None
@@ -298,7 +300,7 @@ def _truncation(request: Options, model: TextModel) -> Truncation | None:
         if may_follow is None:
             may_follow = request.default_max_tokens or 1
         elif request.bounds_max_tokens:
-            # Half of the context is the prompt's, however much may follow.
+            # The prompt has at least half of the context.
             may_follow = min(may_follow, limit // 2)
         wanted = max(1, limit - max(1, may_follow))
     return Truncation(wanted, request.truncation_side or model.tokenizer.truncation_side)
@@ -308,8 +310,8 @@ def _truncation(request: Options, model: TextModel) -> Truncation | None:
 
 
 def chat_prompt(request: ChatRequest, model: TextModel, max_tokens: int | None = None) -> Prompt:
-    """A chat's messages, rendered by a template and tokenized; refused where they have more than
-    `max_tokens`, or else than the model's context.
+    """Render and tokenize a chat's messages; refuse more than `max_tokens`, by default the model's
+    context.
     """
     pieces = render(request, model)
     return _tokenize(request, model, pieces, max_tokens or model.max_model_len)
@@ -331,8 +333,8 @@ def _tokenize(
 
 
 def render(request: ChatRequest, model: TextModel) -> Sequence[str]:
-    """The prompt's text, in pieces that are tokenized apart: by the model's template or, where
-    those are trusted, the request's.
+    """Render the prompt's text, in pieces that are tokenized apart. The template is the model's or,
+    if the operator trusts them, the request's.
     """
     if request.image_sizes and model.image_tokens is None:
         raise takes_no_images(model)
@@ -381,7 +383,7 @@ def render(request: ChatRequest, model: TextModel) -> Sequence[str]:
 
 
 def _with_images_told(message: Message) -> Message:
-    """The message, its images told of in words: a model that sees none answers for all that."""
+    """Replace the images of a message by words, for a model that cannot see images."""
     if not _has_images(message):
         return message
     parts = [_UNSEEN if part["type"] == "image" else part for part in message["content"]]
@@ -389,7 +391,7 @@ def _with_images_told(message: Message) -> Message:
 
 
 def _with_tools(rendered: Callable[..., str], shown: list[JsonObject] | None) -> str:
-    """The text with these tools or, where the template refuses them, with completed ones."""
+    """Render with these tools or, if the template refuses them, with completed tools."""
     try:
         return rendered(tools=shown)
     except BadRequest:
@@ -402,7 +404,6 @@ def _with_tools(rendered: Callable[..., str], shown: list[JsonObject] | None) ->
 def _with_images_in_form(
     messages: list[Message], template: ChatTemplate, images: ImageTokens, *, with_tools: bool
 ) -> list[Message]:
-    """Contents with images in a form that the template takes."""
     return [
         {**message, "content": as_text(message["content"], images.written)}
         if _has_images(message)
@@ -418,7 +419,7 @@ def _has_images(message: Message) -> bool:
 
 
 def _add_system_text(messages: list[Message], text: str) -> list[Message]:
-    """Put the text first: many templates take only one system message, as the first one."""
+    """Put the text first: many templates take only one system message, at the beginning."""
     first = messages[0] if messages else {}
     if first.get("role") != "system":
         return [{"role": "system", "content": text}, *messages]
@@ -442,23 +443,21 @@ def _template_of_request(source: str, model: TextModel) -> ChatTemplate:
 
 @functools.lru_cache(maxsize=4)
 def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
-    """The template; one that a client brings with each request is compiled, and its traits are
-    found, once.
-    """
+    """Compile a template once for clients that send it with each request."""
     return ChatTemplate({"default": source}, dict(special_tokens))
 
 
 def _last_message(request: ChatRequest) -> str:
-    """The text that `echo` puts before the answer: that of a last message by the assistant."""
+    """Return the text that `echo` puts before the answer: a last message by the assistant."""
     last = request.messages[-1]
     return as_text(last.get("content", ""), "") if last["role"] == "assistant" else ""
 
 
-# ---- What else depends on the model's vocabulary -----------------------------------------------
+# ---- Other checks that need the model's vocabulary ---------------------------------------------
 
 
 def _check_ids(model: TextModel, request: Options) -> None:
-    # Shards refuse it too, but only after the ids were sent to them for each choice.
+    # Shards refuse this too, but only after they received the ids once for each choice.
     if (count := len(request.allowed_token_ids)) > model.vocab_size:
         text = f"allowed_token_ids: at most {model.vocab_size} ids; given: {count}"
         raise BadRequest(text, param="allowed_token_ids")
@@ -471,7 +470,7 @@ def _check_ids(model: TextModel, request: Options) -> None:
 
 
 def _bad_words(model: TextModel, request: Options) -> list[list[int]]:
-    """The ids of each word, both at the beginning of a text and after a space."""
+    """Return the ids of each word, both at the beginning of a text and after a space."""
     words = [form for word in request.bad_words for form in (word, f" {word.lstrip()}")]
     if not words:
         return []
@@ -489,7 +488,7 @@ def _bad_words(model: TextModel, request: Options) -> list[list[int]]:
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Ids of 32 bits each, little-endian."""
+    """Pack ids as 32 bits each, little-endian."""
     values = ids if isinstance(ids, array) else array("I", ids)
     if sys.byteorder == "big":
         values = array("I", values)

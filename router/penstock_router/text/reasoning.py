@@ -1,14 +1,13 @@
-"""Reasoning that a model writes before its answer: its marks, and how it is split from content.
+"""Splits the reasoning that a model writes before its answer from content, by its marks.
 
-A style has a mark at either end. Of an answer only what stands first counts: a begin mark, with
-nothing but whitespace before it, or reasoning that the prompt has begun already. From its end on
-all is content, also what looks like a mark. A mark right behind the same mark means nothing more,
-nor does an end mark at the beginning of an answer. Whitespace right behind the begin mark, before
-the end mark and behind it belongs to neither and is dropped; of reasoning that does not come to its
-end, whitespace at the end is part. So an answer gives the same pieces however its text is cut.
+A style has a begin mark and an end mark. Only reasoning at the beginning of an answer counts. It
+follows a begin mark with at most whitespace before it, or the prompt begins it. All text after its
+end is content, even text that looks like a mark. A repeated mark is ignored, and so is an end mark
+at the beginning of an answer. Whitespace after the begin mark and around the end mark is dropped;
+at the end of unfinished reasoning it is kept. The pieces do not depend on how the text is cut.
 
-Some models put the answer behind their reasoning between two more marks, which are dropped too;
-of some the mark that ends reasoning is the first of the two.
+Some models put the answer after their reasoning between two more marks, which are dropped too. For
+some of them, the mark that ends reasoning is also the first of the two marks.
 """
 
 from __future__ import annotations
@@ -30,33 +29,31 @@ class ReasoningStyle:
     end: str
     # The marks around an answer; "" where there are none.
     answer: tuple[str, str] = ("", "")
-    # Texts of which a template has one, where the end mark is that of other styles too.
+    # The template must have one of these texts; used if several styles share an end mark.
     signs: tuple[str, ...] = ("",)
-    # Whether a template shows those, and not the end mark.
+    # True if a template of this style shows a sign, but not the end mark.
     hides_end: bool = False
-    # Whether answers begin within reasoning although no prompt or answer says so.
+    # True if answers begin within reasoning although neither prompt nor answer has a begin mark.
     is_silent: bool = False
-    # What a model writes behind the begin mark before its reasoning: dropped if it is there.
+    # A title that a model may write after the begin mark; it is dropped.
     title: str = ""
 
     def spelled(self, marks: Marks) -> ReasoningStyle:
-        """The style of an answer's text, in which some marks are tokens."""
+        """The style with its marks in the form of an answer's text, where some marks are tokens."""
         begin, end, opens, closes = map(marks.spelled, (self.begin, self.end, *self.answer))
         return replace(self, begin=begin, end=end, answer=(opens, closes))
 
     def is_of(self, template_source: str) -> bool:
-        """Tell whether a model with this chat template writes reasoning in this style."""
+        """Tell whether a model with this chat template uses this style."""
         has_sign = any(sign in template_source for sign in self.signs)
         return has_sign and (self.hides_end or self.end in template_source)
 
     @property
     def marks(self) -> tuple[str, str]:
-        """The begin mark and the end mark."""
         return self.begin, self.end
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The marks, each once."""
         return tuple(filter(None, (*self.marks, *self.answer)))
 
 
@@ -70,7 +67,7 @@ _MINIMAX_M3 = ReasoningStyle("minimax_m3", "<mm:think>", "</mm:think>")
 _STEP3 = ReasoningStyle(
     "step3", "<think>", "</think>", signs=("<steptml:",), hides_end=True, is_silent=True
 )
-# Its marks have a suffix that differs from checkpoint to checkpoint.
+# The suffix of its marks differs between checkpoints.
 _HUNYUAN = ReasoningStyle("hy_v3", "<think>", "</think>", signs=("</think{}>",), hides_end=True)
 _SUFFIXED = re.compile(r"</think(:[\w.-]+)>")
 _SUFFIX = re.compile(r"""['"](:[\w.-]+)['"]""")
@@ -86,7 +83,7 @@ _RESPONSE = ReasoningStyle(
 _ANSWER = ReasoningStyle(
     "think_answer", "<think>", "</think>", ("<answer>", "</answer>"), signs=("<answer>",)
 )
-# Command R7B and Command A; later models of the family.
+# Command R7B and Command A; then later models of the family.
 _COHERE = ReasoningStyle(
     "cohere",
     "<|START_THINKING|>",
@@ -113,7 +110,7 @@ _ALL = (
     *(_RESPONSE, _ANSWER, _THINK, _GRANITE, _MISTRAL, _SEED, _KIMI, _GEMMA),
     *(_COHERE, _COHERE_TEXT, _APRIEL, _APERTUS),
 )
-# By their names, and by those that users of other servers know them by.
+# Each style by its name, and by the names that other servers use.
 STYLES = {style.name: style for style in _ALL} | {
     "ernie45": _RESPONSE,
     "hunyuan_a13b": _ANSWER,
@@ -135,12 +132,12 @@ AUTO, NONE = "auto", "none"
 
 
 def style_of(template_source: str, name: str = AUTO) -> ReasoningStyle | None:
-    """The style of this name; "auto": the first whose end mark stands in the chat template.
+    """Return the style of this name; "auto": the first style whose end mark is in the chat
+    template.
 
-    A template that only strips old reasoning still belongs to a model that writes reasoning, as
-    DeepSeek R1's first one did. One that has the mark for another reason does no harm: an answer
-    without a begin mark is content from its first character on. Raises `KeyError` for an unknown
-    name.
+    A template that only strips old reasoning counts too, because its model reasons: DeepSeek R1's
+    first template, for example. Other uses of the mark do no harm, because an answer without a
+    begin mark is all content. Raises `KeyError` for an unknown name.
     """
     if name == NONE:
         return None
@@ -154,7 +151,7 @@ def style_of(template_source: str, name: str = AUTO) -> ReasoningStyle | None:
 
 
 def _as_written(style: ReasoningStyle, template_source: str) -> ReasoningStyle:
-    """The style with the suffix that the template gives to its marks."""
+    """Give the style the suffix that the template adds to its marks."""
     if style is not _HUNYUAN:
         return style
     found = _SUFFIXED.search(template_source)
@@ -168,14 +165,14 @@ def _with_suffix(style: ReasoningStyle, suffix: str) -> ReasoningStyle:
     return replace(style, begin=begin, end=end)
 
 
-# ---- What a prompt says of it ------------------------------------------------------------------
+# ---- Reasoning in a prompt ---------------------------------------------------------------------
 
 
 def reasoning_begun(prompt_text: str, style: ReasoningStyle, continued: str = "") -> bool:
     """Tell whether the prompt ends within reasoning.
 
-    Its begin mark is the prompt's end, or stands in or right before the message that the answer
-    goes on with (`continued`); one that a user has written somewhere begins nothing.
+    The begin mark must be at the prompt's end, or in or directly before the message that the answer
+    continues (`continued`). A mark that a user wrote elsewhere does not count.
     """
     _, mark, since = prompt_text.rpartition(style.begin)
     if style.is_silent and not continued:
@@ -187,17 +184,16 @@ def reasoning_begun(prompt_text: str, style: ReasoningStyle, continued: str = ""
 
 
 def reasoning_over(prompt_text: str, style: ReasoningStyle) -> bool:
-    """Tell whether the prompt itself has ended the reasoning, so that none follows."""
+    """Tell whether the prompt has ended the reasoning, so that no reasoning follows."""
     return prompt_text.rstrip().endswith(style.end)
 
 
-# ---- What an answer has of it ------------------------------------------------------------------
+# ---- Reasoning in an answer --------------------------------------------------------------------
 
 
 class ReasoningSplitter:
     """Splits one answer into reasoning and content."""
 
-    # It reads no calls.
     is_open = False
 
     __slots__ = (
@@ -213,27 +209,25 @@ class ReasoningSplitter:
     )
 
     def __init__(self, style: ReasoningStyle, begun: bool) -> None:
-        """`begun`: the prompt ends within reasoning."""
+        """Start a splitter; with `begun`, the prompt ends within reasoning."""
         self._begin_mark, self._end_mark = style.marks
-        # So far: whether it is text of reasoning that comes, and whether there was any.
+        # True if the text is now within reasoning; and true if any reasoning was read.
         self.in_reasoning = self.has_reasoning = begun
-        # Nothing is looked for any more, but perhaps marks around the answer.
+        # True when only the marks around the answer are still searched for.
         self._is_content = False
         self._answer_marks = _AnswerMarks(*style.answer) if any(style.answer) else None
-        # Not seen yet behind the begin mark.
+        # The title, until it is seen after the begin mark.
         self._title = style.title
-        # May be the beginning of a mark.
+        # Text that may be the beginning of a mark.
         self._held = ""
-        # Whitespace that may stand before one; None: what comes next is dropped.
+        # Whitespace that may stand before a mark; None: the next whitespace is dropped.
         self._space: list[str] | None = None if begun else []
 
     @property
     def is_over(self) -> bool:
-        """Tell whether no reasoning follows."""
         return (self.has_reasoning and not self.in_reasoning) or self._is_content
 
     def feed(self, text: str) -> list[Piece]:
-        """Take the text, and return what is certain by now."""
         if self._is_content:
             return self._content(text)
         if self.in_reasoning:
@@ -241,7 +235,7 @@ class ReasoningSplitter:
         return self._answer(text) if self.has_reasoning else self._begin(text)
 
     def flush(self, *, was_cut: bool = False) -> list[Piece]:
-        """The text is over, whoever ended it: what was held back is what it looked like."""
+        """End the text; held text is text of the current kind."""
         text = "".join(self._space or ()) + self._held
         is_reasoning, over = self.in_reasoning, self.has_reasoning and not self.in_reasoning
         self._held, self._space = "", None
@@ -296,9 +290,7 @@ class ReasoningSplitter:
         return self._reasoning(text[:sure])
 
     def _without_begin(self, text: str) -> str:
-        """Drop its begin mark where nothing of the reasoning has come: once more it means nothing
-        more.
-        """
+        """Drop repeated begin marks, and the title, at the beginning of reasoning."""
         while True:
             text = text.lstrip()
             if self._title and text.startswith(self._title):
@@ -309,7 +301,7 @@ class ReasoningSplitter:
                 return text
 
     def _reasoning(self, text: str) -> list[Piece]:
-        """Show it but for whitespace at its end, which is kept until it is known what follows."""
+        """Show text of reasoning; whitespace at its end is held back until more text follows."""
         if self._space is None:
             text = text.lstrip()
             if not text:
@@ -324,7 +316,7 @@ class ReasoningSplitter:
         return [Piece(PieceKind.REASONING, shown)]
 
     def _answer(self, text: str) -> list[Piece]:
-        """Behind reasoning: drop whitespace, and the end mark once more."""
+        """Read text after reasoning: drop whitespace and repeated end marks."""
         text, self._held = self._held + text, ""
         end = self._end_mark
         while (text := text.lstrip()).startswith(end):
@@ -337,22 +329,23 @@ class ReasoningSplitter:
 
 
 class _AnswerMarks:
-    """Drops the marks around an answer, and white space inside of them and behind the last."""
+    """Drops the marks around an answer, whitespace inside the marks, and whitespace after the last
+    mark.
+    """
 
     __slots__ = ("_begin", "_end", "_held", "_is_begun", "_is_inside", "_skips_space", "_spaces")
 
     def __init__(self, begin: str, end: str) -> None:
         self._begin, self._end = begin, end
         self._held = ""
-        # White space behind such that is held. It may be long, and is looked at once.
+        # Whitespace after `_held`, kept separately: it may be long, and is read only once.
         self._spaces: list[str] = []
-        # Whether any text was seen, and whether it stands between the marks.
+        # True if any text was seen; and true if the text is between the marks.
         self._is_begun = self._is_inside = False
-        # Right behind a mark.
+        # True directly after a mark.
         self._skips_space = False
 
     def feed(self, text: str) -> str:
-        """The pieces that are certain by now."""
         if text.isspace() and (self._spaces or self._held.isspace()):
             self._spaces.append(text)
             return ""
@@ -383,7 +376,7 @@ class _AnswerMarks:
         return text[:sure]
 
     def flush(self) -> str:
-        """The text is over: what was held back is ordinary text."""
+        """End the text; held text is ordinary text."""
         held = "".join((self._held, *self._spaces))
         self._held, self._spaces = "", []
         return held

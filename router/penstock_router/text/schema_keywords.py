@@ -1,4 +1,4 @@
-"""Keywords of schemas that no draft of JSON Schema defines, as warnings: they forbid nothing."""
+"""Warns of keywords that no draft of JSON Schema defines, because they have no effect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock_common.json_schema.keywords import unknown_keywords
 
-# How many keywords a warning names, and how much of each.
+# Maximum of keywords in a warning, and of characters of each keyword.
 _MAX_NAMES = 20
 _MAX_NAME_CHARS = 40
 
@@ -18,7 +18,7 @@ def keyword_warnings(name: str, schemas: Iterable[Any]) -> list[str]:
     keywords = list(dict.fromkeys(chain.from_iterable(map(unknown_keywords, schemas))))
     if not keywords:
         return []
-    # Their names are a client's.
+    # Keywords are a client's text, so they are quoted and cut.
     shown = ", ".join(repr(each[:_MAX_NAME_CHARS]) for each in keywords[:_MAX_NAMES])
     more = f" and {len(keywords) - _MAX_NAMES} more" if len(keywords) > _MAX_NAMES else ""
     return [f"{name}: keywords without effect: {shown}{more}"]

@@ -1,11 +1,10 @@
-"""Finding stop strings, and beginnings of marks, in text that arrives in pieces.
+"""Finds stop strings, and beginnings of marks, in text that arrives in pieces.
 
 Text is held back only while it could still become a stop string: exactly the longest suffix that
-begins one. The stop that completes first in the text wins; of two that complete on the same
-character, the one listed first. Text that must not stop anything yet (`may_stop` False) is shown
-in the same way: a stop string that completes within it is ordinary text, and one that begins in it
-and completes later counts. What tells tokens of marks apart (`TOKEN`) is no part of what is
-searched, and stays in the text that is shown.
+begins a stop string is held. The stop string that completes first counts. If two complete on the
+same character, the one listed first counts. A stop string that completes while `may_stop` is False
+is text, but a stop string that begins then and completes later counts. The `TOKEN` before a mark is
+not searched, and stays in the shown text.
 """
 
 from __future__ import annotations
@@ -17,32 +16,32 @@ from collections.abc import Sequence
 
 from penstock_router.text.marks import TOKEN, plain
 
-# The most characters of all stop strings of a request together.
+# The limit on the characters of all stop strings of a request together.
 MAX_CHARS = 4096
 
 
 class _Automaton:
-    """Stop strings, matched a character at a time (Aho and Corasick, 1975): however many there are,
-    a character costs the same.
+    """Stop strings, matched a character at a time (Aho and Corasick, 1975): the cost of a character
+    does not depend on the number of stop strings.
 
-    A state stands for the longest suffix of the text so far that begins a stop string; `depths` has
-    its length: at once what has to be held back and all that needs to be remembered.
+    A state stands for the longest suffix of the text so far that begins a stop string. `depths` has
+    its length, which is the number of characters to hold back.
     """
 
     __slots__ = ("_begins", "_fallbacks", "_steps", "_texts", "_whole", "depths")
 
     def __init__(self, texts: tuple[str, ...]) -> None:
         self._texts = texts
-        # For each state the states after a character, and the one to go on from without such.
+        # For each state: the next states by character, and the fallback state if no character fits.
         self._steps: list[dict[str, int]] = [{}]
         self._fallbacks = [0]
         self.depths = [0]
-        # The first of the stop strings that end in a state; -1: none does.
+        # The first listed of the stop strings that end in a state; -1 if none does.
         self._whole = [-1]
         for number, text in enumerate(texts):
             self._add(number, text)
         self._set_fallbacks()
-        # Nearly all text is skipped by it.
+        # This pattern skips nearly all text.
         firsts = "".join({re.escape(text[0]) for text in texts})
         self._begins = re.compile(f"[{firsts}]")
 
@@ -61,7 +60,7 @@ class _Automaton:
             self._whole[state] = number
 
     def _set_fallbacks(self) -> None:
-        """Breadth first, so that those of shorter beginnings are known."""
+        """Set fallbacks breadth first, so that the fallbacks of shorter beginnings are known."""
         states = deque(self._steps[0].values())
         while states:
             state = states.popleft()
@@ -80,10 +79,10 @@ class _Automaton:
         return after
 
     def advance(self, state: int, piece: str, may_stop: bool) -> tuple[int, int, str | None]:
-        """Match `piece`; returns the state behind it or, if a stop string completes, the position
-        behind that, and the stop string.
+        """Match `piece`. Returns the state and position at its end or, if a stop string completes,
+        those after the stop string, and the stop string.
 
-        If it must not stop, matching goes on behind each place where a string completes.
+        If nothing may stop, matching begins again after each complete stop string.
         """
         position, end = 0, len(piece)
         while position < end:
@@ -102,16 +101,16 @@ class _Automaton:
         return state, end, None
 
 
-# Choices of one request have the same stop strings.
+# The choices of one request have the same stop strings.
 @functools.lru_cache(256)
 def compile_stops(stops: tuple[str, ...]) -> _Automaton:
-    """The automaton of these stop strings, made in some 0.7 us a character."""
+    """Build the automaton of these stop strings, in some 0.7 us a character."""
     return _Automaton(stops)
 
 
 def beginning(text: str, marks: Sequence[str], start: int = 0) -> int:
-    """The position of the longest suffix of `text` that begins one of the marks; its length if none
-    does. No mark may be in `text` as a whole; the search begins at `start`.
+    """Return the position of the longest suffix of `text` that begins one of the marks; the text's
+    length if none does. No whole mark may be in `text`; the search begins at `start`.
     """
     found = len(text)
     for mark in marks:
@@ -129,7 +128,7 @@ class StopMatcher:
     __slots__ = ("_automaton", "_held", "_include", "_state", "active", "stopped_by")
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
-        # Whether there is anything to look for.
+        # True if there are stop strings.
         self.active = bool(stops)
         self._automaton = compile_stops(tuple(stops)) if stops else None
         self._state = 0
@@ -138,7 +137,7 @@ class StopMatcher:
         self.stopped_by: str | None = None
 
     def feed(self, piece: str, may_stop: bool = True) -> str:
-        """The text that can be shown now. Once `stopped_by` is set, feed nothing more."""
+        """Return the text that can be shown now. Once `stopped_by` is set, feed nothing more."""
         if self._automaton is None or not piece:
             return piece
         self._state, end, stop = self._automaton.advance(self._state, plain(piece), may_stop)
@@ -158,13 +157,15 @@ class StopMatcher:
         return text if self._include else text[: _before_last(text, len(stop))]
 
     def flush(self) -> str:
-        """The text is over: what was held back is ordinary text after all."""
+        """End the text; held text is ordinary text."""
         held, self._held = self._held, ""
         return held
 
 
 def _before_last(text: str, count: int) -> int:
-    """The position before the last characters, and before what tells the first of them apart."""
+    """Return the position before the last `count` characters, and before a `TOKEN` in front of
+    them.
+    """
     at = len(text) - count
     if TOKEN not in text:
         return at

@@ -1,6 +1,6 @@
-"""Builds structural tags: the language of constraints in which shards get an answer's format.
+"""Builds structural tags, the language in which shards get the constraint on an answer.
 
-A format says what a part of the text is; formats are put into each other.
+A format describes a part of the text; formats are nested.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ ANY_TEXT: JsonObject = {"type": "any_text"}
 
 
 class TooLong(Exception):
-    """A format of more bytes than a constraint may have that is made of several things."""
+    """Raised for a combined format of more bytes than a constraint may have."""
 
 
 def encoded(form: JsonObject) -> str:
-    """The structural tag of a format, as JSON. Raises `TooLong`.
+    """Encode the structural tag of a format as JSON. Raises `TooLong`.
 
-    A format shares what stands in it at many places, as definitions that all arguments may refer
-    to, and its JSON repeats them: so it is counted before it is written.
+    In memory, parts may be shared objects, such as definitions that all arguments refer to, but the
+    JSON repeats the parts. So its size is counted before it is written.
     """
     if _is_longer(form, MAX_BUILT_CONSTRAINT_BYTES):
         raise TooLong
@@ -35,8 +35,8 @@ def encoded(form: JsonObject) -> str:
 
 
 def packed(forms: Iterable[Any]) -> list[msgspec.Raw]:
-    """Formats as JSON, for what repeats them: their lengths are known, and need not be counted.
-    Raises `TooLong` as soon as they are, together.
+    """Encode formats that will be repeated, so that their lengths are known. Raises `TooLong` as
+    soon as their sum is too long.
     """
     found, left_bytes = [], MAX_BUILT_CONSTRAINT_BYTES
     for form in forms:
@@ -49,12 +49,14 @@ def packed(forms: Iterable[Any]) -> list[msgspec.Raw]:
 
 
 def _is_longer(value: Any, max_bytes: int) -> bool:
-    """Tell whether the JSON of a value is longer, for all that is looked at of it."""
+    """Tell whether the JSON of a value is surely longer than `max_bytes`. Not all of its bytes are
+    counted.
+    """
     left_bytes, waiting = max_bytes, [value]
     while waiting and left_bytes >= 0:
         part = waiting.pop()
         if isinstance(part, dict):
-            # Quotes and a colon.
+            # Two quotes and a colon per key.
             left_bytes -= sum(map(len, part)) + 3 * len(part)
             waiting += part.values()
         elif isinstance(part, list):
@@ -69,38 +71,37 @@ def _is_longer(value: Any, max_bytes: int) -> bool:
 
 
 def literal(text: str) -> JsonObject:
-    """Exactly this text."""
     return {"type": "const_string", "value": text}
 
 
 def regex(pattern: str) -> JsonObject:
-    """Text that matches the whole pattern."""
+    """Match text by the whole pattern."""
     return {"type": "regex", "pattern": pattern}
 
 
 def json_format(schema: Any) -> JsonObject:
-    """JSON that obeys a schema, which may be JSON already (`msgspec.Raw`)."""
+    """Match JSON that obeys a schema, which may be encoded already (`msgspec.Raw`)."""
     return {"type": "json_schema", "json_schema": schema}
 
 
 def sequence(*elements: Any) -> JsonObject:
-    """The elements, one after another."""
+    """Match the elements, one after another."""
     return {"type": "sequence", "elements": list(elements)}
 
 
 def either(elements: Iterable[Any]) -> JsonObject:
-    """Match one of the elements, of which there must be at least one."""
+    """Match one of the elements; there must be at least one."""
     ways: list[JsonObject] = list(elements)
     return ways[0] if len(ways) == 1 else {"type": "or", "elements": ways}
 
 
 def tag(begin: str, content: Any, end: str | list[str]) -> JsonObject:
-    """The content between the text `begin` and the text `end`, or one of several `end`s."""
+    """Match the content between the text `begin` and the text `end`, or one of several `end`s."""
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 def one_or_more(tags: Sequence[JsonObject], separator: str, *, parallel: bool) -> JsonObject:
-    """Tags with separators between them and nothing else; exactly one tag if not `parallel`."""
+    """Match tags with only separators between them; exactly one tag if not `parallel`."""
     return {
         "type": "tags_with_separator",
         "tags": list(tags),
@@ -111,7 +112,7 @@ def one_or_more(tags: Sequence[JsonObject], separator: str, *, parallel: bool) -
 
 
 def among_text(tags: Sequence[JsonObject], trigger: str, *, parallel: bool) -> JsonObject:
-    """Free text, in which the trigger begins a tag; at most one tag if not `parallel`."""
+    """Match free text, in which the trigger begins a tag; at most one tag if not `parallel`."""
     return {
         "type": "triggered_tags",
         "triggers": [trigger],

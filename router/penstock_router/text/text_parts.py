@@ -1,9 +1,9 @@
-"""Long texts tokenized in parts, and of a text that is truncated only the end that is kept.
+"""Tokenizes long texts in parts, and only the kept end of a truncated text.
 
-A token takes some hundred bytes until its id is known: a text of megabytes would take hundreds. A
-text may be cut where its tokens are those of the two parts: where what is tokenized apart ends,
-whatever is around it. Each cut is tried: the text around it, from several places on, has the same
-tokens with it and without. Where no such place is found nothing is cut.
+Until its id is known, a token takes some hundred bytes: a text of a few MB would take hundreds of
+MB. A text may be cut only between words of the tokenizer, where the tokens stay the same. Each cut
+is tested: the text around it must have the same tokens in one piece and in two, from several
+beginnings on. If no place passes, the text is not cut.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from penstock_router.errors import BadRequest
 
-# Of a part, whose tokens take 40 MB at most.
+# The size of a part, whose tokens take at most 40 MB.
 PART_CHARS = 64 * 1024
-# Of UTF-8, without a place to cut: its tokens take 160 MB.
+# Maximum of UTF-8 bytes without a place to cut; their tokens take 160 MB.
 MAX_UNCUT_BYTES = 1024 * 1024
-# Behind a character, and before one that has no more than a space or line break before it:
-# normalizers and patterns look far ahead only in runs of white space, which are not touched.
+# Places with no more than one space or line break: normalizers and patterns look far ahead only in
+# runs of whitespace.
 _PLACE = re.compile(r"(?<=\S)[ \n]?(?=\S)")
-# Enough for most texts, of which a token takes four characters; then as many times more.
+# The first guess of an end's length, for texts with about 4 characters per token; its minimum; and
+# its growth.
 _CHARS_A_TOKEN = 12
 _LEAST_CHARS = 1024
 _GROWTH = 4
-# How much is searched for a place at once, how often, how many places are tried each time, and how
-# much of the text around one.
+# The characters searched at once, the searches, the places tried in each, and the characters around
+# a place.
 _SEARCHED_CHARS = 512
 _MAX_SEARCHES = 8
 _MAX_TRIES = 8
 _AROUND_CHARS = 128
-# A pattern that counts finds other pieces from one of these characters on, or from a word later.
+# A pattern that counts characters splits differently if the text begins up to 3 characters or a
+# word later.
 _SHIFTS = (0, 1, 2, 3)
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W_])[ \n](?=[^\W_])")
-# How much is tokenized before a part at least: a tokenizer may put something before a text, which
+# The minimum of text tokenized before a part: tokenizers may put a character before a text, which
 # changes its first word.
 _BEFORE_CHARS = 64
 # SentencePiece's space.
@@ -46,7 +48,7 @@ _SPACE = "▁"
 
 
 class TextPart(NamedTuple):
-    """Tokens of a part, after so many of what is before it."""
+    """The tokens of a part; the first `num_before` tokens belong to the text before it."""
 
     encoding: Encoding
     num_before: int
@@ -64,22 +66,22 @@ class TextParts:
     """Parts and ends of texts, for one tokenizer."""
 
     def __init__(self, fast: FastTokenizer, model_type: str) -> None:
-        """`model_type` as in tokenizer.json."""
+        """Prepare for a tokenizer; `model_type` as in tokenizer.json."""
         self._fast = fast
         added = fast.get_added_tokens_decoder().values()
         self._around_chars = max([_AROUND_CHARS, *(len(each.content) for each in added)])
-        # A token that takes the space behind it.
+        # A token may take the space after it.
         takes_spaces = any(each.rstrip and each.content[-1:].isalnum() for each in added)
         self._is_usable = not takes_spaces
         self._is_whole = len(set(self._located("a b a b").word_ids)) <= 1
         if self._is_whole:
-            # Merges cannot reach over a space that no token has behind something else.
+            # Merges cannot cross a space if no token has a space after another character.
             vocabulary = fast.get_vocab(with_added_tokens=False)
             crossing = any(_SPACE in token.lstrip(_SPACE) for token in vocabulary)
             self._is_usable &= model_type == "BPE" and _SPACE in vocabulary and not crossing
 
     def of(self, text: str) -> Iterator[TextPart]:
-        """All of the text. Raises `BadRequest` where too much of it cannot be cut."""
+        """Yield the whole text in parts. Raises `BadRequest` if too long a piece cannot be cut."""
         before = begin = 0
         while begin < len(text):
             next_before, end = self._next(text, begin) or (len(text), len(text))
@@ -88,8 +90,9 @@ class TextParts:
             before, begin = next_before, end
 
     def end_of(self, text: str, num_tokens: int, side: str) -> list[int] | None:
-        """The tokens of an end of the text: the last `num_tokens` of these, or the first if `side`
-        says that "right" is cut off, are those of the whole text. None if only all of it will do.
+        """Return the tokens of one end of the text; None if the whole text is needed. The last
+        `num_tokens` of them (the first, if `side`, the side that is cut off, is "right") equal the
+        whole text's tokens.
         """
         num_chars = max(_LEAST_CHARS, num_tokens * _CHARS_A_TOKEN)
         of_end = self._first if side == "right" else self._last
@@ -114,7 +117,9 @@ class TextParts:
     # ---- places ----
 
     def _next(self, text: str, begin: int) -> tuple[int, int] | None:
-        """Where what is before the next part begins, and the next part; None: it is the last."""
+        """Return the beginnings of the text before the next part, and of that part; None: no next
+        part.
+        """
         num_chars = PART_CHARS
         while self._is_usable and begin + 2 * num_chars < len(text):
             if places := self._places(text, begin + num_chars):
@@ -123,8 +128,8 @@ class TextParts:
         return None
 
     def _places(self, text: str, begin: int) -> tuple[int, int] | None:
-        """A place from there on where the text may be cut, and another one behind it where it may
-        be also if it begins at the first.
+        """Return a place from `begin` on where the text may be cut, and a later place where the
+        text from the first place on may also be cut.
         """
         first = self._place(text, begin)
         second = None if first is None else self._place(text, first + _BEFORE_CHARS)
@@ -134,7 +139,7 @@ class TextParts:
         return (first, second) if self._is_split(text[first:second], right) else None
 
     def _place(self, text: str, begin: int) -> int | None:
-        """The first place from there on where the text may be cut."""
+        """Return the first place from `begin` on where the text may be cut."""
         for number in range(_MAX_SEARCHES):
             start = begin + number * _SEARCHED_CHARS
             found = (start + place for place, _ in self._splits(text[start:][:_SEARCHED_CHARS]))
@@ -158,7 +163,7 @@ class TextParts:
         return self._splits_of(text, self._located(text))
 
     def _splits_of(self, text: str, encoding: Encoding) -> Iterator[tuple[int, int]]:
-        """Where pieces of this text end, each with how many tokens are before."""
+        """Yield the ends of words in this text, each with the number of tokens before it."""
         tokens = zip(encoding.word_ids, encoding.offsets, strict=True)
         for number, ((word, (_, end)), (next_word, (start, _))) in enumerate(pairwise(tokens), 1):
             is_split = text[end : end + 1] == " " if self._is_whole else word != next_word
@@ -175,12 +180,12 @@ class TextParts:
         return len(self._encode(text)) if text else 0
 
     def _located(self, text: str) -> Encoding:
-        """The tokens of a short text, and where each is."""
+        """Tokenize a short text, with the offsets of tokens."""
         return self._fast.encode(text, add_special_tokens=False)
 
 
 def _check_uncut(text: str, begin: int, end: int) -> None:
-    """Raises `BadRequest`."""
+    """Raise `BadRequest` if the text between has too many bytes."""
     if end - begin <= MAX_UNCUT_BYTES // 4:
         return
     num_bytes = len(text[begin:end].encode("utf-8", "surrogatepass"))

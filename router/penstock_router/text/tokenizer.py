@@ -1,8 +1,8 @@
-"""Text -> token ids, and what else a model's tokenizer.json knows.
+"""Turns text into token ids, and tells other facts from a model's tokenizer.json.
 
-The library's `Tokenizer.encode` keeps the interpreter lock, and with it the whole process, for as
-long as it takes; `encode_batch_fast`, which is used here, releases it, so that a thread may call
-it. Text that cannot fit is refused on its length, before it is tokenized.
+The library's `Tokenizer.encode` holds the interpreter lock, and so blocks the process.
+`encode_batch_fast`, used here, releases the lock, so that a thread may call it. Text that cannot
+fit is refused by its length, before it is tokenized.
 """
 
 from __future__ import annotations
@@ -21,33 +21,32 @@ from penstock_router.text.detokenizer import DetokenizerFactory, make_detokenize
 from penstock_router.text.marks import Marks
 from penstock_router.text.text_parts import PART_CHARS, TextParts
 
-# More than contexts have.
+# More than any context has.
 MAX_TEXT_CHARS = 8_000_000
 
-# A prompt that is too long is counted up to so many times its bound.
+# The count of a too long prompt stops at this multiple of its bound.
 _MAX_COUNTED = 2
 
 # Unicode's composition can turn four characters into one.
 _COMPOSITION_FACTOR = 4
 
 
-# A token's id, and in its text its first character and the one after its last.
+# A token's id, the index of its first character, and the index after its last.
 TokenPlace = tuple[int, int, int]
 
 
 class TokenizerUnusable(Exception):
-    """A tokenizer.json that does not load; the text says why."""
+    """Raised for a tokenizer.json that does not load; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Keep `max_tokens` of a prompt; `side` is the end that is cut off, "left" or "right"."""
+    """Keeps `max_tokens` of a prompt; `side`, "left" or "right", is the end that is cut off."""
 
     max_tokens: int
     side: str
 
     def cut(self, token_ids: list[int]) -> list[int]:
-        """The prompt's ids that are kept."""
         if self.side == "left":
             return token_ids[max(0, len(token_ids) - self.max_tokens) :]
         return token_ids[: self.max_tokens]
@@ -71,18 +70,18 @@ _TOKENIZER_FILES = msgspec.json.Decoder(_TokenizerFile)
 
 
 class Tokenizer:
-    """The tokenizer of one model. Holds no state of any request."""
+    """The tokenizer of one model. It holds no state of requests."""
 
     def __init__(self, data: bytes, config: Mapping[str, Any] | None = None) -> None:
-        """`config` is what tokenizer_config.json holds."""
-        # One text at a time has nothing to parallelise; the library's threads would only disturb.
+        """Load a tokenizer; `config` is the content of tokenizer_config.json."""
+        # Texts are encoded one at a time, so the library's threads have nothing to do in parallel.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
             self._parts = _TOKENIZER_FILES.decode(data)
             self._fast = FastTokenizer.from_buffer(data)
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception
             raise TokenizerUnusable(f"tokenizer.json does not load: {error}") from None
-        # Settings that tokenizer.json may carry from training, which would truncate or pad prompts.
+        # tokenizer.json may carry settings from training, which would truncate or pad prompts.
         self._fast.no_truncation()
         self._fast.no_padding()
         # transformers' default and meaning: "right" cuts off the end.
@@ -100,7 +99,7 @@ class Tokenizer:
 
     @property
     def _length_bounds_tokens(self) -> bool:
-        """Tell whether a text of n characters surely has n / (longest token) tokens or more.
+        """Tell whether a text of n characters surely has at least n / (longest token) tokens.
 
         False if unknown characters may fuse into one token, whole words may become one, or the
         normalizer may shorten the text.
@@ -119,7 +118,7 @@ class Tokenizer:
         return max(lengths, default=1) * (_COMPOSITION_FACTOR if composes else 1)
 
     def max_chars(self, num_tokens: int) -> int | None:
-        """A text with more characters than this has more than `num_tokens`; None: no such bound."""
+        """The maximum of characters in `num_tokens` tokens; None if there is no such bound."""
         return None if self._max_token_bytes is None else num_tokens * self._max_token_bytes
 
     def encode(
@@ -130,7 +129,7 @@ class Tokenizer:
         max_tokens: int,
         truncation: Truncation | None = None,
     ) -> list[list[int]]:
-        """Ids of each text. Raises `ContextExceeded` for one of more than `max_tokens`."""
+        """Tokenize each text. Raises `ContextExceeded` for a text of more than `max_tokens`."""
         for text in texts:
             if truncation is None:
                 self._refuse_by_length(text, max_tokens)
@@ -145,7 +144,7 @@ class Tokenizer:
     def _whole(self, text: str, add_special_tokens: bool, max_tokens: int) -> list[int]:
         if len(text) <= PART_CHARS:
             [encoding] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            # Before `ids`, which builds every integer under the interpreter lock.
+            # Check before `ids`, which builds every integer under the interpreter lock.
             if len(encoding) > max_tokens:
                 raise prompt_too_long(len(encoding), max_tokens)
             return encoding.ids
@@ -162,8 +161,8 @@ class Tokenizer:
         return ids + after
 
     def _cut(self, text: str, add_special_tokens: bool, truncation: Truncation) -> list[int]:
-        """Special tokens are added to what is left of the text, as transformers does it. The
-        library keeps its own truncation in the tokenizer, where all requests would see it.
+        """Cut a text, then add special tokens, as transformers does. The library's truncation is a
+        setting for all requests.
         """
         before, after = self.special_around if add_special_tokens else ([], [])
         room = Truncation(max(0, truncation.max_tokens - len(before) - len(after)), truncation.side)
@@ -176,7 +175,7 @@ class Tokenizer:
 
     @cached_property
     def special_around(self) -> tuple[list[int], list[int]]:
-        """The ids that are added before a text and after it."""
+        """The ids that are added before and after a text."""
         bare = self._fast.encode("a", add_special_tokens=False).ids
         whole = self._fast.encode("a", add_special_tokens=True).ids
         num_added = len(whole) - len(bare)
@@ -185,9 +184,8 @@ class Tokenizer:
         return whole[:num_before], whole[num_before + len(bare) :]
 
     def places(self, text: str, *, add_special_tokens: bool, at_most: int) -> list[TokenPlace]:
-        """Find where each token of a text is.
-
-        Takes long for a long text. Raises `BadRequest` for more than `at_most` tokens.
+        """Return the place of each token of a text; slow for a long text. Raises `BadRequest` for
+        more than `at_most` tokens.
         """
         # `encode_batch_fast` keeps no offsets.
         [encoding] = self._fast.encode_batch([text], add_special_tokens=add_special_tokens)
@@ -207,16 +205,15 @@ class Tokenizer:
             )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of a whole sequence at once."""
         known = [token_id for token_id in token_ids if token_id < 2**32]
         return self._fast.decode(known, skip_special_tokens=skip_special_tokens)
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is exactly this text; None if there is none."""
+        """The id of the token with exactly this text; None if no token has it."""
         return self._fast.token_to_id(text)
 
     def special_ids_of(self, texts: tuple[str, ...]) -> frozenset[int]:
-        """The ids of those texts that are special tokens, which decoding would skip."""
+        """The ids of the texts that are special tokens, which decoding would skip."""
         found = self._marks.get(texts)
         if found is None:
             ids = {self._fast.token_to_id(text) for text in texts}
@@ -224,7 +221,7 @@ class Tokenizer:
         return found
 
     def marks_among(self, texts: tuple[str, ...]) -> Marks:
-        """Find which of these texts are each a token that was added to the vocabulary."""
+        """Find the texts that are tokens added to the vocabulary."""
         found = self._marks_among.get(texts)
         if found is None:
             added = self._fast.get_added_tokens_decoder()
@@ -233,7 +230,7 @@ class Tokenizer:
         return found
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token as in running text, special tokens included."""
+        """The text of one token within a text, special tokens included."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
@@ -251,14 +248,14 @@ def _keeps_length(normalizer: Mapping[str, Any] | None) -> bool:
 
 
 def check_num_shown(num_tokens: int, at_most: int) -> None:
-    """Raises `BadRequest` for more tokens with their places than that."""
+    """Raise `BadRequest` for more tokens than can be shown with their places."""
     if num_tokens > at_most:
         raise BadRequest(f"the text has {num_tokens} tokens; at most {at_most} are shown")
 
 
 def prompt_too_long(num_tokens: int, max_tokens: int, *, at_least: bool = False) -> ContextExceeded:
-    """The error, in the words that clients of OpenAI-compatible servers recognise; `at_least`: the
-    rest was not counted.
+    """Make the error, in words that clients of OpenAI-compatible servers recognise; with
+    `at_least`, the rest was not counted.
     """
     given = f"at least {num_tokens}" if at_least else num_tokens
     return ContextExceeded(
@@ -271,7 +268,6 @@ def prompt_too_long(num_tokens: int, max_tokens: int, *, at_least: bool = False)
 
 
 def load_tokenizer(files: Mapping[str, bytes]) -> Tokenizer:
-    """The tokenizer among a shard's files."""
     if "tokenizer.json" not in files:
         raise TokenizerUnusable("the shard sent no tokenizer.json")
     try:

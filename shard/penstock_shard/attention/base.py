@@ -1,8 +1,7 @@
 """Attention over a paged KV cache: the interface of backends, and a step's batch.
 
-Token i of a sequence lives in block `block_table[row, i // block_size]` at offset
-`i % block_size`; that place, counted over all blocks, is its slot. Each backend chooses the memory
-layout of its cache.
+Token i of a sequence is in block `block_table[row, i // block_size]` at offset `i % block_size`.
+Its slot is that place, counted over all blocks. Each backend has its own cache layout.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-# The keys and values of one layer, as the backend that made them lays them out.
+# The keys and values of one layer, in the layout of the backend that made them.
 LayerCache: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """What a layer keeps of a sequence in place of keys and values, whatever its length, float32:
-    the inputs of a short convolution, [taps - 1, channels]; and a matrix of each head, [heads, dim,
-    dim_v], of none where `heads` is 0.
+    """A layer's state, which replaces the keys and values of a sequence of any length. In float32:
+    inputs of a short convolution [taps - 1, channels], and matrices [heads, dim, dim_v], unless
+    `heads` is 0.
     """
 
     channels: int
@@ -48,20 +47,20 @@ class LayerSpec:
     head_dim: int
     head_dim_v: int
     scale: float
-    # Keys that a query sees, its own included; None: all up to its own.
+    # The number of keys that a query sees, including its own; None for all keys up to its own.
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
-    # Keys are seen from the last position on that is a multiple of this. Backends need not know:
-    # the batch of such layers has no earlier keys.
+    # A query sees keys from the last multiple of `chunk` on. Batches of such layers have no earlier
+    # keys, so backends need not know it.
     chunk: int | None = None
-    # The values are the first `head_dim_v` elements of the keys, and are not kept apart.
+    # The values are the first `head_dim_v` elements of the keys, and are not stored again.
     values_in_keys: bool = False
-    # The layer whose keys and values this one reads, in place of any of its own.
+    # The layer whose keys and values this one reads; None if it has its own.
     reads: int | None = None
-    # What the layer keeps if it does not attend: the other fields have no meaning then.
+    # The layer's state if it does not attend. The other fields then have no meaning.
     state: StateSpec | None = None
-    # Tokens of an image see all of it, later ones too.
+    # True if tokens of an image see the whole image, including its later tokens.
     bidirectional_images: bool = False
 
     @property
@@ -72,22 +71,22 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class RowSpan:
-    """One sequence of a step and the keys it needs, for backends that loop over rows in Python."""
+    """A sequence of a step and the keys it needs, for backends that loop over rows in Python."""
 
-    # This row's tokens within the step's T tokens.
+    # The place of this row's tokens among the step's T tokens.
     queries: slice
     num_queries: int
-    # int32 [n]: the blocks with the keys that the queries see; and the slice of these keys in them.
+    # int32 [n]: the blocks with the keys that the queries see; and the slice of these keys in the
+    # blocks.
     blocks: Tensor
     keys: slice
-    # Whether queries see the keys of later ones too.
+    # True if queries see the keys of later queries too.
     is_bidirectional: bool = False
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """The sequences of one step as the layers of one cache group see them, packed one after the
-    other along T.
+    """A step's sequences for the layers of a cache group, concatenated along T.
 
     Row i owns queries `cu_queries[i]` to `cu_queries[i + 1]`, which are the last of its
     `seq_lens[i]` tokens (bottom-right causal). The first `num_decodes` rows have one query each.
@@ -99,19 +98,19 @@ class AttentionBatch:
     block_size: int
     # int64 [T]: the slots to which the keys and values of this step's tokens are written.
     slots: Tensor
-    # int32 [B + 1], [B + 1] and [B], on the device: cumulative sums of query_lens and of seq_lens,
+    # On the device, int32 [B + 1], [B + 1] and [B]: cumulative sums of query_lens and of seq_lens,
     # from 0; and seq_lens.
     cu_queries: Tensor
     cu_keys: Tensor
     seq_lens_tensor: Tensor
     # int32 [B, max blocks of a row], padded with block 0.
     block_table: Tensor
-    # The rows whose queries see the keys of later ones of the row too.
+    # The rows whose queries also see the keys of the row's later queries.
     bidirectional: frozenset[int] = frozenset()
 
     @cached_property
     def bidirectional_rows(self) -> Tensor | None:
-        """int32 [B]: 1 for those rows, on the host; None if there are none."""
+        """int32 [B] on the host: 1 for the bidirectional rows; None if there are none."""
         if not self.bidirectional:
             return None
         rows = torch.zeros(len(self.query_lens), dtype=torch.int32)
@@ -123,7 +122,7 @@ class AttentionBatch:
         return {}
 
     def rows(self, window: int | None) -> tuple[RowSpan, ...]:
-        """The rows for layers with this window; made once a step."""
+        """Return the rows for layers with this window, made once a step."""
         rows = self._rows.get(window)
         if rows is None:
             rows = self._rows[window] = tuple(self._spans(window))
@@ -162,7 +161,9 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class ScoreParams:
-    """How scores of queries and keys become weights; see `AttentionBackend.attend`."""
+    """The parameters that turn the scores of queries with keys into weights; see
+    `AttentionBackend.attend`.
+    """
 
     scale: float
     window: int | None
@@ -180,7 +181,7 @@ class Unusable(Exception):
 
 
 class NotHere(Unusable):
-    """This machine lacks what a backend needs: "auto" then passes it over without a message."""
+    """The machine lacks a requirement of a backend. "auto" then skips it without a message."""
 
 
 class AttentionBackend(Protocol):
@@ -189,13 +190,13 @@ class AttentionBackend(Protocol):
     name: str
     # Block sizes must be a multiple of this; it is also the default.
     block_multiple: int
-    # Whether pure decode steps may run in a CUDA graph: `attend` then reads lengths from
-    # `seq_lens_tensor`, `block_table` and `cu_queries`; on the host only the number of rows.
+    # True if pure decode steps may be captured in a CUDA graph. Then `attend` reads lengths only on
+    # the device (`seq_lens_tensor`, `block_table`, `cu_queries`).
     capturable: bool
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
-        """Why this backend cannot serve such a layer with activations of this dtype; None if it
-        can.
+        """Return why this backend cannot serve such a layer with activations of this dtype; None if
+        it can.
         """
 
     def make_cache(
@@ -206,15 +207,17 @@ class AttentionBackend(Protocol):
         dtype: torch.dtype,
         device: torch.device,
     ) -> LayerCache:
-        """One layer's KV cache of `num_blocks` blocks; elements are stored as `dtype`."""
+        """Make one layer's KV cache of `num_blocks` blocks; elements are stored as `dtype`."""
 
     def write(self, cache: LayerCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Store key [T, Hkv, D] and value [T, Hkv, Dv] at slots int64 [T]; of a layer with
-        `values_in_keys` the key alone.
+        """Store key [T, Hkv, D] and value [T, Hkv, Dv] at slots int64 [T]; for a layer with
+        `values_in_keys` only the key.
         """
 
     def memory(self, cache: LayerCache) -> tuple[Tensor, ...]:
-        """The tensors [num_blocks, ...] of the cache: keys, and values unless they are in keys."""
+        """Return the tensors [num_blocks, ...] of the cache: keys, and values unless they are in
+        keys.
+        """
 
     def attend(
         self,
@@ -227,8 +230,8 @@ class AttentionBackend(Protocol):
         softcap: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """query [T, Hq, D] -> [T, Hq, Dv], over the keys and values in the cache. Those of this
-        step's tokens must have been written before.
+        """Attend with query [T, Hq, D] over the cache, which already has this step's keys and
+        values; return [T, Hq, Dv].
 
         `sinks` [Hq] are scores of a virtual key with value 0 that each query also sees.
         """
@@ -237,12 +240,12 @@ class AttentionBackend(Protocol):
 def make_paged_pair(
     spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """A cache of keys [num_blocks, block_size, Hkv, D] and values [num_blocks, block_size, Hkv,
-    Dv], as GPU libraries read it. Of a layer with `values_in_keys` the second is a view of the
-    first.
+    """Make a cache of keys [num_blocks, block_size, Hkv, D] and values [num_blocks, block_size,
+    Hkv, Dv], the layout of GPU libraries. For a layer with `values_in_keys`, the values are a view
+    of the keys.
     """
-    # Empty on cpu, where the system commits memory only when it is written. Zeros on a GPU, where
-    # kernels read whole blocks and must not meet NaN in slots that were never written.
+    # On cpu leave the cache unfilled: the system commits memory on the first write. On a GPU fill
+    # it with zeros: kernels read whole blocks and must not meet NaN in unwritten slots.
     make = torch.empty if device.type == "cpu" else torch.zeros
     shape = (num_blocks, block_size, spec.num_kv_heads)
     keys = make(*shape, spec.head_dim, dtype=dtype, device=device)
@@ -252,14 +255,16 @@ def make_paged_pair(
 
 
 def has_values_in_keys(cache: tuple[Tensor, Tensor]) -> bool:
-    """Whether a pair is that of a layer with `values_in_keys`."""
+    """Tell whether a pair belongs to a layer with `values_in_keys`."""
     return cache[0].data_ptr() == cache[1].data_ptr()
 
 
 def parts_to_write(
     cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """The parts of a pair, each with the rows for it: of values that are in keys the keys alone."""
+    """Return the parts of a pair, each with the rows to write to it; only the keys if values are in
+    keys.
+    """
     parts = [(cache[0], key), (cache[1], value)]
     return parts[:1] if has_values_in_keys(cache) else parts
 
@@ -267,8 +272,8 @@ def parts_to_write(
 def write_paged_pair(
     cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, slots: Tensor
 ) -> None:
-    """Store key [T, Hkv, D] and value [T, Hkv, Dv] in a pair, rounded to its dtype; values beyond
-    the range of an 8-bit float are clamped to it.
+    """Store key [T, Hkv, D] and value [T, Hkv, Dv] in a pair, rounded to its dtype. Values beyond
+    the range of an 8-bit float are clamped.
     """
     for part, rows in parts_to_write(cache, key, value):
         places = part.view(-1, *part.shape[2:])
@@ -283,7 +288,7 @@ def write_paged_pair(
 
 
 class PairBackend:
-    """Shared by backends whose cache is a pair from `make_paged_pair`."""
+    """Base of backends whose cache is a pair from `make_paged_pair`."""
 
     def make_cache(
         self,
@@ -312,8 +317,8 @@ def visible_keys(
     is_bidirectional: bool,
     device: torch.device,
 ) -> Tensor:
-    """bool [num_queries, num_keys]: query i is at key index `offset + i` and sees the keys up to
-    there, the last `window` of them at most; and all later ones if it is bidirectional.
+    """Return bool [num_queries, num_keys]. Query i is at key index `offset + i` and sees at most
+    the last `window` keys up to that index. If bidirectional, it also sees all later keys.
     """
     position = torch.arange(num_queries, device=device).unsqueeze(1) + offset
     index = torch.arange(num_keys, device=device).unsqueeze(0)

@@ -1,12 +1,12 @@
-"""Which layers share block tables and memory.
+"""The division of layers into groups that share block tables, and pools that share memory.
 
-Layers that see the same keys form a group: one block table of a sequence serves all of them. Groups
-whose layers need equal memory for a token share a pool of blocks, so that none is set aside for one
-kind. Layers with a state in place of keys form a group too, in whose pool a block is one state; a
-model of no other layers has a group without layers beside it, whose blocks have no memory on the
-device: what its states are of is named by them.
+Layers that see the same keys form a group: one block table of a sequence serves them all. Groups
+with equal memory for a token share a pool of blocks, so that no memory is reserved for one group.
+Layers with a state form a group too, in whose pool a block is one state. A model with only such
+layers also has a group without layers, whose blocks take no device memory and only name the tokens
+that states cover.
 
-A pool is made of planes, each the memory of one layer; a block is its part of all planes, and
+A pool consists of planes, each the memory of one layer. A block is its part of all planes, and
 belongs to one group at a time, whose layers have a plane each.
 """
 
@@ -18,18 +18,18 @@ from dataclasses import dataclass
 from penstock_shard.attention.base import LayerSpec, StateSpec
 from penstock_shard.ipc.runner_info import CacheGroup
 
-# Most groups with layers of one shape, as a step's host work grows with their number. With fewer,
-# some have less layers than others, and leave planes of their blocks unused.
+# The largest number of groups with layers of one shape, because a step's host work grows with it.
+# With fewer groups, small groups leave planes of their blocks unused.
 _MOST_GROUPS = 8
-# How a layer's keys and values lie in memory, and which of them a query sees.
+# The memory layout of a layer's keys and values, and the keys that a query sees.
 _Shape = tuple[int, int, int, bool] | StateSpec
 _Sight = tuple[int | None, int | None, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """`group_of` has the group of each layer, by the layer's index; `planes` has for each pool, and
-    each of its planes, the layers that share it, no two of one group.
+    """`group_of` has the group of each layer, by the layer's index. `planes` has, for each pool and
+    each of its planes, the layers that share the plane, which are in different groups.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -37,7 +37,7 @@ class CacheLayout:
     planes: tuple[tuple[tuple[LayerSpec, ...], ...], ...]
 
     def block_bytes(self, pool: int, block_size: int, itemsize: int) -> int:
-        """Bytes of a block of this pool, whose elements take so many bytes."""
+        """Return the bytes of a block of this pool, with elements of `itemsize` bytes."""
         return sum(
             block_size * first.elements_per_token * itemsize
             if first.state is None
@@ -47,7 +47,9 @@ class CacheLayout:
 
 
 def cache_layout(layers: Sequence[LayerSpec]) -> CacheLayout:
-    """The layout for these layers; one that reads another's keys and values has its group."""
+    """Return the layout for these layers. A layer that reads another's keys and values is in that
+    layer's group.
+    """
     shapes: dict[_Shape, dict[_Sight, list[LayerSpec]]] = {}
     for layer in layers:
         if layer.reads is None:

@@ -13,7 +13,7 @@ from penstock_shard.kernels.cpu import KEY_TILE, CpuKernels, KvCache, make_cache
 
 
 class CpuBackend:
-    """See the module's docstring; supports everything a layer can ask for."""
+    """The backend of the CPU kernels; supports all attention parameters of a layer."""
 
     name = "cpu"
     block_multiple = KEY_TILE

@@ -1,8 +1,8 @@
 """Backends over the flash-attn libraries, 2 (>= 2.8) and 3, which read the paged cache in place.
 
-Written against the signatures of `flash_attn_varlen_func` and `flash_attn_with_kvcache` in
-flash-attn 2.8, and of `flash_attn_with_kvcache` in `flash_attn_interface` of flash-attn 3: tables
-and lengths are int32, data is fp16 or bf16, and 2 needs blocks of a multiple of 256 tokens.
+They are written for `flash_attn_varlen_func` and `flash_attn_with_kvcache` of flash-attn 2.8, and
+`flash_attn_interface.flash_attn_with_kvcache` of flash-attn 3. Tables and lengths are int32, data
+is fp16 or bf16; version 2 needs blocks of a multiple of 256 tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _HOPPER = (9, 0)
 
 
 class _FlashAttention(LibraryBackend):
-    """Shared by both versions: decode, where only the name of the block table argument differs."""
+    """The decode call of both versions, which differ only in the name of the block table
+    argument.
+    """
 
     name = "flash_attn"
     table: str
@@ -97,7 +99,7 @@ class FlashAttention3(_FlashAttention):
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
         keys, values = spec.head_dim, spec.head_dim_v
-        # Head sizes that its kernels are built for where keys and values differ.
+        # Head sizes for which the library has kernels if keys and values differ.
         served = values <= 256 if keys <= 64 else 128 < keys <= 192 and 96 < values <= 128
         if keys != values and not served:
             return f"has no kernel for keys of {keys} and values of {values}"
@@ -121,7 +123,9 @@ class FlashAttention3(_FlashAttention):
 
 
 def make_flash_attention_2(device: torch.device, dtype: torch.dtype) -> FlashAttention2:
-    """Raises Unusable where the library is not installed, too old, or does not serve `dtype`."""
+    """Make the backend. Raises Unusable if the library is not installed, too old, or does not serve
+    `dtype`.
+    """
     library = _import("flash_attn", how_to_install("flash"))
     version = str(getattr(library, "__version__", "0"))
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
@@ -132,7 +136,9 @@ def make_flash_attention_2(device: torch.device, dtype: torch.dtype) -> FlashAtt
 
 
 def make_flash_attention_3(device: torch.device, dtype: torch.dtype) -> FlashAttention3:
-    """Raises Unusable where the library is missing or does not serve the device or `dtype`."""
+    """Make the backend. Raises Unusable if the library is missing or does not serve the device or
+    `dtype`.
+    """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != _HOPPER:
         raise NotHere("flash-attn 3 runs on devices of compute capability 9.0")
     library = _import("flash_attn_interface", "build it from flash-attn's folder hopper")
@@ -158,8 +164,8 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 
 def _options(how: AttentionParams) -> dict[str, Any]:
-    """Arguments that all calls share. Without a window both sides are -1, and `causal` alone
-    bounds the keys.
+    """Return the arguments that all calls share. Without a window both sides are -1, and `causal`
+    alone bounds the keys.
     """
     return {
         "softmax_scale": how.scale,

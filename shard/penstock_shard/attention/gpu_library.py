@@ -1,5 +1,5 @@
-"""Base of the backends over GPU attention libraries: a paged pair as cache, and two calls a step,
-one for its decodes and one for all other rows.
+"""Base of the backends over GPU attention libraries. Their cache is a paged pair. A step makes two
+calls, one for its decodes and one for all other rows.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class AttentionParams:
     """A layer's attention parameters, in the form that the libraries take."""
 
     scale: float
-    # Keys that a query sees before its own; -1: all.
+    # The number of earlier keys that a query sees; -1 for all.
     left: int
-    # 0: no softcap.
+    # 0 for no softcap.
     softcap: float
 
 
@@ -44,11 +44,11 @@ class LibraryBackend(PairBackend, ABC):
     # Version of the library.
     version: str
     block_multiple: int
-    # Decodes pass the library tensors and the block table's width, no row lengths from the host.
+    # Decodes pass tensors and the block table's width, but no row lengths from the host.
     capturable = True
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
-        """Refusals that hold for all of the libraries."""
+        """Return the refusals that are common to all of the libraries."""
         if dtype not in _HALF:
             return f"serves float16 and bfloat16, not {dtype_name(dtype)}"
         if spec.values_in_keys:
@@ -96,15 +96,15 @@ class LibraryBackend(PairBackend, ABC):
     def _decode(
         self, query: Tensor, cache: Pair, batch: AttentionBatch, how: AttentionParams
     ) -> Tensor:
-        """query [num_decodes, Hq, D], one a row -> [num_decodes, Hq, Dv]."""
+        """Decode query [num_decodes, Hq, D], one for each row -> [num_decodes, Hq, Dv]."""
 
     @abstractmethod
     def _prefill(
         self, query: Tensor, cache: Pair, batch: AttentionBatch, how: AttentionParams
     ) -> Tensor:
-        """The same for the rows after the decodes: query [T - num_decodes, Hq, D]."""
+        """Attend for the rows after the decodes: query [T - num_decodes, Hq, D]."""
 
 
 def serves(dtype: torch.dtype) -> bool:
-    """Whether the libraries compute with this dtype."""
+    """Tell whether the libraries compute with this dtype."""
     return dtype in _HALF

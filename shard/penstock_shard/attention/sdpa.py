@@ -1,8 +1,8 @@
 """Reference backend: torch's scaled_dot_product_attention row by row, on any device and dtype.
 
-The host loops over rows and gathers the blocks of each. Measured on one AVX2 core with 16 rows of
-160 tokens, that is as fast as one padded gather for the whole batch (1.2 against 1.0 ms a layer)
-and clearly faster once lengths differ.
+The host gathers the blocks of each row. On one AVX2 core with 16 rows of 160 tokens, that takes 1.2
+ms for a layer. A padded gather for the whole batch takes 1.0 ms, but is clearly slower if lengths
+differ.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from penstock_shard.attention.base import (
     visible_keys,
 )
 
-# Most scores (queries times keys) of one masked product: at 4 M a float mask takes 16 MB.
+# The largest number of scores (queries times keys) of one masked product. With 4 million a float
+# mask takes 16 MB.
 _MAX_SCORES = 4_000_000
 
 
 class SdpaBackend(PairBackend):
-    """See the module's docstring; supports everything a layer can ask for."""
+    """The reference backend; supports all attention parameters of a layer."""
 
     name = "sdpa"
     block_multiple = 16
@@ -61,8 +62,8 @@ def attend_bidirectional(
     batch: AttentionBatch,
     how: ScoreParams,
 ) -> Tensor:
-    """The output [T, Hq, Dv] of a backend that knows causal rows only, with the bidirectional ones
-    put right.
+    """Return the output [T, Hq, Dv] of a backend with only causal rows, after replacing the
+    bidirectional rows.
     """
     if batch.bidirectional:
         for row in batch.rows(how.window):
@@ -78,7 +79,6 @@ def _attend_row(
     row: RowSpan,
     how: ScoreParams,
 ) -> Tensor:
-    """What a row's queries attend to, [n, Hq, Dv]."""
     keys, values = (_gather(part, row).to(query.dtype) for part in cache)
     queries = query[row.queries]
     if how.is_plain and row.num_queries == 1:
@@ -87,9 +87,9 @@ def _attend_row(
 
 
 def _gather(part: Tensor, row: RowSpan) -> Tensor:
-    """The keys or values [Hkv, L, D] in the cache that the row's queries see."""
+    """Return the keys or values [Hkv, L, D] in the cache that the row's queries see."""
     if part.dtype.itemsize == 1:
-        # As bytes: not every device can gather 8-bit floats.
+        # Gather bytes, because not every device can gather 8-bit floats.
         blocks = part.view(torch.uint8).index_select(0, row.blocks).view(part.dtype)
     else:
         blocks = part.index_select(0, row.blocks)
@@ -97,7 +97,7 @@ def _gather(part: Tensor, row: RowSpan) -> Tensor:
 
 
 def _decode(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """One query [1, Hq, D] that sees every key: [1, Hq, Dv].
+    """Attend with one query [1, Hq, D] over all keys: [1, Hq, Dv].
 
     The query heads that share a KV head become the query axis, so that each key is read once.
     """
@@ -118,7 +118,9 @@ def _masked(
     *,
     is_bidirectional: bool,
 ) -> Tensor:
-    """query [n, Hq, D], the last n of keys [Hkv, L, D] -> [n, Hq, Dv], in pieces of queries."""
+    """Attend with query [n, Hq, D], whose tokens are the last n of keys [Hkv, L, D], some queries
+    at a time: [n, Hq, Dv].
+    """
     num_queries, num_heads, head_dim = query.shape
     num_kv_heads, num_keys, _ = keys.shape
     group = num_heads // num_kv_heads
@@ -150,7 +152,7 @@ def _masked(
 
 
 class _Place(NamedTuple):
-    """Some queries among keys; see `visible_keys`."""
+    """The place of some queries among keys; see `visible_keys`."""
 
     num_queries: int
     num_keys: int
@@ -169,7 +171,7 @@ def _cached_mask(batch: AttentionBatch, place: _Place, device: torch.device) -> 
 def _explicit(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, how: ScoreParams
 ) -> Tensor:
-    """Attention written out, for layers with a softcap or sinks; shapes as in `_masked`."""
+    """Attend step by step, for layers with a softcap or sinks; shapes as in `_masked`."""
     scores = torch.matmul(query, keys.transpose(-1, -2)).float() * how.scale
     if how.softcap is not None:
         scores = torch.tanh(scores / how.softcap) * how.softcap

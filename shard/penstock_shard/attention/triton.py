@@ -1,6 +1,6 @@
 """Backend over our own Triton kernels, which read the paged cache in place.
 
-Checked in Triton's interpreter only; it never ran on hardware.
+It was checked only in Triton's interpreter and never ran on hardware.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from penstock_shard.kernels.triton_device import shared_bytes
 from penstock_shard.kernels.triton_layers import write_heads
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Most memory for partial results of splits, until they are combined.
+# The largest memory for partial results of splits.
 _SCRATCH_BYTES = 256 << 20
-# How many programs without keys take as long as one program needs for one key.
+# The number of programs without keys that take as long as a program takes for one key.
 _KEYS_PER_PROGRAM = 3
 
 
 class TritonBackend(PairBackend):
-    """See the module's docstring; supports everything a layer can ask for, with heads of at most
-    256, or latents of at most 512. `exact`: a query's bits depend on its own keys alone, whichever
-    step it is part of.
+    """The backend of our Triton kernels. It supports all attention parameters, with heads of at
+    most 256 elements, or latents of at most 512. `exact`: a query's bits depend only on its own
+    keys, in any step.
     """
 
     name = "triton"
@@ -101,7 +101,9 @@ def _latent_refusal(latent: int, rotated: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """Query heads of one KV head, queries and keys of a tile, and launch options of its program."""
+    """The query heads of one KV head, the queries and keys of a tile, and the launch options of its
+    program.
+    """
 
     heads: int
     queries: int
@@ -112,15 +114,15 @@ class _Tiling:
 
 @functools.cache
 def _split_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tiling:
-    """Decode is bound by how fast keys and values are read: so as few rows as a product takes, and
-    several tiles of keys and values, 16 kB each in 16 bits, in flight. Smaller tiles where those
-    do not fit the `shared` bytes that a program may have.
+    """Return the tiling for decodes, which are bound by reading keys and values. A product has as
+    few rows as possible. Several tiles of keys and values are in flight, each of 16 kB in 16 bits,
+    or less if they do not fit into a program's `shared` bytes.
     """
     rows = max(16, group)
     if itemsize == 4:
         return _Tiling(group, rows // group, 16, 8, 2)
     keys = 64 if padded <= 128 else 32
-    # Queries, two tiles each of keys and values, and the weights between them.
+    # The queries, two tiles each of keys and values, and the weights.
     while keys > 16 and ((rows + 4 * keys) * padded + rows * keys) * itemsize > shared:
         keys //= 2
     return _Tiling(group, rows // group, keys, 4 if rows < 64 else 8, 5)
@@ -128,8 +130,8 @@ def _split_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tilin
 
 @functools.cache
 def _rows_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tiling:
-    """Prefill is bound by how often keys and values are read: so as many rows as registers hold and
-    as fit into `shared` bytes beside keys and values.
+    """Return the tiling for prefills, which are bound by how often keys and values are read. A tile
+    has as many rows as fit into registers, and into `shared` bytes together with keys and values.
     """
     if itemsize == 4:
         rows = max(32, group)
@@ -145,9 +147,9 @@ def _rows_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tiling
 
 @functools.cache
 def _latent_tiling(group: int, padded: int, itemsize: int, shared: int, least: int) -> _Tiling:
-    """Sums of up to 512 values a row fill the registers with few rows: `least`, or as many as there
-    are heads up to a bound. That is 64 where so many and two tiles of keys fit into `shared` bytes,
-    else 32: cards with less take queries from registers, where they need room too.
+    """Return the tiling for latents. Sums of up to 512 values for each row fill the registers with
+    few rows: `least`, or the number of heads up to a bound. The bound is 64 if 64 rows and two
+    tiles of keys fit into `shared` bytes. Else it is 32, because queries then take registers too.
     """
     if itemsize == 4:
         most, keys, num_stages = 16, 16, 2
@@ -161,13 +163,13 @@ def _latent_tiling(group: int, padded: int, itemsize: int, shared: int, least: i
 
 
 def _split_for(num_pairs: int, num_keys: int) -> int:
-    """Keys in the smallest split, for `num_pairs` pairs of a query and a part of its heads with up
-    to `num_keys` keys each.
+    """Return the size of the smallest split, for `num_pairs` pairs of a query and a part of its
+    heads, with up to `num_keys` keys each.
 
-    Programs are launched for as many splits as the block table has room for, and most find no keys,
-    because their row is shorter. An H200 should get through some 400 programs without keys in a
-    microsecond, three at once on each multiprocessor; a program with keys reads some 130 of them in
-    that time. The size balances the two. An estimate, never measured.
+    Programs are launched for all splits that the block table has room for, and most find no keys.
+    In a microsecond an H200 should run about 400 programs without keys, three at once on each
+    multiprocessor, and a program with keys reads about 130. The size balances the two. It is an
+    estimate that was never measured.
     """
     size = SPLIT
     while size * size * _KEYS_PER_PROGRAM < num_pairs * num_keys:
@@ -215,13 +217,15 @@ class _Call:
             self._rows_tiling = _rows_tiling(group, row, *sizes)
 
     def split_for(self, num_tokens: int) -> int:
-        """Keys in the smallest split for `num_tokens` decodes, where results need not be exact."""
+        """Return the number of keys in the smallest split for `num_tokens` decodes whose results
+        need not be exact.
+        """
         num_keys = min(self._most_keys, self._mask.window or self._most_keys)
         return _split_for(num_tokens * self._parts(self._split_tiling), num_keys)
 
     def by_splits(self, num_tokens: int, smallest: int) -> None:
-        """Compute the first `num_tokens` tokens by splits, as many at once as scratch has room for;
-        the smallest splits have `smallest` keys.
+        """Compute the first `num_tokens` tokens by splits, in pieces that fit into scratch. The
+        smallest splits have `smallest` keys.
         """
         tiling = self._split_tiling
         num_splits = self._num_splits(tiling.queries, smallest)
@@ -252,7 +256,9 @@ class _Call:
     def _some_by_splits(
         self, tiling: _Tiling, splits: tuple[int, int], low: int, high: int
     ) -> None:
-        """Compute tokens [low, high). `splits`: the most that a tile sees; keys in the smallest."""
+        """Compute tokens [low, high). `splits` has the largest number of a tile's splits, and the
+        keys in the smallest split.
+        """
         batch, num_splits = self._batch, splits[0]
         decodes, rows = batch.num_decodes, len(batch.query_lens)
         first, last = self._tile_of(low, tiling.queries), self._tile_of(high - 1, tiling.queries)
@@ -292,11 +298,11 @@ class _Call:
         )
 
     def _shares(self, tiling: _Tiling) -> int:
-        """How many programs share the query heads of one KV head."""
+        """Return the number of programs that share the query heads of one KV head."""
         return int(triton.cdiv(self._heads // self._kv_heads, tiling.heads))
 
     def _parts(self, tiling: _Tiling) -> int:
-        """How many programs share the query heads."""
+        """Return the number of programs that share all query heads."""
         return self._kv_heads * self._shares(tiling)
 
     def _inputs(self) -> tuple[Tensor, ...]:
@@ -310,7 +316,7 @@ class _Call:
         )
 
     def _sinks(self) -> Tensor:
-        """The sinks; where there are none any tensor, which kernels do not read."""
+        """Return the sinks, or without sinks any tensor, because kernels will not read it."""
         return self.output if self._mask.sinks is None else self._mask.sinks
 
     def _launch(self, tiling: _Tiling) -> dict[str, Any]:
@@ -326,17 +332,16 @@ class _Call:
 
     @property
     def _most_keys(self) -> int:
-        """The most keys that a row of the block table has room for."""
+        """The number of keys that a row of the block table has room for."""
         return self._batch.block_table.shape[1] * self._batch.block_size
 
     def _num_splits(self, queries: int, smallest: int) -> int:
-        """The most splits that one tile of this step can see."""
+        """Return the largest number of splits that one tile of this step can see."""
         most = min(MOST_SPLITS, -(-self._most_keys // smallest))
         window = self._mask.window
         return most if window is None else min(most, (window + queries - 2) // smallest + 2)
 
     def _tile_of(self, token: int, queries: int) -> int:
-        """The tile of `split_kernel` that a token belongs to."""
         batch, decodes = self._batch, self._batch.num_decodes
         if token < decodes:
             return token

@@ -1,1 +1,1 @@
-"""Files of a model: where they are, what they hold, their hashes."""
+"""Files of a model: finding, reading and hashing them."""

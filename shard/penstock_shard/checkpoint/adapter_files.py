@@ -1,8 +1,8 @@
-"""A LoRA adapter as peft saves it: adapter_config.json, checked, and what the tensors are called.
+"""A LoRA adapter saved by peft: adapter_config.json, checked, and the names of tensors.
 
-An adapter adds `scale * B @ A` to matrices of a model (Hu et al., 2021, "LoRA"); the scale is
-lora_alpha / rank, or lora_alpha / sqrt(rank) where it is rank-stabilised (Kalajdzievski, 2023).
-Whatever else a configuration says that would change results is refused by its name.
+An adapter adds `scale * B @ A` to matrices of a model (Hu et al., 2021, "LoRA"). The scale is
+lora_alpha / rank, or lora_alpha / sqrt(rank) if it is rank-stabilised (Kalajdzievski, 2023). Any
+other setting that would change results is refused by name.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from penstock_shard.errors import AdapterNotFound, ModelError
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
-# What a tensor's name is made of, around the module's own.
+# A tensor's name, which contains the module's name.
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _HASHED_BYTES = 1 << 24
-# Of a tensor, in characters: messages have it.
+# Characters of a tensor's name, which messages contain.
 _LONGEST_NAME = 400
-# No rank and no lora_alpha is as much, and no more than this is a float.
+# Ranks and lora_alpha are below this, and so fit into a float.
 _MOST = 1e300
 _DTYPES = {"F32", "F16", "BF16"}
-# How training began, which leaves the model's own weights as they are; others change them too.
+# Ways to initialize an adapter that leave the model's own weights as they are.
 _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
-# Fields that are read below, and those that say how it was trained or which modules were chosen,
-# which the tensors' names tell.
+# Fields that are read below, fields about training, and fields about the choice of modules, which
+# the tensors' names show.
 _KNOWN = {
     "peft_type",
     "r",
@@ -73,7 +73,7 @@ _WITHOUT_MEANING: tuple[object, ...] = (None, False, "", [], {})
 class LowRankPair:
     """The two tensors for one matrix: A [rank, in_features] and B [out_features, rank]."""
 
-    # As the text model calls the module: model.layers.0.self_attn.q_proj
+    # The text model's name of the module: model.layers.0.self_attn.q_proj
     module: str
     rank: int
     in_features: int
@@ -85,23 +85,23 @@ class LowRankPair:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """An adapter that is whole. `content_hash` is over both files."""
+    """A complete adapter. `content_hash` is the hash of both files."""
 
     path: Path
     content_hash: str
-    # What it says it was trained on; a hint, as paths differ between machines.
+    # The base model that the adapter states; only a hint, because paths differ between machines.
     base_model: str
     pairs: tuple[LowRankPair, ...]
 
     @property
     def rank(self) -> int:
-        """The largest of its matrices'."""
+        """The largest rank of the adapter's matrices."""
         return max(pair.rank for pair in self.pairs)
 
 
 def read_adapter_files(path: Path) -> AdapterFiles:
-    """Check the adapter of a directory. Raises ModelError, with one line, if it is not whole, or of
-    a kind that is not served; AdapterNotFound if there is none.
+    """Check the adapter of a directory. Raises ModelError, with one line, if it is incomplete or
+    not supported; AdapterNotFound if there is none.
     """
     config, weights = path / CONFIG, path / WEIGHTS
     try:
@@ -132,7 +132,7 @@ def _check_there(path: Path) -> None:
 
 
 def _check_config(path: Path, told: Mapping[str, Any]) -> None:
-    """Raises ModelError for what would change results and is not served."""
+    """Raise ModelError for unsupported settings that would change results."""
     kind = told.get("peft_type")
     if kind != "LORA":
         raise ModelError(f"{path}: peft_type: {str(kind)[:80]!r} is not served; only LORA is")
@@ -221,14 +221,14 @@ def _pair(
 
 
 class _Stated:
-    """A number of each module: by the first pattern that the module's name ends with, as peft looks
-    it up, or the one for all.
+    """A number for each module: from the first pattern that matches the end of the module's name,
+    as in peft, or the default.
     """
 
     def __init__(
         self, config: Path, told: Mapping[str, Any], field: str, pattern: str, num_modules: int
     ) -> None:
-        """Raises ModelError for patterns that are not served."""
+        """Read the patterns. Raises ModelError for patterns that are not supported."""
         self._where = f"{config}: {field}"
         self._for_all = told.get(field)
         stated = told.get(pattern) or {}
@@ -240,7 +240,7 @@ class _Stated:
             raise ModelError(f"{config}: {pattern}: cannot be read: {error}") from error
 
     def value(self, module: str) -> float:
-        """Raises ModelError for what is no number."""
+        """Return the module's number. Raises ModelError if the value is no number."""
         value = self._patterns.value(module, self._for_all)
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST:
             return float(value)

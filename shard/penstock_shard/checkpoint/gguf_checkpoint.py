@@ -24,21 +24,23 @@ from penstock_shard.checkpoint.text_names import text_names
 from penstock_shard.checkpoint.weight_files import GGUF
 from penstock_shard.errors import ModelError
 
-# What a file's own types are read as; codes as float32.
+# The dtypes of a file's float types; codes are read as float32.
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
-# What the order of a matrix's rows depends on.
+# The order of a matrix's rows depends on these numbers.
 _HEADS = ("num_attention_heads", "num_key_value_heads")
-# Beside weights: of the rotation, which the configuration has.
+# Factors of the rotation: not a weight, and part of the configuration.
 _NO_WEIGHTS = {"rope_freqs.weight"}
 
 
 class GgufCheckpoint(Checkpoint):
-    """See the module's docstring."""
+    """The checkpoint that the module's docstring describes."""
 
     is_plain = False
 
     def __init__(self, model_dir: Path, config: PreTrainedConfig) -> None:
-        """Raises ModelError if the file cannot be read, or has a tensor that the model has not."""
+        """Open the file. Raises ModelError if it cannot be read, or has a tensor that the model
+        lacks.
+        """
         reader = open_file(model_dir / GGUF)
         text = config.get_text_config()
         architecture = text.model_type.removesuffix("_text")
@@ -79,7 +81,7 @@ class GgufCheckpoint(Checkpoint):
         return self._processed(values, tensor.name).to(self.dtypes[name])
 
     def _processed(self, values: NDArray[Any], stored: str) -> Tensor:
-        """The values of a tensor as transformers' code has them: rows are in another order."""
+        """Return the values of a tensor with rows in transformers' order."""
         values = self._processor.process(weights=values, name=stored).weights
         return torch.from_numpy(np.require(values, requirements=["C", "W"]))
 

@@ -1,7 +1,7 @@
-"""A GGUF file as a model directory: what is in it besides weights, unfolded, and its tensors.
+"""A GGUF file as a model directory: its configuration and tokenizer as files, and its tensors.
 
-transformers knows the names of architectures and makes configurations and tokenizers; the package
-gguf reads the file and says what its codes stand for.
+transformers knows the names of architectures and makes configurations and tokenizers. The package
+gguf reads the file and defines its codes.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from penstock_shard.errors import ModelError, first_line
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-# Architectures whose metadata transformers reads as a whole, by the names that files have for them.
-# Of others it knows defaults alone, where sizes of one family differ in more.
+# Architectures whose metadata transformers reads completely, by their names in files. For other
+# architectures it knows only defaults, though models of one family differ in more values.
 _SERVED = ("llama", "qwen2", "qwen3")
 _TOKENIZERS = ("gpt2", "llama")
-# What is read of a model, after the name of its architecture.
+# The fields of a model that are read; in the file the architecture's name precedes them.
 _READ = {
     *("vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length"),
     *("attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon"),
     *("attention.key_length", "attention.value_length"),
     *("rope.freq_base", "rope.dimension_count"),
 }
-# What a configuration calls the quantization of a file, and the types in one that are no codes.
+# The quantization method in a configuration, and the types in a file that are no codes.
 GGUF_METHOD = "gguf"
 _FLOATS = ("F32", "F16", "BF16", "F64")
-# What transformers and gguf raise for a file that they cannot read.
+# Errors of transformers and gguf for a file that they cannot read.
 _ERRORS = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
-# Of what is kept: a file with the hash of the others.
+# A file in a kept directory with the hash of the other files.
 _DIGEST = "digest"
-# Directories that are kept; a tokenizer takes up to 20 MB.
+# The largest number of directories that are kept; a tokenizer takes up to 20 MB.
 _MOST_KEPT = 16
 _ARCHITECTURE, _TOKENIZER = "general.architecture", "tokenizer.ggml.model"
-# Factors of a rotation, where they are not plain, as Llama 3.1 has them.
+# Factors of a rotation that is not plain, as in Llama 3.1.
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_CONTEXT = 8192
@@ -64,9 +64,9 @@ def is_gguf(path: Path) -> bool:
 
 
 def unfold(path: Path, *, keep: bool = False) -> Path:
-    """A directory with the file's configuration and tokenizer, and a link to it, for as long as the
-    process runs or, with `keep`, for later ones too. Raises ModelError for a file that is none, or
-    of what is not served.
+    """Make a directory with the file's configuration and tokenizer, and a link to the file. It
+    exists until the process ends, or longer with `keep`. Raises ModelError for a file that is
+    missing, no GGUF file or not supported.
     """
     if not path.is_file():
         raise ModelError(f"{path}: there is no such file")
@@ -81,14 +81,14 @@ def unfold(path: Path, *, keep: bool = False) -> Path:
     (made / _DIGEST).write_text(_digest(made))
     if kept.exists() and not _is_whole(kept):
         shutil.rmtree(kept, ignore_errors=True)
-    # Another shard may have made it meanwhile.
+    # Another shard may have made the directory meanwhile.
     with contextlib.suppress(OSError):
         return made.rename(kept)
     return kept if _is_whole(kept) else made
 
 
 def _is_whole(kept: Path) -> bool:
-    """Whether all of it is there, as it was written."""
+    """Tell whether all files exist and are unchanged."""
     try:
         return (kept / _DIGEST).read_text() == _digest(kept)
     except (OSError, ValueError):
@@ -104,8 +104,8 @@ def _digest(directory: Path) -> str:
 
 
 def _kept(path: Path) -> Path | None:
-    """Where the directory is kept; None where nothing can be. Removes what has not been used for
-    longest, if there are many.
+    """Return the place of the kept directory; None if nothing can be kept. Removes the least
+    recently used directories if there are too many.
     """
     digest = hashlib.blake2b(f"{path.resolve()} {file_identity(path)}".encode(), digest_size=16)
     digest.update(code_hash().encode())
@@ -142,7 +142,9 @@ def _unfold_into(directory: Path, path: Path) -> None:
 
 
 def _check_fields(path: Path, reader: GGUFReader, architecture: str) -> None:
-    """Raises ModelError, naming it, for anything that would be left out."""
+    """Raise ModelError, with the field's name, for any field that the configuration would leave
+    out.
+    """
     tokenizer = _text(reader, _TOKENIZER)
     if tokenizer not in _TOKENIZERS:
         raise ModelError(
@@ -162,8 +164,8 @@ def _check_fields(path: Path, reader: GGUFReader, architecture: str) -> None:
 
 
 def open_file(path: Path) -> GGUFReader:
-    """Raises ModelError for a file that is cut short or none of its kind."""
-    # Here and not above: takes a while to import, and other models do not need it.
+    """Open the file. Raises ModelError if it is cut short or no GGUF file."""
+    # Imported here because the import takes long and other models do not need it.
     from gguf import GGUFReader
 
     try:
@@ -181,7 +183,7 @@ def open_file(path: Path) -> GGUFReader:
 def _write_parts(path: Path, directory: Path, reader: GGUFReader) -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
 
-    # From the directory that holds nothing but a link: beside the file there may be others.
+    # Use the directory with the link, because other files may lie beside the original.
     config = AutoConfig.from_pretrained(directory, gguf_file=GGUF, local_files_only=True)
     key_length = _number(reader, f"{_text(reader, _ARCHITECTURE)}.attention.key_length")
     if key_length is not None:
@@ -194,7 +196,7 @@ def _write_parts(path: Path, directory: Path, reader: GGUFReader) -> None:
     if types:
         config.quantization_config = {"quant_method": GGUF_METHOD, "types": types}
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
-    # transformers puts the file's name of the model here, which says nothing of how it computes.
+    # transformers stores here the model's name from the file, which does not affect results.
     vars(config).pop("_model_name_or_path", None)
     config.save_pretrained(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=GGUF, local_files_only=True)
@@ -204,13 +206,13 @@ def _write_parts(path: Path, directory: Path, reader: GGUFReader) -> None:
 
 
 def _code_types(reader: GGUFReader) -> list[str]:
-    """The types of the file's matrices that are codes of some kind, the most frequent first."""
+    """Return the types of the file's matrices that are codes, the most frequent first."""
     counts = Counter(tensor.tensor_type.name for tensor in reader.tensors)
     return [name for name, _ in counts.most_common() if name not in _FLOATS]
 
 
 def _drop_added(path: Path, num_tokens: int) -> None:
-    """Leave out tokens that transformers adds to those of the file, such as an end of its own."""
+    """Remove tokens that transformers adds to the file's tokens, such as its own end token."""
     tokenizer = read_object(path)
     added = tokenizer["added_tokens"]
     tokenizer["added_tokens"] = [token for token in added if token["id"] < num_tokens]
@@ -218,8 +220,8 @@ def _drop_added(path: Path, num_tokens: int) -> None:
 
 
 def _set_beginning(path: Path, reader: GGUFReader) -> None:
-    """Have texts begin with the file's token for that if it says so, or says nothing and has a
-    tokenizer of pieces.
+    """Add the file's begin token to texts if the file says so, or if it says nothing and its
+    tokenizer is of type llama.
     """
     from tokenizers import Tokenizer, processors
 
@@ -240,7 +242,9 @@ def _set_beginning(path: Path, reader: GGUFReader) -> None:
 
 
 def _llama3_rope(config: Any, factors: list[float], path: Path) -> dict[str, Any]:
-    """The parameters that give these factors. Raises ModelError if those of Llama 3 do not."""
+    """Return the rope parameters that give these factors. Raises ModelError if no parameters of
+    Llama 3 do.
+    """
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

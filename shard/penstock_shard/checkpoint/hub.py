@@ -1,7 +1,7 @@
-"""Models and adapters of a hub: what of them is wanted, downloaded or found in the cache.
+"""Models and adapters of a hub: the files that are needed, downloaded or found in the cache.
 
-HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE are read by huggingface_hub, which takes half a
-second to import: it is imported where a model is of a hub.
+huggingface_hub reads HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. It takes 0.5 s to import,
+so it is imported only for models of a hub.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from penstock_shard.checkpoint.weight_files import INDEX, WEIGHTS, unlisted, why
 from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
 
-# A model's name, and behind a colon which of its GGUF files.
+# A model's name, optionally followed by a colon and the name of one of its GGUF files.
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
-# Besides weights: configurations, vocabularies, chat templates.
+# Files besides weights: configurations, vocabularies, chat templates.
 _WANTED = (".json", ".jinja", ".txt", ".model")
-# Of sentence-transformers; see `pooling_files`.
+# Files of sentence-transformers; see `pooling_files`.
 _POOLING = re.compile(r"\d+_Pooling/config\.json")
-# One of several files of a model.
+# The name of one part of a GGUF model.
 _PIECE = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _ADAPTER_FILES = [CONFIG, ADAPTER_WEIGHTS]
 _PROGRESS_S = 5.0
@@ -43,13 +43,14 @@ def is_hub_id(name: str) -> bool:
 def fetch_model(
     name: str, config: ShardConfig, needs_weights: bool, progress: Callable[[str], None]
 ) -> tuple[Path, str]:
-    """Download what is missing of a model, or take the cached copy if the hub is away: a directory
-    or a GGUF file, and the commit. Raises ModelError.
+    """Download the missing files of a model, or take the cached copy if the hub cannot be reached.
+    Return a directory or a GGUF file, and the commit. Raises ModelError.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    # The base class of the HTTP library's errors; which library that is differs by release.
+    # The base class of the HTTP library's errors; releases of huggingface_hub use different
+    # libraries.
     transport_error = cast(type[Exception], HfHubHTTPError.__bases__[0])
     cache = Path(config.download_dir or constants.HF_HUB_CACHE).expanduser()
     revision = config.revision or constants.DEFAULT_REVISION
@@ -65,7 +66,7 @@ def fetch_model(
 
 
 def fetch_adapter(source: str, config: ShardConfig) -> Path:
-    """The directory of an adapter. Raises ModelError."""
+    """Return the directory of an adapter. Raises ModelError."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -81,7 +82,6 @@ def fetch_adapter(source: str, config: ShardConfig) -> Path:
 
 @contextmanager
 def _one_line(hub: _Hub) -> Iterator[None]:
-    """The hub's refusals and a full disk as ModelError."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -109,7 +109,7 @@ def _one_line(hub: _Hub) -> Iterator[None]:
         status = error.response.status_code
         raise ModelError(f"{name}: {hub.endpoint} answered with HTTP status {status}") from error
     except OfflineModeIsEnabled:
-        # An OSError too, but not the end: there may be a copy in the cache.
+        # Also an OSError, but the cache may have a copy.
         raise
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -125,7 +125,7 @@ class _Hub:
     """A model on one hub, kept in one cache directory."""
 
     model: str
-    # Which GGUF file: its name, or what its name has before the suffix; else empty.
+    # The GGUF file: its name, or the end of its name without suffix; empty for no file.
     file: str
     revision: str
     cache: Path
@@ -134,7 +134,7 @@ class _Hub:
     def download(
         self, needs_weights: bool, code: bool, progress: Callable[[str], None]
     ) -> tuple[Path, str]:
-        """Fetch the files that are wanted and not there; says their size first."""
+        """Fetch the needed files that are missing, after reporting their size."""
         from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -164,7 +164,7 @@ class _Hub:
         return Path(path) / gguf, info.sha or ""
 
     def cached(self, reason: str) -> tuple[Path, str]:
-        """The copy in the cache. Raises ModelError with the reason if there is none."""
+        """Return the copy in the cache. Raises ModelError with the reason if there is none."""
         from huggingface_hub import CacheNotFound, scan_cache_dir
 
         try:
@@ -185,7 +185,7 @@ class _Hub:
         raise ModelError(f"{self.model} is not in {self.cache}, and {reason}")
 
     def _gguf(self, names: Sequence[str]) -> str:
-        """The GGUF file that is meant, where it is named or nothing else is there; else empty."""
+        """Return the named GGUF file, or the only one if there are no other weights; else ''."""
         files = sorted(name for name in names if is_gguf(Path(name)))
         meant = [name for name in files if _is_meant(self.file, name)] if self.file else files
         has_others = any(name in names for name in (WEIGHTS, INDEX))
@@ -211,7 +211,6 @@ class _Hub:
 
     @contextmanager
     def _reporting(self, total: int, progress: Callable[[str], None]) -> Iterator[None]:
-        """A line every few seconds while files arrive, measured on disk."""
         blobs = self.cache / f"models--{self.model.replace('/', '--')}" / "blobs"
         before = _used_bytes(blobs)
         done = threading.Event()
@@ -231,7 +230,9 @@ class _Hub:
 
 
 def _is_meant(wanted: str, name: str) -> bool:
-    """Tell whether `wanted` is the name of a file, its stem, or the end of it, such as Q4_K_M."""
+    """Tell whether `wanted` is the name of a file, its stem, or the end of its stem, such as
+    Q4_K_M.
+    """
     stem, wanted = Path(name).stem.lower(), wanted.lower().removesuffix(".gguf")
     return stem == wanted or stem.endswith(("-" + wanted, "." + wanted))
 
@@ -242,27 +243,26 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _wanted(sizes: Mapping[str, int], needs_weights: bool, code: bool) -> list[str]:
-    """Files that serving needs: of the repository's top level, further chat templates, and how
-    embeddings are pooled.
+    """Return the files that serving needs: those at the top level, further chat templates, and the
+    pooling of embeddings.
     """
     suffixes = (*_WANTED, ".py") if code else _WANTED
     wanted = [name for name in sizes if "/" not in name and name.endswith(suffixes)]
     wanted += [name for name in sizes if _POOLING.fullmatch(name) or is_template(name)]
     if needs_weights:
-        # Some repositories hold the same weights twice, the second time as consolidated.*.
+        # Some repositories hold the weights a second time, as consolidated.*.
         weights = [WEIGHTS] if WEIGHTS in sizes else unlisted(sizes)
         wanted += [name for name in weights if name in sizes]
     return wanted
 
 
 def _free_bytes(directory: Path) -> int:
-    """Free space where the directory is or would be made."""
+    """Return the free space on the disk where the directory is or would be made."""
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     return shutil.disk_usage(existing).free
 
 
 def _used_bytes(directory: Path) -> int:
-    """Size of the files in a directory that others write to meanwhile."""
     total = 0
     if directory.exists():
         for path in directory.iterdir():

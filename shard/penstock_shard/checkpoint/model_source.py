@@ -1,6 +1,6 @@
 """--model -> a local directory with a complete model: built in, on disk, or from the hub.
 
-Weights are taken as safetensors and GGUF only, since loading pickles runs what is in them.
+Weights are read only from safetensors and GGUF, because loading a pickle runs code in it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class ModelSource:
 
 
 def resolve_model(config: ShardConfig, *, progress: Callable[[str], None]) -> ModelSource:
-    """Find the model that the configuration names, downloading it if need be.
+    """Find the model that the configuration names, and download it if necessary.
 
-    `progress` gets a line now and then. Raises ModelError if there is no such model or it is not
-    complete. Weights are not asked for where none are read (fake runner, --load-format dummy).
+    `progress` gets a line now and then. Raises ModelError if there is no such model or it is
+    incomplete. No weights are needed with the fake runner or --load-format dummy.
     """
     needs_weights = config.runner != "fake" and config.load_format != "dummy"
     path, revision = BUILTIN_MODEL, ""
@@ -57,8 +57,9 @@ def resolve_model(config: ShardConfig, *, progress: Callable[[str], None]) -> Mo
 
 
 def resolve_adapter(source: str, config: ShardConfig) -> Path:
-    """The directory of an adapter, downloaded if it is a hub id. Raises ModelError."""
-    # A directory that is no adapter must not hide a hub id, or show by its error that it exists.
+    """Return the directory of an adapter, downloaded if it is a hub id. Raises ModelError."""
+    # A directory that is not an adapter must not hide a hub id, and no error may reveal that it
+    # exists.
     if _looks_local(source) or ":" in source or os.path.isfile(Path(source) / ADAPTER_CONFIG):
         try:
             return Path(source).expanduser()
@@ -76,8 +77,8 @@ def _looks_local(name: str) -> bool:
 
 
 def check_directory(directory: Path, *, needs_weights: bool = True) -> None:
-    """Raises ModelError if the directory does not hold a complete model, or has files that lead to
-    others of this machine, or sizes that no model has.
+    """Raise ModelError if the directory holds no complete model, links to other files of this
+    machine, or sizes that no model has.
     """
     try:
         if not directory.exists():
@@ -109,8 +110,8 @@ def _check_weights(directory: Path) -> None:
 
 
 def _check_tensors(directory: Path, parts: Sequence[Path]) -> None:
-    """Raises ModelError for a part that is cut, and for a tensor that is in two where no index says
-    which is meant.
+    """Raise ModelError for a part that is cut short, and for a tensor in two parts if no index
+    chooses one.
     """
     found: dict[str, Path] = {}
     for part in parts:

@@ -1,4 +1,4 @@
-"""The experts of gpt-oss as they were released: stacks of blocks in MXFP4."""
+"""The experts of gpt-oss as released: stacks of blocks in MXFP4."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ MXFP4_METHOD = "mxfp4"
 
 
 class Mxfp4Experts(StackedExperts):
-    """A checkpoint whose blocks appear as the matrices they hold, dequantized or as codes."""
+    """A checkpoint that shows blocks as the matrices in them, dequantized or as codes."""
 
     def __init__(self, model_dir: Path, config: PreTrainedConfig) -> None:
-        """Raises ModelError, naming a tensor, for blocks that the configuration does not fit."""
+        """List the matrices. Raises ModelError, with a tensor's name, if blocks do not fit the
+        configuration.
+        """
         super().__init__(model_dir, config)
-        # The stack, the expert and its rows of each matrix.
+        # For each matrix, its stack, its expert and its rows.
         self._blocks: dict[str, tuple[str, int, slice]] = {}
         for name in list(self.shapes):
             for ending, (outputs, inputs) in self._sizes.items():

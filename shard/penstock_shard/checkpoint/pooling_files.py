@@ -1,7 +1,7 @@
-"""Reads sentence-transformers' files: whether a model makes embeddings, and how they are pooled.
+"""Reads from sentence-transformers' files whether a model makes embeddings and how it pools them.
 
-`modules.json` lists the modules after the transformer: Pooling, whose own config.json says how it
-pools, and maybe Normalize.
+`modules.json` lists the modules after the transformer: Pooling, whose config.json names the
+pooling, and maybe Normalize.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from penstock_shard.errors import ModelError
 from penstock_shard.ipc.request import Pooling
 
 _MODULES = "modules.json"
-# As releases of sentence-transformers up to 5.3 name them, and later ones.
+# The names of poolings in sentence-transformers up to 5.3, and in later releases.
 _MODES = {"lasttoken": Pooling.LAST, "mean_tokens": Pooling.MEAN, "mean": Pooling.MEAN}
-# Of a module, by its name; no path.
+# The folder of a module is a name, not a path.
 _FOLDER = re.compile(r"\w[\w.-]*")
 _PREFIX = "pooling_mode_"
 
 
 class _NotServed(Exception):
-    """The files ask for other pooling than the last or the mean hidden state."""
+    """The files ask for another pooling than the last or the mean hidden state."""
 
 
 def pooling_of(
     model_dir: Path, asked: str, progress: Callable[[str], None]
 ) -> tuple[Pooling, bool] | None:
-    """The pooling, and whether vectors are normalised; None for a model without embeddings.
+    """Return the pooling, and true if vectors are normalised; None for a model without embeddings.
 
-    `asked` is --embeddings: "auto" leaves the pooling to the files. Where the files ask for pooling
-    that is not served, `progress` gets a line. Raises ModelError for files that cannot be read.
+    `asked` is --embeddings: "auto" leaves the pooling to the files. If the files ask for pooling
+    that is not supported, `progress` gets a line. Raises ModelError for files that cannot be read.
     """
     modules = _modules(model_dir)
     normalizes = "Normalize" in modules
@@ -49,7 +49,7 @@ def pooling_of(
 
 
 def _modules(model_dir: Path) -> dict[str, str]:
-    """Kind of each module -> its folder, in order; empty if there is no modules.json."""
+    """Map the kind of each module to its folder, in order; empty if there is no modules.json."""
     path = model_dir / _MODULES
     try:
         listed = read_json(path)
@@ -85,7 +85,7 @@ def _stated(model_dir: Path, modules: Mapping[str, str]) -> Pooling:
 
 
 def _modes(config: Mapping[str, Any]) -> list[str]:
-    """Read what is pooled by: names in later releases' files, a flag for each in earlier."""
+    """Return the pooling modes: later releases store names, earlier ones a flag for each."""
     stated = config.get("pooling_mode")
     if stated is not None:
         return list(map(str, stated)) if isinstance(stated, list) else [str(stated)]

@@ -1,9 +1,9 @@
-"""Checkpoints with a `quantization_config`, read as if their weights were ordinary ones.
+"""Checkpoints with a `quantization_config`, read as if their weights were ordinary.
 
-compressed-tensors, fp8 in blocks, GPTQ and AWQ: each quantized matrix appears under the name and
-shape that it would have in a plain checkpoint, and is dequantized to float32 when it is read, on
-the device that will hold it. Which matrices are quantized, and in what groups, is taken from the
-tensors in the files; the configuration must agree.
+The methods are compressed-tensors, fp8 in blocks, GPTQ and AWQ. Each quantized matrix appears under
+its name and shape in a plain checkpoint. It is dequantized to float32 when it is read, on the
+device that will hold it. The tensors in the files decide which matrices are quantized, and in what
+groups; the configuration must agree.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _FORMATS = {
     "mixed-precision",
 }
 _STRATEGIES = {"tensor", "channel", "group", "block"}
-# Tensors that quantize activations, keys and values: not used, since the flags alone say how these
-# are rounded.
+# Tensors that quantize activations, keys and values. They are not used, because only flags decide
+# how these are rounded.
 _FOR_ACTIVATIONS = (
     "input_scale",
     "input_zero_point",
@@ -77,30 +77,30 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A checkpoint's quantization as its configuration states it, checked."""
+    """The quantization that a checkpoint's configuration states, checked."""
 
     method: str
     # Bits of a quantized number: one size, or several in one checkpoint; 8 for fp8.
     bits: frozenset[int]
     # Sizes of groups: columns that share a scale.
     groups: frozenset[int]
-    # Rows and columns of a block, where a block shares a scale.
+    # Rows and columns of a block that shares a scale; None without blocks.
     block: tuple[int, int] | None = None
-    # Whether all quantized matrices are fp8.
+    # True if all quantized matrices are fp8.
     is_fp8: bool = False
     # Added to GPTQ's stored zero points; see `GptqMatrix`.
     zero_offset: int = 0
     desc_act: bool = False
-    # GGUF's names of the types of its matrices.
+    # GGUF's names of the matrices' types.
     types: tuple[str, ...] = ()
 
     @property
     def has_codes(self) -> bool:
-        """Whether matrices are integers with scales."""
+        """True if matrices are integers with scales."""
         return not self.is_fp8 and bool(self.bits or self.types)
 
     def computed_in(self, weights: str) -> str:
-        """How weights are stored and how they are computed with: a line for the operator."""
+        """Describe for the operator how weights are stored and how they are computed with."""
         if weights == "codes":
             how = "kept as they are, multiplied by activations in int8"
         elif weights != "fp8":
@@ -126,7 +126,7 @@ class Scheme:
 
 
 def quantization_config(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """The model's quantization_config; None if it has none."""
+    """Return the model's quantization_config; None if it has none."""
     for place in (config, config.get_text_config()):
         found = getattr(place, "quantization_config", None)
         if found is not None:
@@ -135,9 +135,9 @@ def quantization_config(config: PreTrainedConfig) -> dict[str, Any] | None:
 
 
 def scheme_of(config: PreTrainedConfig) -> Scheme | None:
-    """The model's quantization; None if it is not quantized.
+    """Return the model's quantization; None if it is not quantized.
 
-    Raises ModelError, naming the field, for a quantization that is not served.
+    Raises ModelError, with the field's name, for a quantization that is not supported.
     """
     stated = quantization_config(config)
     if stated is None:
@@ -206,7 +206,7 @@ def _check_args(field: str, args: Mapping[str, Any]) -> None:
 
 
 def _strategy(args: Mapping[str, Any]) -> str:
-    """The stated strategy, or the one that group_size implies."""
+    """Return the stated strategy, or the strategy that group_size implies."""
     stated, group = args.get("strategy"), args.get("group_size")
     if stated is not None:
         return str(stated)
@@ -269,7 +269,9 @@ def _gguf_scheme(stated: Mapping[str, Any]) -> Scheme:
 
 
 def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration without quantization_config, since weights are read dequantized."""
+    """Return the configuration without quantization_config, because weights are read
+    dequantized.
+    """
     if quantization_config(config) is None:
         return config
     plain = copy.deepcopy(config)
@@ -285,7 +287,9 @@ class QuantizedCheckpoint(Checkpoint):
     is_plain = False
 
     def __init__(self, model_dir: Path, scheme: Scheme, device: torch.device) -> None:
-        """Raises ModelError, naming a tensor, for files that are not what the scheme says."""
+        """List the matrices. Raises ModelError, with a tensor's name, for files that do not fit the
+        scheme.
+        """
         super().__init__(model_dir)
         self._device = device
         found = _Finder(scheme, self.shapes, self.stored, self._small(".weight_shape"))
@@ -295,14 +299,13 @@ class QuantizedCheckpoint(Checkpoint):
         self.zero_biases = self._zero_biases() if scheme.method in ("gptq", "awq") else frozenset()
 
     def _small(self, suffix: str) -> dict[str, tuple[int, ...]]:
-        """The values of all tensors whose names end in `suffix`."""
         names = [name for name in self.shapes if name.endswith(suffix)]
         with super().read(names) as tensors:
             values = [tuple(int(value) for value in tensor) for tensor in tensors]
         return dict(zip(names, values, strict=True))
 
     def _show(self, scheme: Scheme) -> None:
-        """List each dequantized matrix in place of the tensors that make it up."""
+        """List each dequantized matrix in place of its tensors."""
         used = {name for matrix in self._matrices.values() for name in matrix.names}
         used.update(f"{name}_shape" for name in self._matrices)
         for name in list(self.shapes):
@@ -329,20 +332,19 @@ class QuantizedCheckpoint(Checkpoint):
         return frozenset(name for name, is_zero in zip(biases, zero, strict=True) if is_zero)
 
     def leave_out(self, names: Iterable[str]) -> None:
-        """Drop tensors that the model does not use."""
         for name in names:
             del self.shapes[name], self.stored[name], self.dtypes[name]
 
     @contextmanager
     def read(self, names: Sequence[str]) -> Iterator[list[Tensor]]:
-        """Like `Checkpoint.read`. Raises ModelError for a matrix whose tensors do not fit."""
+        """Read like `Checkpoint.read`. Raises ModelError for a matrix whose tensors do not fit."""
         plain = [name for name in names if name not in self._matrices]
         with super().read(plain) as tensors:
             found = dict(zip(plain, tensors, strict=True))
             yield [found[name] if name in found else self._dense(name) for name in names]
 
     def codes(self, name: str) -> Codes | None:
-        """Raises ModelError for a matrix whose tensors do not fit."""
+        """Return the matrix as codes. Raises ModelError if its tensors do not fit."""
         if name not in self._matrices:
             return None
         with self._parts(name) as parts:
@@ -354,7 +356,9 @@ class QuantizedCheckpoint(Checkpoint):
 
     @contextmanager
     def _parts(self, name: str) -> Iterator[list[Tensor]]:
-        """The tensors of a matrix, on the device; errors of what is done with them name it."""
+        """Yield the tensors of a matrix, on the device. Errors inside the context get the matrix's
+        name.
+        """
         with super().read(self._matrices[name].names) as stored:
             try:
                 yield [part.to(self._device) for part in stored]
@@ -373,7 +377,6 @@ class _Finder:
     stated_shapes: Mapping[str, tuple[int, ...]]
 
     def modules(self) -> list[str]:
-        """Module names of the quantized matrices."""
         wanted = "qweight" if self.scheme.method in ("gptq", "awq") else "weight_packed"
         modules = []
         for name in self.shapes:
@@ -444,7 +447,7 @@ class _Finder:
         return PackedMatrix(names, (rows, columns), bits, group, has_zeros, has_order)
 
     def _bits(self, packed: str, rows: int, columns: int) -> int:
-        """Bits of a number in a packed tensor: the stated size that fits its shape."""
+        """Return the bits of a number in a packed tensor: the stated size that fits its shape."""
         shape = self._shape(packed, 2)
         for bits in sorted(self.scheme.bits):
             if shape == (rows, -(-columns * bits // 32)):
@@ -475,7 +478,7 @@ class _Finder:
         return ScaledMatrix(tuple(names), (rows, columns), block)
 
     def _block(self, scale: str, rows: int, columns: int) -> tuple[int, int]:
-        """Rows and columns that share a scale, by the shape of the scales."""
+        """Return the rows and columns that share a scale, by the shape of the scales."""
         shape = self.shapes[scale]
         count = torch.Size(shape).numel()
         if count == 1:
@@ -493,7 +496,7 @@ class _Finder:
         )
 
     def _group(self, name: str, columns: int, count: int) -> int:
-        """Columns in a group: the stated size that gives `count` groups."""
+        """Return the columns in a group: the stated size that gives `count` groups."""
         if count == 1:
             return columns
         for group in sorted(self.scheme.groups):

@@ -1,7 +1,7 @@
 """The safetensors files of a model directory, mapped and read tensor by tensor.
 
-Pages that were read count as this process's memory until they are given back, so code that copies a
-tensor into another form gives its pages back at once.
+Pages that were read count as this process's memory until they are given back. So code that converts
+a tensor gives its pages back at once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from penstock_shard.checkpoint.text_names import text_names
 from penstock_shard.checkpoint.weight_files import WEIGHTS, has_index, weight_files
 from penstock_shard.errors import ModelError
 
-# Looking up where files are mapped takes a millisecond: not worth it below this size, as all small
-# tensors of a model together are little.
+# It takes a millisecond to look up where files are mapped. Tensors smaller than this are not worth
+# that, because all of a model's small tensors together take little memory.
 _SMALL_BYTES = 1 << 16
-# Rows compared at once.
+# Rows that are compared at once.
 _ROWS = 1024
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -36,7 +36,7 @@ class Checkpoint:
     """Names, shapes and tensors of the text model in a directory."""
 
     def __init__(self, model_dir: Path) -> None:
-        """Raises ModelError if the files cannot be read."""
+        """Open the files. Raises ModelError if they cannot be read."""
         self._files: dict[str, Any] = {}
         try:
             paths = weight_files(model_dir)
@@ -54,7 +54,7 @@ class Checkpoint:
         self.shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
         # Dtypes by the names that safetensors files use.
         self.stored = {name: str(part.get_dtype()) for name, part in slices.items()}
-        # None for dtypes that products do not take as they are, such as fp8.
+        # None for dtypes that products do not take, such as fp8.
         self.dtypes = {name: _DTYPES.get(stored) for name, stored in self.stored.items()}
 
     @property
@@ -64,18 +64,18 @@ class Checkpoint:
         return of_text and not self._is_unlisted
 
     def for_transformers(self) -> Checkpoint:
-        """Give what the code of transformers for the model's type can load."""
+        """Return a checkpoint that transformers' code for the model's type can load."""
         return self
 
     @contextmanager
     def read(self, names: Sequence[str]) -> Iterator[list[Tensor]]:
-        """The tensors, in the file's mapped memory; copy them before the context ends."""
+        """Yield the tensors, in the file's mapped memory; copy them before the context ends."""
         tensors = [self._tensor(name) for name in names]
         yield tensors
         give_back_pages(tensors)
 
     def codes(self, name: str) -> Codes | None:
-        """The matrix as the codes that it is stored as; None if it is stored otherwise."""
+        """Return the matrix as its stored codes; None if it is not stored as codes."""
         return None
 
     def _tensor(self, name: str) -> Tensor:
@@ -84,23 +84,21 @@ class Checkpoint:
         return tensor
 
     def _slice(self, name: str) -> Any:
-        """The handle of a tensor, which tells of it and gives a part of it when it is sliced."""
+        """Return the handle of a tensor: it has shape and dtype, and reads a part when sliced."""
         stored = self.names.stored[name]
         return self._files[stored].get_slice(stored)
 
     def lazy_tensors(self) -> dict[str, LazyTensor]:
-        """List all tensors by name, read when they are sliced."""
         return {name: LazyTensor(self, name) for name in self.shapes}
 
     def beside_text(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that are not of the text model, by their names in the files."""
+        """Yield the tensors outside of the text model, by their names in the files."""
         text = set(self.names.stored.values())
         for name, file in self._files.items():
             if name not in text:
                 yield name, file.get_tensor(name)
 
     def equal(self, first: str, second: str) -> bool:
-        """Tell whether two tensors of one shape have the same values."""
         with self.read([first, second]) as (one, other):
             for start in range(0, len(one), _ROWS):
                 pieces = [tensor[start : start + _ROWS] for tensor in (one, other)]
@@ -110,7 +108,7 @@ class Checkpoint:
         return True
 
     def check_dtypes(self) -> None:
-        """Raises ModelError, naming a tensor, for a dtype that needs scales (int8, fp8) and for
+        """Raise ModelError, with a tensor's name, for a dtype that needs scales (int8, fp8) and for
         floats that products do not take.
         """
         for name, stored in self.stored.items():
@@ -121,7 +119,7 @@ class Checkpoint:
                 )
 
     def main_dtype(self) -> torch.dtype | None:
-        """The dtype that most weights have; None if no weight has a dtype that products take."""
+        """Return the dtype of most weights; None if no weight has a dtype that products take."""
         sizes: dict[torch.dtype, int] = {}
         for name, dtype in self.dtypes.items():
             if dtype is not None:
@@ -142,12 +140,12 @@ class LazyTensor:
 
 
 def give_back_pages(tensors: Sequence[Tensor]) -> None:
-    """Drop the pages of tensors that lie in a mapped file: they are read again when touched.
+    """Drop the pages of tensors in a mapped file: they are read again when touched.
 
-    Does nothing to small tensors, nor to those in other memory, nor on systems other than Linux.
+    Ignores small tensors, tensors in other memory, and systems other than Linux.
     """
     tensors = [tensor for tensor in tensors if tensor.nbytes > _SMALL_BYTES]
-    # Addresses of GPU tensors mean nothing here, and could fall into a file the driver maps.
+    # Addresses of GPU tensors mean nothing here, and could be in a file that the driver maps.
     tensors = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     if sys.platform != "linux" or not tensors:
         return
@@ -155,7 +153,8 @@ def give_back_pages(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         start = tensor.data_ptr()
         if any(low <= start < high for low, high in mapped):
-            # Only pages that lie wholly within: the last may hold the start of the next tensor.
+            # Drop only pages inside the tensor, because the last page may hold the start of the
+            # next tensor.
             first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
             last = (start + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
             if last > first:
@@ -169,7 +168,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _mapped_files() -> Iterator[tuple[int, int]]:
-    """Address ranges [low, high) of the files mapped into this process."""
+    """Yield address ranges [low, high) of the files mapped into this process."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         addresses, _, _, _, inode = line.split(maxsplit=5)[:5]
         if inode != "0":

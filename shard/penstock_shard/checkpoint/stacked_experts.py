@@ -1,8 +1,7 @@
-"""Checkpoints with stacks of experts, read as if each expert were stored by itself.
+"""Checkpoints with stacks of experts, read as if each expert were stored separately.
 
-A layer has them as two tensors: gate_up_proj [E, H, 2 I] and down_proj [E, I, H]. Where tools have
-written [E, 2 I, H] and [E, H, I], they are read as such. Where there are biases they are stacks
-too.
+A layer has two tensors: gate_up_proj [E, H, 2 I] and down_proj [E, I, H]. Some tools write [E, 2 I,
+H] and [E, H, I], which are supported too. Biases, if any, are also stacks.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from transformers import PreTrainedConfig
 from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.errors import ModelError
 
-# Text types whose checkpoints have such stacks, and what configurations call an expert's size.
+# Text types with such stacks, and the configuration's name of an expert's size.
 _SIZES = {
     "gemma4_text": "moe_intermediate_size",
     "gpt_oss": "intermediate_size",
@@ -26,7 +25,7 @@ _SIZES = {
     "qwen3_5_moe_text": "moe_intermediate_size",
     "qwen3_vl_moe_text": "moe_intermediate_size",
 }
-# Of these gates and ups are in turns, and stacks have biases beside them.
+# Types whose stacks have gates and ups in turn, and biases.
 _IN_TURNS = {"gpt_oss"}
 _TRANSPOSED = {"gpt_oss", "llama4_text"}
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
@@ -34,11 +33,11 @@ GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One matrix [O, I] of one expert in a stack, or its biases [O]."""
+    """A matrix [O, I] of one expert in a stack, or its biases [O]."""
 
     stack: str
     expert: int
-    # Of the outputs that the stack has for each expert.
+    # The part's rows among the outputs that the stack has for each expert.
     rows: slice
     is_transposed: bool
 
@@ -48,12 +47,14 @@ def has_stacks(config: PreTrainedConfig) -> bool:
 
 
 class StackedExperts(Checkpoint):
-    """A checkpoint whose stacks of experts appear as the matrices they hold."""
+    """A checkpoint that shows stacks of experts as the matrices in them."""
 
     is_plain = False
 
     def __init__(self, model_dir: Path, config: PreTrainedConfig) -> None:
-        """Raises ModelError, naming a tensor, for a stack that the configuration does not fit."""
+        """List the matrices. Raises ModelError, with a tensor's name, if a stack does not fit the
+        configuration.
+        """
         super().__init__(model_dir)
         self._model_dir = model_dir
         self._parts: dict[str, _Part] = {}
@@ -79,11 +80,10 @@ class StackedExperts(Checkpoint):
         return Checkpoint(self._model_dir) if self._is_theirs else self
 
     def _divide(self, stack: str, outputs: dict[str, int], inputs: int) -> None:
-        """List each expert's matrices in place of the stack."""
         count, *shape = self.shapes.pop(stack)
         stored, dtype = self.stored.pop(stack), self.dtypes.pop(stack)
         matrix = [sum(outputs.values()), inputs]
-        # As transformers reads them: Llama 4's are, of others those that fit no other way.
+        # As in transformers, Llama 4's stacks are transposed; others only if they fit no other way.
         is_transposed = shape != matrix or (self._is_transposed and shape == matrix[::-1])
         if is_transposed and shape != matrix[::-1]:
             raise ModelError(
@@ -112,7 +112,7 @@ class StackedExperts(Checkpoint):
             self.stored[part], self.dtypes[part] = stored, dtype
 
     def _each(self, count: int, outputs: dict[str, int]) -> Iterator[tuple[int, tuple[str, slice]]]:
-        """Each expert's matrices, and which of its outputs they are."""
+        """Yield the matrices of each expert, with their rows among the expert's outputs."""
         for expert in range(count):
             start = 0
             for turn, (name, rows) in enumerate(outputs.items()):
@@ -129,7 +129,7 @@ class StackedExperts(Checkpoint):
 
 
 def refuse_stacks(checkpoint: Checkpoint) -> None:
-    """Raises ModelError, naming one, for stacks of experts beside quantized matrices."""
+    """Raise ModelError, with the stack's name, for a stack of experts beside quantized matrices."""
     for name in checkpoint.shapes:
         if name.endswith((GATE_UP, DOWN)):
             raise ModelError(f"{name}: stacks of experts are not served in quantized checkpoints")

@@ -1,6 +1,7 @@
-"""The configuration of the text model within a model of images and text, as of a model of its own.
+"""The configuration of the text model in a model of images and text, as if it were a separate
+model.
 
-What its tensors are called in the files is in `text_names`.
+`text_names` has the names of the text model's tensors.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from transformers import (
     conversion_mapping,
 )
 
-# Types of models of images and text whose text is computed by a model of text alone, which gives
-# the same logits for it.
+# Types of models of images and text whose text is computed by a text-only model with the same
+# logits.
 _TYPES = frozenset(
     {
         "gemma3",
@@ -47,8 +48,8 @@ _TYPES = frozenset(
         "smolvlm",
     }
 )
-# Text types without a causal LM of their own, and those whose causal LM computes the same where
-# all three of a token's positions are equal, as they are in text.
+# Text types without a causal LM of their own -> types whose causal LM computes the same if all
+# three of a token's positions are equal, as in text.
 _SAME_AS = {
     "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm4",
@@ -62,9 +63,9 @@ _THREE_POSITIONS = ("mrope_section", "mrope_interleaved")
 
 
 def has_text_model(config: PreTrainedConfig) -> bool:
-    """Whether it is of a model of images and text whose text is served."""
+    """Tell whether this is a model of images and text whose text model is served."""
     if type(config).__module__.split(".")[:2] != ["transformers", "models"]:
-        # Of code that comes with the model.
+        # The configuration class comes with the model's own code.
         return False
     text = config.get_text_config()
     _complete(text)
@@ -73,10 +74,10 @@ def has_text_model(config: PreTrainedConfig) -> bool:
 
 
 def text_config(config: PreTrainedConfig, *, has_head: bool | None) -> PreTrainedConfig:
-    """The configuration of the text model; any other configuration as it is.
+    """Return the configuration of the text model; any other configuration is returned unchanged.
 
-    Whether the files have a head decides whether the embedding is tied to it: the two parts of such
-    configurations disagree. None: there are no files.
+    The embedding is tied unless the files have a head, because the two parts of such configurations
+    disagree. `has_head` is None if there are no files.
     """
     if not has_text_model(config):
         return config
@@ -91,7 +92,7 @@ def text_config(config: PreTrainedConfig, *, has_head: bool | None) -> PreTraine
 
 
 def _plain(text: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of the type that computes the same."""
+    """Return the configuration as one of the type that computes the same."""
     values: dict[str, Any] = text.to_dict()
     rope = values["rope_parameters"]
     for name in _THREE_POSITIONS:
@@ -107,7 +108,6 @@ def _plain(text: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _complete(text: PreTrainedConfig) -> None:
-    """Tell transformers what it does not know of a text type."""
     if text.model_type == "mistral4":
         from transformers import Mistral4ForCausalLM
 

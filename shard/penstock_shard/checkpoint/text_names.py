@@ -1,6 +1,5 @@
-"""What the tensors of a text model are called in the files of a model of images and text.
-
-No torch here.
+"""The names of a text model's tensors in the files of a model of images and text. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -8,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# What such files have in place of "model."; the second in newer ones, the last in Idefics 3's.
+# Replacements of "model." in such files; the second occurs in newer files, the last in Idefics 3's.
 _COMPOSITE_ROOTS = ("language_model.model.", "model.language_model.", "model.text_model.")
-# The last is of models that were saved without their head, as embedding models are.
+# The last is for models that were saved without a head, such as embedding models.
 _ROOTS = (*_COMPOSITE_ROOTS, "model.", "")
 _HEADS = ("language_model.lm_head.", "lm_head.")
-# Begins the names of a tower beside a text model whose names begin as those of any other.
+# Prefix of an image encoder's names, if the text model has ordinary names.
 _TOWER = "visual."
 
 
@@ -21,21 +20,23 @@ _TOWER = "visual."
 class TextNames:
     """The tensors of the text model in a checkpoint."""
 
-    # Their names in a causal language model -> those in the files.
+    # Maps names in a causal language model to names in the files.
     stored: dict[str, str] = field(default_factory=dict)
-    # What names in the files have in place of "model.".
+    # Replacement of "model." in the files.
     root: str = "model."
-    # Whether the files have more, such as towers for images, which is left out.
+    # True if the files have parts that are left out, such as towers for images.
     leaves_out: bool = False
 
     def in_files(self, name: str) -> str:
-        """How a tensor is called in the files, or would be if it were there."""
+        """Return the name of a tensor in the files, even if the files do not have the tensor."""
         own = self.root + name.removeprefix("model.") if name.startswith("model.") else name
         return self.stored.get(name, own)
 
 
 def text_names(names: Iterable[str]) -> TextNames:
-    """The tensors of the text model among those of the files; all where there is no other part."""
+    """Find the text model's tensors among the files' names; return all names if the model has no
+    other part.
+    """
     stored = list(names)
     root = next((root for root in _ROOTS if f"{root}embed_tokens.weight" in stored), "model.")
     if root == "":
@@ -54,7 +55,9 @@ def text_names(names: Iterable[str]) -> TextNames:
 
 
 def text_module(name: str) -> str:
-    """A module of the text model, by its name in the whole or its own: as the latter."""
+    """Return the text model's own name of a module, given that name or the name in the whole
+    model.
+    """
     for root in _COMPOSITE_ROOTS:
         if name.startswith(root):
             return "model." + name.removeprefix(root)

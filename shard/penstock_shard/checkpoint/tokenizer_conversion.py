@@ -1,8 +1,8 @@
-"""Makes tokenizer.json for a model that comes with other tokenizer files only: older ones, or
-Mistral's tekken.json.
+"""Makes tokenizer.json for a model with other tokenizer files only: older ones, or Mistral's
+tekken.json.
 
-transformers does the conversion; the result is checked on sample strings, because the router works
-with the converted file alone.
+transformers does the conversion. The result is checked on sample strings, because the router only
+uses the converted file.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _SAMPLES = (
     "https://example.org/?q=a%20b&c=1",
 )
 _TEKKEN = "tekken.json"
-# What these say goes to the tokenizer's class as arguments, of which some name files.
+# Their contents become arguments of the tokenizer's class, some of which name files.
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 def make_tokenizer_files(model_dir: Path, trust_remote_code: bool) -> dict[str, bytes]:
-    """A tokenizer.json for a directory without one, and what else a router needs that only the
-    tokenizer's own file says.
+    """Make tokenizer.json for a directory without one, and other files for routers that only the
+    tokenizer's own file can give.
 
     Raises ModelError if there is no tokenizer, transformers cannot convert it, or the result gives
-    other ids than the tokenizer it was made from.
+    other ids than the original.
     """
     if (model_dir / _TEKKEN).exists():
         return _convert_tekken(model_dir / _TEKKEN)
@@ -47,12 +47,12 @@ def make_tokenizer_files(model_dir: Path, trust_remote_code: bool) -> dict[str, 
 
 
 def _convert_tekken(path: Path) -> dict[str, bytes]:
-    """Mistral's file: the tokenizer, its marks and, where mistral-common is installed, which makes
-    one, the chat template.
+    """Convert Mistral's file to the tokenizer, its special tokens and, if mistral-common is
+    installed and makes one, the chat template.
     """
     try:
         tokenizer = convert_tekken_tokenizer(str(path))
-        # As their models know texts.
+        # Mistral's models were trained on texts that begin with this token.
         tokenizer.add_bos_token = True
         content: str = tokenizer.backend_tokenizer.to_str()
         _check_tekken(path, Tokenizer.from_str(content))
@@ -71,11 +71,11 @@ def _convert_tekken(path: Path) -> dict[str, bytes]:
 
 
 def _check_tekken(path: Path, converted: Tokenizer) -> None:
-    """Raises ModelError unless ids are those that the file's ranks give."""
+    """Raise ModelError unless ids follow from the file's ranks."""
     tekken = read_object(path)
     config, bos_id = tekken["config"], converted.token_to_id("<s>")
     shift = config["default_num_special_tokens"]
-    # There may be more in the file than the model has.
+    # The file may have more tokens than the model.
     listed = tekken["vocab"][: config["default_vocab_size"] - shift]
     ranks = {base64.b64decode(each["token_bytes"]): each["rank"] for each in listed}
     words = Split(Regex(config["pattern"]), "isolated")
@@ -87,7 +87,9 @@ def _check_tekken(path: Path, converted: Tokenizer) -> None:
 
 
 def _merge(word: bytes, ranks: Mapping[bytes, int]) -> list[int]:
-    """The ranks of a word's tokens: neighbours that make one become it, the lowest rank first."""
+    """Return the ranks of a word's tokens: adjacent parts that form a token are merged, the lowest
+    rank first.
+    """
     parts = [bytes([byte]) for byte in word]
     while pairs := [
         (ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks
@@ -109,14 +111,16 @@ def _convert_older(model_dir: Path, trust_remote_code: bool) -> bytes:
     except library_faults() as error:
         raise ModelError(f"{what}: {first_line(error)}") from error
     except Exception as error:
-        # The package tokenizers has no class of its own for what it refuses.
+        # The package tokenizers raises plain Exception.
         if type(error) is Exception:
             raise ModelError(f"{what}: {first_line(error)}") from error
         raise
 
 
 def _checked(model_dir: Path, tokenizer: Any) -> bytes:
-    """A tokenizer.json of what transformers made. Raises ModelError if it gives other ids."""
+    """Return the tokenizer.json of transformers' tokenizer. Raises ModelError if it gives other
+    ids.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ModelError(
@@ -125,7 +129,7 @@ def _checked(model_dir: Path, tokenizer: Any) -> bytes:
         )
     content: str = backend.to_str()
     converted = Tokenizer.from_str(content)
-    # Without any tokenizer file transformers makes an empty tokenizer and says nothing.
+    # Without any tokenizer file transformers silently makes an empty tokenizer.
     if "hello" not in converted.decode(converted.encode("hello").ids).lower():
         raise ModelError(f"{model_dir}: there is no tokenizer.json, and no other usable tokenizer")
     for sample in _SAMPLES:

@@ -1,5 +1,5 @@
-"""Collects the files of a model that a router needs: tokenizer, chat template, and what says how
-many tokens an image takes. No torch here.
+"""Collects the files of a model that a router needs: tokenizer, chat template, and sizes of images
+in tokens. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _FILES = (
 )
 # Templates besides the default one, such as `tool_use`, each in a file of its name.
 _MORE_TEMPLATES = "additional_chat_templates"
-# Of a model that sees images: they say how many tokens one takes. Not of others, whose hash of
-# these files would change with settings that no router reads.
+# Files of a model that sees images, which give an image's number of tokens. They are not read for
+# other models, whose hash would then depend on settings that no router reads.
 _IMAGE_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
 
 
 def read_tokenizer_files(model_dir: Path, chat_template: Path | None = None) -> dict[str, bytes]:
-    """The files that exist, by name. `chat_template` replaces all templates of the model.
+    """Return the existing files by name. `chat_template` replaces all templates of the model.
 
     Raises:
         OSError: a file exists and cannot be read.
@@ -46,7 +46,6 @@ def read_tokenizer_files(model_dir: Path, chat_template: Path | None = None) -> 
 
 
 def is_template(name: str) -> bool:
-    """Tell whether a file of a model is one of its further templates."""
     return name.startswith(f"{_MORE_TEMPLATES}/") and name.endswith(".jinja")
 
 
@@ -56,7 +55,7 @@ def _sees_images(model_dir: Path) -> bool:
 
 
 def _template_of_processor(model_dir: Path, files: Mapping[str, bytes]) -> str | None:
-    """The chat template of an older model of images and text, where its tokenizer has none."""
+    """Return the chat template of an older model of images and text, if its tokenizer has none."""
     path = model_dir / "chat_template.json"
     if "chat_template.jinja" in files or not path.exists():
         return None
@@ -68,7 +67,7 @@ def _template_of_processor(model_dir: Path, files: Mapping[str, bytes]) -> str |
 
 
 def tokenizer_hash(files: Mapping[str, bytes]) -> str:
-    """Equal for shards whose tokenizers and templates are equal."""
+    """Return a hash that is equal for shards with equal tokenizers and templates."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(files):
         digest.update(f"{name}\0{len(files[name])}\0".encode())

@@ -1,5 +1,5 @@
-"""Finds the files that hold weights, reads their headers, and tells how large the model is by these
-and by its configuration. Imports no torch.
+"""Finds the files that hold weights, reads their headers, and computes the model's size from
+headers and configuration. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from penstock_shard.errors import ModelError, first_line
 from penstock_shard.ipc.runner_info import ModelShape
 
 WEIGHTS = "model.safetensors"
-# The link to a GGUF file, in a directory that one was unfolded into.
+# The link to a GGUF file, in a directory made by `unfold`.
 GGUF = "model.gguf"
 INDEX = "model.safetensors.index.json"
 
 _PICKLES = (".bin", ".pt", ".pth")
 _PART = re.compile(r"(.+)-(\d{1,6})-of-(\d{1,6})\.safetensors")
 _MOST_PARTS = 10_000
-# How names of weights begin that no index lists: the first of these of which there is a file.
+# Prefixes of the names of weights without an index; the first prefix that a file has applies.
 _NAMES = ("model", "weights", "")
-# Weights of an adapter, the same weights once more under other names, what training goes on from.
+# Weights of an adapter, copies of the weights under other names, and training state.
 _BESIDE = re.compile(r"adapter_|consolidated|(.*_)?(optimizer|scheduler|ema)(?![a-z])")
 
-# Of a header, in bytes: what the largest models have in one file is a quarter of it.
+# Upper bound on the bytes of a header; the largest models have a quarter of this in one file.
 _MOST_HEADER_BYTES = 32 * 2**20
 _MOST_DIMENSIONS = 16
 
@@ -51,10 +51,10 @@ _STORED_TENSORS = msgspec.json.Decoder(StoredTensor)
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The one file, else those of the index, as transformers chooses them, else that of a GGUF
-    file, else all that are there without an index; [] if there is none.
+    """Return the one file, else the files of the index, as transformers chooses them, else the GGUF
+    file, else all weights without an index; [] if there are none.
 
-    Raises ModelError for an index that cannot be read, OSError for what the system refuses.
+    Raises ModelError for an index that cannot be read, OSError if the system refuses.
     """
     if (directory / WEIGHTS).exists():
         return [directory / WEIGHTS]
@@ -75,19 +75,18 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _is_beside(name: str) -> bool:
-    """Tell whether a name, which an index has, can lead nowhere but to a file beside it."""
+    """Tell whether a name in an index can only be a file beside it."""
     return name.isprintable() and not {"/", "\\"} & set(name) and name not in ("", ".", "..")
 
 
 def has_index(directory: Path) -> bool:
-    """Tell whether a file lists the parts of the weights."""
     return (directory / INDEX).exists()
 
 
 def unlisted(names: Iterable[str]) -> list[str]:
-    """Weights that no index lists, among the names of files: those that begin with "model" if there
-    are such, else with "weights", else all others that are not an adapter's, a second copy or of
-    training. All parts of a set of which one is there, so that one may be missing.
+    """Return the weights without an index, among the names of files: those that begin with "model",
+    if any, else with "weights", else all others except adapters, copies and training state. A set
+    with one existing part is returned with all its parts, so that a missing part is noticed.
     """
     files = [name for name in names if name.endswith(".safetensors") and "/" not in name]
     own = [name for name in files if not _BESIDE.match(name)]
@@ -97,7 +96,9 @@ def unlisted(names: Iterable[str]) -> list[str]:
 
 
 def _set_of(name: str, files: Sequence[str]) -> list[str]:
-    """The parts of the set to which this one belongs; the name itself if it is whole."""
+    """Return the parts of the set to which this file belongs; only the name itself if it is no
+    part.
+    """
     part = _PART.fullmatch(name)
     if part is None or int(part[3]) > _MOST_PARTS:
         return [name]
@@ -105,16 +106,16 @@ def _set_of(name: str, files: Sequence[str]) -> list[str]:
     names = [
         f"{prefix}-{each:0{len(number)}}-of-{total}.safetensors" for each in range(int(total) + 1)
     ]
-    # Some count from 0.
+    # Some sets count from 0.
     return names[:-1] if names[0] in files else names[1:]
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """List by name the tensors that a safetensors file says it holds.
+    """Return by name the tensors in a safetensors file's header.
 
     Format: 8 bytes little-endian length, that many bytes of JSON, then the tensors' bytes.
 
-    Raises ModelError if the header is none, or the file is shorter than it says.
+    Raises ModelError if the header is invalid, or the file is shorter than it says.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -142,19 +143,19 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def model_shape(directory: Path) -> ModelShape:
-    """The size of the model in a directory.
+    """Return the size of the model in a directory.
 
-    Raises ModelError for files that cannot be understood, OSError for what the system refuses.
+    Raises ModelError for files that cannot be understood, OSError if the system refuses.
     """
     config = read_object(directory / "config.json")
     text = config.get("text_config")
-    # That of a model of images and text has a part for each.
+    # A model of images and text has a configuration for each part.
     of_text = {**config, **text} if isinstance(text, dict) else config
     heads = _count_in(of_text, "num_attention_heads", "n_head", "num_heads")
     num_parameters, weight_bytes = _count_weights(directory)
     return ModelShape(
         model_type=str(config.get("model_type") or ""),
-        # Of what is quantized, one number in the files may be several of the model's.
+        # In quantized files, one stored number may hold several weights.
         num_parameters=0 if config.get("quantization_config") else num_parameters,
         weight_bytes=weight_bytes,
         num_layers=_count_in(of_text, "num_hidden_layers", "n_layer", "num_layers"),
@@ -165,20 +166,20 @@ def model_shape(directory: Path) -> ModelShape:
 
 
 def _kv_heads(config: dict[str, Any], heads: int) -> int:
-    """The number of heads of keys: as many as of queries, unless the configuration differs."""
+    """Return the number of key heads: as many as query heads, unless the configuration differs."""
     names = ("num_key_value_heads", "num_kv_heads", "multi_query")
     stated = [config[name] for name in names if config.get(name) not in (None, False)]
     return _count_in(config, *names) if stated else heads
 
 
 def _count_in(config: dict[str, Any], *names: str) -> int:
-    """The number under the first of these names that has one; 0 if none has."""
+    """Return the number under the first of these names that has one; 0 if none has."""
     values = (config.get(name) for name in names)
     return next((each for each in values if type(each) is int and 0 < each < 2**31), 0)
 
 
 def _count_weights(directory: Path) -> tuple[int, int]:
-    """The number of values in the weights, 0 where that is not told, and their bytes."""
+    """Return the number of values in the weights, 0 if unknown, and their bytes."""
     paths = [path for path in weight_files(directory) if path.exists()]
     if any(path.name == GGUF for path in paths):
         return 0, sum(path.stat().st_size for path in paths)
@@ -188,7 +189,7 @@ def _count_weights(directory: Path) -> tuple[int, int]:
 
 
 def why_no_weights(names: Sequence[str]) -> str:
-    """A line for files that hold no weights which are read."""
+    """Return a line that says why the files hold no usable weights."""
     pickles = sorted(name for name in names if name.endswith(_PICKLES))
     if pickles:
         return (

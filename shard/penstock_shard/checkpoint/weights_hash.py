@@ -1,7 +1,7 @@
 """A hash of a model's weights: equal hashes mean equal bytes.
 
-Covers the names and contents of config.json, of every *.safetensors file or of the GGUF file, and,
-where the model's own code runs, of every *.py file. Pieces of files are hashed on several threads
+It covers the names and contents of config.json, of every *.safetensors file or of the GGUF file,
+and, if the model's own code runs, of every *.py file. Pieces of files are hashed on several threads
 (hashlib releases the interpreter lock); the result is a hash of the pieces' hashes.
 """
 
@@ -29,8 +29,8 @@ def hash_weights(
     threads: int | None = None,
     stop: threading.Event | None = None,
 ) -> str:
-    """32 hex digits (blake2b-128). `config_only` is for models without weights on disk,
-    `with_code` for those whose own code is trusted and run.
+    """Return 32 hex digits (blake2b-128). `config_only` is for models without weights on disk,
+    `with_code` for models whose own code is trusted and run.
 
     Raises OSError if a file cannot be read, CancelledError soon after `stop` is set.
     """
@@ -47,8 +47,8 @@ def hash_weights(
 
 
 def _pieces(model_dir: Path, config_only: bool, with_code: bool) -> Iterator[tuple[Path, int]]:
-    """(file, offset) of each piece: config.json, then weights and code by name."""
-    # An index may name some in folders.
+    """Yield (file, offset) of each piece: config.json, then weights and code by name."""
+    # An index may name files in folders.
     named = [] if config_only else [each for each in weight_files(model_dir) if each.name != GGUF]
     weights = [] if config_only else sorted({*model_dir.glob("*.safetensors"), *named})
     weights += [] if weights or config_only else sorted(model_dir.glob(GGUF))
@@ -61,7 +61,7 @@ def _pieces(model_dir: Path, config_only: bool, with_code: bool) -> Iterator[tup
 def _hash_piece(piece: tuple[Path, int], stop: threading.Event) -> bytes:
     path, offset = piece
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    # Read, not mapped: mapped pages would count as this process's memory.
+    # Read, not mapped, because mapped pages would count as this process's memory.
     with path.open("rb") as file:
         file.seek(offset)
         left = _PIECE_BYTES

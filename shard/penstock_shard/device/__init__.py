@@ -1,1 +1,1 @@
-"""What the machine has: memory, limits of containers, compilers for its device."""
+"""The machine: memory, limits of containers, and compilers for the device."""

@@ -1,7 +1,4 @@
-"""Asynchronous copies between host and device.
-
-On cpu nothing is copied, and all work is done when its call returns.
-"""
+"""Asynchronous copies between host and device. On cpu nothing is copied or asynchronous."""
 
 from __future__ import annotations
 
@@ -15,19 +12,19 @@ from torch import Tensor
 
 
 def is_host(tensor: Tensor) -> bool:
-    """Whether the tensor is on the host, so that reading it does not wait for a device."""
+    """Tell whether a tensor is on the host, so that reading it waits for no device."""
     return tensor.device.type == "cpu"
 
 
 def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
-    """Host memory, uint8, that can be copied to the device asynchronously. torch does not reuse it
-    before such copies are done.
+    """Make a buffer, uint8, for asynchronous copies to the device. torch does not reuse it before
+    these copies are done.
     """
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """The array on the device; on cpu the same memory."""
+    """Copy an array to the device; on cpu it is the same memory."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
@@ -35,8 +32,8 @@ def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host, complete once a `mark` set after this call is reached; on cpu the same
-    memory.
+    """Copy a tensor to the host, complete once a `mark` set after this call is reached. On cpu it
+    is the same memory.
     """
     if tensor.device.type == "cpu":
         return tensor
@@ -45,9 +42,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def mark(device: torch.device) -> Callable[[], None]:
-    """Mark the end of all work given to the device so far. Calling the result waits until that work
-    is done.
-    """
+    """Mark the end of the work that the device has so far. The returned function waits for it."""
     if device.type == "cpu":
         return _come_already
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]

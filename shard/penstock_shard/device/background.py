@@ -1,4 +1,4 @@
-"""Threads that give way to others of their process."""
+"""Threads with a lower priority than the others of their process."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import os
 import sys
 import threading
 
-# Of `nice`: others get some nine times as much of a processor.
+# A nice value: other threads get about nine times as much of a processor.
 _NICENESS = 10
 
 
 def lower_priority() -> None:
-    """Have the calling thread get less of a processor that others want too. Where threads have no
-    priorities of their own, nothing changes.
-    """
+    """Lower the calling thread's priority, if the system has priorities of threads."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

@@ -1,12 +1,12 @@
-"""Directories of compiled kernels, kept loads and what a shard remembers: ones that nobody else
-can write to or replace. And what names in them are made of.
+"""Directories of compiled kernels, kept loads and a shard's state, which nobody else can write to
+or replace; and the parts of their files' names.
 
-Environment: PENSTOCK_CACHE (default $XDG_CACHE_HOME/penstock or ~/.cache/penstock), and
-PENSTOCK_LOAD_CACHE for kept loads (default `loads` in that), as kernels may come with an image.
-PENSTOCK_STATE (default $XDG_STATE_HOME/penstock or ~/.local/state/penstock) for what a shard's next
-start finds again: nothing makes that anew, as it does what is in caches.
-PENSTOCK_TRUSTED_DIRECTORIES (separated as in PATH) names directories above a cache that others may
-write to, but who are trusted: as a volume of a container is, where there are no other users.
+Environment: PENSTOCK_CACHE: compiled kernels; default $XDG_CACHE_HOME/penstock or
+~/.cache/penstock. PENSTOCK_LOAD_CACHE: kept loads, apart as kernels may come with an image; default
+$PENSTOCK_CACHE/loads. PENSTOCK_STATE: state for a shard's next start, which nothing can make anew;
+default $XDG_STATE_HOME/penstock or ~/.local/state/penstock. PENSTOCK_TRUSTED_DIRECTORIES:
+directories above a cache, separated as in PATH, whose other writers are trusted, such as a
+container's volume.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# The outermost package, however deep this module is within.
+# The outermost package, at any depth of this module.
 _PACKAGE = Path(__file__).parents[__name__.count(".") - 1]
-# As many as Linux follows.
+# The largest number of symbolic links in a path, as on Linux.
 _MOST_LINKS = 40
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _LIBRARIES = ("torch", "transformers", "safetensors", "gguf")
 
 
 def cache_directory() -> Path:
-    """The directory, which may not be there yet."""
+    """The cache's directory; it may not exist yet."""
     if chosen := os.environ.get("PENSTOCK_CACHE"):
         return Path(chosen)
     if base := os.environ.get("XDG_CACHE_HOME"):
@@ -41,19 +41,19 @@ def cache_directory() -> Path:
     try:
         return Path.home() / ".cache" / "penstock"
     except RuntimeError:
-        # The user has no home directory, as in some containers.
+        # In some containers the user has no home directory.
         return temporary_directory()
 
 
 def load_directory() -> Path:
-    """The directory of kept loads; it may not be there yet."""
+    """The directory of kept loads; it may not exist yet."""
     chosen = os.environ.get("PENSTOCK_LOAD_CACHE")
     return Path(chosen) if chosen else cache_directory() / "loads"
 
 
 def state_directory() -> Path:
-    """The directory of what a shard remembers from one start to the next; it may not be there yet.
-    Raises OSError for a user without a home directory, as there are in containers.
+    """The directory of state kept from one start to the next; it may not exist yet. Raises OSError
+    if the user has no home directory, as in some containers.
     """
     if chosen := os.environ.get("PENSTOCK_STATE"):
         return Path(chosen)
@@ -67,16 +67,15 @@ def state_directory() -> Path:
 
 @functools.cache
 def temporary_directory() -> Path:
-    """A directory for as long as the process runs."""
+    """Make a directory that is deleted when the process ends."""
     directory = tempfile.mkdtemp(prefix="penstock-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return Path(directory)
 
 
 def ensure_safe(path: Path) -> bool:
-    """Tell whether a file of the cache is there; makes its directory. Raises OSError where that
-    cannot be used, or others may write to it, to the file, or to what leads there: they would run
-    code as our user.
+    """Tell whether a cache file exists; make its directory. Raises OSError if the directory cannot
+    be used, or if others could replace or change the file and so run code as our user.
     """
     ensure_safe_directory(path.parent)
     if not path.exists():
@@ -86,16 +85,16 @@ def ensure_safe(path: Path) -> bool:
 
 
 def ensure_safe_directory(path: Path) -> None:
-    """Make a directory of our own. Raises OSError where it cannot be used, or others may write to
-    it or put another in its place.
+    """Make a directory that only our user can change. Raises OSError if it cannot be used, or
+    others may write to it or replace it.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_way(path)
 
 
 def _check_way(path: Path) -> None:
-    """Raises PermissionError for what others may write to: the path, or a directory or link on the
-    way to it, by which they could put something else in its place.
+    """Check a path and each part of the way to it. Raises PermissionError if others may write to
+    the path, or to a directory or link by which they could replace it.
     """
     for place in _way(path):
         status = place.lstat()
@@ -108,7 +107,7 @@ def _check_way(path: Path) -> None:
 
 
 def _way(path: Path) -> Iterator[Path]:
-    """List all that the system looks at to find a path, from the root on, links one by one."""
+    """Yield all paths that the system visits to find a path, from the root on, link by link."""
     parts = list(reversed(path.absolute().parts))
     place = Path(parts.pop())
     yield place
@@ -132,9 +131,9 @@ def _check_directory_above(place: Path, status: os.stat_result) -> None:
     if str(place) in os.environ.get("PENSTOCK_TRUSTED_DIRECTORIES", "").split(os.pathsep):
         return
     _check_owner(place, status)
-    # In a sticky one only owners replace what is theirs, as in /tmp.
+    # In a sticky directory, such as /tmp, only owners can replace a file.
     is_sticky = bool(status.st_mode & stat.S_ISVTX)
-    # A group of the user's own name and number has no other members.
+    # A group with the user's own number has no other members.
     is_private = status.st_gid == os.getgid() == os.getuid()
     writers = stat.S_IWOTH if is_private else _OTHERS_WRITE
     if status.st_mode & writers and not is_sticky:
@@ -158,8 +157,8 @@ def _check_owner(place: Path, status: os.stat_result) -> None:
 
 
 def replace_file(made: Path, path: Path) -> None:
-    """Give a file that was written beside its place its name. It is on disk before that, or a crash
-    could leave an empty one.
+    """Rename a file to its place, after syncing it to disk: a crash could otherwise leave it
+    empty.
     """
     with made.open("rb") as file:
         os.fsync(file.fileno())
@@ -167,15 +166,13 @@ def replace_file(made: Path, path: Path) -> None:
 
 
 def file_identity(path: Path) -> str:
-    """The system's account of a file, which changes when its content does."""
+    """A description of a file by the system, which changes when the content does."""
     status = path.stat()
     return f"{status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
 def code_hash() -> str:
-    """A hash of our code and the versions of libraries: what is kept has the layout of their
-    objects.
-    """
+    """A hash of our code and of library versions, which decide the layout of kept objects."""
     total = hashlib.blake2b(platform.python_version().encode(), digest_size=16)
     for path in sorted(_PACKAGE.rglob("*.py")):
         total.update(f"{path.relative_to(_PACKAGE)}\0".encode() + path.read_bytes())

@@ -1,4 +1,4 @@
-"""Memory and processor time that this process's control groups allow: the limits of a container."""
+"""The memory and processor time that this process's control groups allow: a container's limits."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def memory_left() -> int | None:
-    """Bytes this process may still take; None if no group has a limit (with version 1: a number
-    beyond all memory).
+    """The bytes that this process may still take; None if no group has a limit (with version 1, a
+    number larger than all memory).
     """
     lefts = (_memory_left_in(group) for group in _groups("memory"))
     return min((left for left in lefts if left is not None), default=None)
 
 
 def cpu_quota() -> float | None:
-    """Processor time this process may use, in cores; None if no group has a limit."""
+    """The processor time that this process may use, in cores; None if no group has a limit."""
     quotas = (_cpu_quota_of(group) for group in _groups("cpu"))
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """This process's own group and its ancestors, each of which has its own limits.
+    """Yield this process's group and its ancestors, each with its own limits.
 
-    A container may see its group under a path that is not mounted inside it: then the mount itself,
-    the last one here, is its group.
+    A container may see its group under a path that is not mounted inside it. Then its group is the
+    mount itself, which comes last.
     """
     for line in _read(_OWN_GROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -37,7 +37,7 @@ def _groups(controller: str) -> Iterator[Path]:
         # Version 2 has one tree and names no controllers.
         mount = _MOUNT / controller if controllers else _MOUNT
         own = PurePosixPath(path.lstrip("/"))
-        # A path with ".." is that of a group outside of this cgroup namespace.
+        # A path with ".." names a group outside this cgroup namespace.
         below = PurePosixPath() if ".." in own.parts else own
         yield from (mount / group for group in (below, *below.parents))
 
@@ -52,7 +52,7 @@ def _memory_left_in(group: Path) -> int | None:
         prefix = "total_"
     if not used or limit in ("", "max"):
         return None
-    # The page cache is charged to the group, but is reclaimed when it needs memory.
+    # The page cache is charged to the group, but reclaimed when the group needs memory.
     cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
     return max(0, int(limit) - max(0, int(used) - cached))
 

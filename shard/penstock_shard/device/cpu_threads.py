@@ -1,4 +1,4 @@
-"""How many threads compute on a cpu unless --threads says it."""
+"""The default of --threads."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from penstock_shard.device import cgroup
 
 
 def default_threads() -> int:
-    """Compute threads on cpu: all cores this process may use but one. A control group's quota is
-    taken as a number of cores: more threads would exhaust it early in each period, and all stall.
+    """The number of compute threads on cpu: all cores that this process may use but one. A control
+    group's quota bounds the number, because more threads would exhaust the quota early in each
+    period and then stall.
     """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))

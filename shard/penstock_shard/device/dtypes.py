@@ -6,5 +6,5 @@ import torch
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name without the prefix "torch."."""
+    """Return torch's name without the prefix "torch."."""
     return str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""A GPU's memory: used, peak and free. The only module that asks.
+"""A GPU's memory: used, peak and free. Only this module queries it.
 
-torch counts the memory of its own tensors; the driver counts all, that of other processes too. On
-cpu these functions give 0 or do nothing: `device.host_memory` knows the host's memory.
+torch counts its own tensors; the driver counts all processes. On cpu these functions return 0 or do
+nothing: see `device.host_memory`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 
 
 class PeakMemory:
-    """Peak memory of tensors on a device since this object was made, beyond what they took then.
-    Use one at a time for each device: torch keeps a single peak.
+    """The peak memory of tensors on a device after this object was made, beyond the memory at that
+    time. Use one object at a time for each device, because torch keeps a single peak.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,7 +23,7 @@ class PeakMemory:
             self._before = torch.cuda.memory_allocated(device)
 
     def extra_bytes(self) -> int:
-        """The peak so far, in bytes. Waits for the device to finish its work; 0 on cpu."""
+        """The peak so far, in bytes; 0 on cpu. Waits for the device to finish its work."""
         if self._device.type != "cuda":
             return 0
         torch.cuda.synchronize(self._device)
@@ -31,7 +31,7 @@ class PeakMemory:
 
 
 def used_bytes(device: torch.device) -> int:
-    """Bytes taken of the device's memory, by all processes; 0 on cpu."""
+    """The bytes of device memory that all processes take; 0 on cpu."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -40,18 +40,18 @@ def used_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device, share: float) -> int:
-    """Bytes that may still be taken on a GPU, if at most `share` of its memory may be used."""
+    """The bytes of a GPU that may still be taken, if at most `share` of its memory may be used."""
     free, total = _free_and_total(device)
     return int(total * share) - (total - free)
 
 
 def empty_caches(device: torch.device) -> None:
-    """Release memory that torch's caching allocator holds unused."""
+    """Release unused memory that torch's caching allocator holds."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _free_and_total(device: torch.device) -> tuple[int, int]:
-    """Free and total bytes. What torch's allocator holds unused counts as free."""
+    """Return free and total bytes. Unused memory of torch's allocator counts as free."""
     empty_caches(device)
     return torch.cuda.mem_get_info(device)

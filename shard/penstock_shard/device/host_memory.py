@@ -1,4 +1,6 @@
-"""Host memory: how much this process may still take, and how much some work takes temporarily."""
+"""Host memory: the bytes that this process may still take, and the bytes that work takes
+temporarily.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +16,25 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def extra_host_bytes(work: Callable[[], object]) -> int:
-    """Memory that `work` takes at its peak beyond what this process holds after it; 0 if the system
-    does not report it (macOS, a read-only /proc).
+    """Run `work`. Returns the peak minus the bytes in use afterwards; 0 if the system does not
+    report them (macOS, a read-only /proc).
     """
     try:
-        # Resets the peak (VmHWM) to the current size. See proc(5).
+        # Reset the peak (VmHWM) to the current size: proc(5).
         _CLEAR_REFS.write_text("5", encoding="ascii")
     except OSError:
         work()
         return 0
     work()
-    # Not getrusage: its peak includes that of the parent process before exec.
+    # getrusage does not serve here, because its peak includes the parent process before exec.
     status = _sizes(_STATUS)
     return max(0, status["VmHWM"] - status["VmRSS"])
 
 
 def free_host_bytes() -> int:
-    """Memory this process may still take: the machine's, bounded by its control groups."""
+    """The bytes that this process may still take: free memory of the machine, bounded by its
+    control groups.
+    """
     machine, groups = _meminfo_available(), cgroup.memory_left()
     return machine if groups is None else min(machine, groups)
 
@@ -40,12 +44,12 @@ def _meminfo_available() -> int:
         available = _sizes(_MEMINFO).get("MemAvailable")
         if available is not None:
             return available
-    # No such file on macOS: assume half of the machine's memory.
+    # On macOS, without that file, assume half of the machine's memory.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _sizes(file: Path) -> dict[str, int]:
-    """Values in bytes, by name, of the lines `name: number kB` of a file in /proc."""
+    """Read the lines `name: number kB` of a file in /proc: bytes by name."""
     lines = os.fsdecode(file.read_bytes()).splitlines()
     fields = (line.split() for line in lines if line.endswith(" kB"))
     return {name.rstrip(":"): int(number) * 1024 for name, number, _ in fields}

@@ -1,4 +1,4 @@
-"""Whether Triton kernels may be launched on a type of device: one answer for all modules with any.
+"""Tells all modules with Triton kernels whether they may launch them on a type of device.
 
 They may if the package is installed and the check at load, which reports here, found no fault.
 """
@@ -16,7 +16,7 @@ _faults: dict[str, str] = {}
 
 @functools.cache
 def is_installed() -> bool:
-    """Whether the package is installed, whatever its kernels compute."""
+    """Tell whether the package is installed, even if its kernels compute wrongly."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -29,5 +29,5 @@ def remember(device_type: str, fault: str | None) -> None:
 
 
 def fault_on(device_type: str) -> str | None:
-    """Why no kernel may be launched on this type of device, for messages; None if they may."""
+    """The reason why no kernel may be launched on a type of device; None if kernels may."""
     return _faults.get(device_type) if is_installed() else _MISSING

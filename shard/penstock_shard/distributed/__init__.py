@@ -1,1 +1,1 @@
-"""One model over several devices: a process for each, all of which compute every step."""
+"""A model over several devices, with a process for each. All processes compute every step."""

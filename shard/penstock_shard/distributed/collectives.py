@@ -15,22 +15,22 @@ from torch import Tensor
 
 from penstock_shard.errors import ModelError, first_line, is_out_of_memory
 
-# Timeout for reaching the store, which a rank may need twice. Rank 0 waits longer, _MEET_S, so that
-# a rank that cannot join has time to say why.
+# Timeout for reaching the store, which a rank does up to twice. Rank 0 waits longer, _MEET_S, so
+# that a failing rank has time to report the reason.
 _FIND_S = timedelta(seconds=60)
 _MEET_S = 180.0
 _POLL_S = 0.02
-# Timeout of collectives. A rank that computes a long step on a slow CPU is late, not gone; its
-# connection tells when it is gone.
+# Timeout of collectives. A rank may be in a long step on a slow CPU. Its connection shows when it
+# is gone.
 _LATEST_S = timedelta(hours=2)
 
 
 class Ranks:
-    """This process's rank in the group that computes one model, and the group's collectives."""
+    """The rank of the process in the group that computes a model, and the collectives."""
 
     def __init__(self, rank: int, size: int, *, in_order: bool = False) -> None:
-        """`in_order`: sums are computed in the order of ranks, whatever the shape, so that their
-        bits do not depend on what else is in a step. This moves more data than an all-reduce.
+        """With `in_order`, sum in the order of ranks, so that a sum's bits do not depend on the
+        rest of the step. This moves more data than an all-reduce.
         """
         self.rank = rank
         self.size = size
@@ -39,7 +39,9 @@ class Ranks:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Inside the context collectives do nothing: results have right shapes, wrong values."""
+        """Inside the context, collectives do nothing: results have the right shapes but wrong
+        values.
+        """
         self._is_apart = True
         try:
             yield
@@ -47,7 +49,7 @@ class Ranks:
             self._is_apart = False
 
     def add_up(self, part: Tensor) -> Tensor:
-        """All-reduce: replaces `part` by the sum of all ranks' parts, and returns it."""
+        """All-reduce: replace `part` by the sum of all ranks' parts, and return it."""
         if self._is_apart or part.numel() == 0:
             return part
         if not self.in_order:
@@ -60,7 +62,7 @@ class Ranks:
         return part
 
     def gather(self, part: Tensor) -> Tensor:
-        """All-gather: all ranks' parts in the order of ranks, [size, *shape]."""
+        """All-gather: return all ranks' parts in the order of ranks, [size, *shape]."""
         if self._is_apart or part.numel() == 0:
             return part.unsqueeze(0).expand(self.size, *part.shape)
         everything = part.new_empty(self.size, *part.shape)
@@ -68,14 +70,14 @@ class Ranks:
         return everything
 
     def from_first(self, values: Tensor) -> None:
-        """Broadcast: overwrites `values` with rank 0's."""
+        """Broadcast: overwrite `values` with rank 0's values."""
         dist.broadcast(values, src=0)
 
 
 def join(device: torch.device, rank: int, size: int, address: str, port: int) -> Ranks:
     """Join the other ranks: over NCCL on cuda, over gloo on cpu.
 
-    Raises ModelError if that fails; rank 0 adds to the message which rank it was.
+    Raises ModelError if that fails; rank 0 adds the rank to the message.
     """
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -91,15 +93,17 @@ def join(device: torch.device, rank: int, size: int, address: str, port: int) ->
 
 
 class RankRendezvous:
-    """The TCPStore through which ranks join. Open while this object lives; after `join` torch keeps
-    it open.
+    """The TCPStore through which ranks join. It is open while this object lives; after `join` torch
+    keeps it open.
     """
 
     def __init__(self, size: int, *, alone: bool) -> None:
-        """`alone`: all ranks are on this machine. Raises ModelError if no port can be bound."""
+        """Open a port. `alone` is true if all ranks are on this machine. Raises ModelError if no
+        port can be bound.
+        """
         self._size = size
         try:
-            # A socket of ours, since torch would listen on every interface.
+            # Use our own socket, because torch would listen on every interface.
             listener = socket.create_server(("127.0.0.1" if alone else "", 0))
             self.port = int(listener.getsockname()[1])
             self._store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -117,8 +121,8 @@ class RankRendezvous:
             ) from error
 
     def await_others(self, check_others: Callable[[], None]) -> None:
-        """Wait until all ranks have reached the store. `check_others` raises ModelError if a rank
-        reported that it cannot; raises ModelError too if a rank does not arrive in time.
+        """Wait until all ranks have reached the store. Raises ModelError if one does not arrive in
+        time, or if `check_others` raises it because a rank reported a failure.
         """
         deadline_s = time.monotonic() + _MEET_S
         for rank in range(1, self._size):
@@ -133,7 +137,6 @@ class RankRendezvous:
                 time.sleep(_POLL_S)
 
     def join(self, device: torch.device) -> Ranks:
-        """Join the other ranks as rank 0."""
         return _meet(self._store, device, 0, self._size)
 
 
@@ -144,7 +147,7 @@ def _arrival(rank: int) -> str:
 def _meet(store: Any, device: torch.device, rank: int, size: int) -> Ranks:
     on_cuda = device.type == "cuda"
     backend = "nccl" if on_cuda else "gloo"
-    # The first ranks to arrive wait for all others, which may have to fetch the model before.
+    # The first ranks to arrive wait for all others, which may have to fetch the model first.
     store.set_timeout(_LATEST_S)
     try:
         dist.init_process_group(
@@ -168,11 +171,11 @@ def _meet(store: Any, device: torch.device, rank: int, size: int) -> Ranks:
 
 
 def _what(error: Exception) -> str:
-    """The error's first line; the lines after it are torch's C++ locations."""
+    """Return the error's first line; the lines after it are torch's C++ locations."""
     return first_line(error).rstrip(". ")
 
 
 def _gather_into(everything: Tensor, part: Tensor) -> None:
-    """All-gather by its newer name if torch has it, since the older name then warns."""
+    """Use the newer name of all-gather if torch has it, because the older one then warns."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(everything, part)

@@ -1,9 +1,10 @@
-"""Which part of a decoder each rank has: heads and inner units are divided, the rest is whole.
+"""The part of a decoder at a rank: heads and inner units are divided, and every rank has all the
+rest.
 
-Matrices that produce inner values (queries, keys, values, gate, up) are divided by rows, those that
-consume them (output, down) by columns, as in Megatron-LM (Shoeybi et al., 2019), so that a layer
-needs two all-reduces. The head is divided by rows of the vocabulary. The division is that of
-transformers' `base_model_tp_plan`.
+Matrices that produce inner values (queries, keys, values, gate, up) are divided by rows, matrices
+that consume them (output, down) by columns, as in Megatron-LM (Shoeybi et al., 2019). So a layer
+has two all-reduces. The head is divided by rows of the vocabulary. transformers'
+`base_model_tp_plan` divides alike.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from penstock_shard.models.decoder.spec import DecoderSpec, tensor_shapes
 from penstock_shard.models.decoder.tensor_reader import TensorSource
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# How weights are divided, by the last part of the module's name. Mixtral's experts call the gate
+# The division of weights, by the last part of the module's name. Mixtral's experts call the gate
 # w1, up w3 and down w2; latent attention makes queries by q_b, keys and values by kv_b.
 _BY_HEADS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj"}
 _BY_ROWS = {"gate_proj", "up_proj", "gate_up_proj", "w1", "w3"}
@@ -30,7 +31,9 @@ _BY_COLUMNS = {"o_proj", "down_proj", "w2"}
 
 
 def divided_by(leaf: str) -> str | None:
-    """How a weight [N, K] is divided, by the last part of its module's name; None: not at all."""
+    """Return how a weight [N, K] is divided, by the last part of its module's name; None if it is
+    not divided.
+    """
     if leaf in _BY_HEADS:
         return "heads"
     if leaf in _BY_ROWS:
@@ -39,8 +42,8 @@ def divided_by(leaf: str) -> str | None:
 
 
 def check_divisible(size: int, sizes: dict[str, int], num_kv_heads: int) -> None:
-    """Raises ModelError unless `size` ranks divide each of `sizes`, given by name, and share or
-    divide the KV heads evenly.
+    """Raise ModelError unless `size` ranks divide each of `sizes`, given by name, and unless the KV
+    heads are shared or divided evenly.
     """
     for name, value in sizes.items():
         if value % size:
@@ -68,7 +71,8 @@ def states_are_whole(size: int) -> ModelError:
 
 
 def local_spec(spec: DecoderSpec, size: int) -> DecoderSpec:
-    """The spec of one of `size` ranks' parts. Raises ModelError if the decoder cannot be divided.
+    """Return the spec of one of `size` ranks' parts. Raises ModelError if the decoder cannot be
+    divided.
 
     With fewer KV heads than ranks, several ranks have the same KV head.
     """
@@ -89,13 +93,13 @@ def local_spec(spec: DecoderSpec, size: int) -> DecoderSpec:
         intermediate_size=spec.intermediate_size // size,
         layers=tuple(_local_layer(layer, size) for layer in spec.layers),
         experts=experts,
-        # Not tied: the head is only a part of the embedding, which each rank has whole.
+        # Not tied, because a rank has only a part of the head, but the whole embedding.
         tied=False,
     )
 
 
 def _inner_sizes(spec: DecoderSpec) -> dict[str, int]:
-    """Inner sizes of the kinds of layers in the model, by their names in configurations."""
+    """Return inner sizes of the kinds of layers in the model, by their names in configurations."""
     if spec.experts is None:
         return {"intermediate_size": spec.intermediate_size}
     sizes = {"moe_intermediate_size": spec.experts.intermediate_size}
@@ -113,7 +117,7 @@ def _local_layer(layer: LayerSpec, size: int) -> LayerSpec:
 
 
 def rank_shares(spec: DecoderSpec, rank: int, size: int) -> Shares:
-    """A rank's share of each divided matrix, by module name; `spec` is the whole model's."""
+    """Return a rank's share of each divided matrix, by module name; `spec` is the whole model's."""
     shares = {}
     for name, shape in tensor_shapes(spec).items():
         module = name.removesuffix(".weight")
@@ -137,7 +141,7 @@ def rank_shares(spec: DecoderSpec, rank: int, size: int) -> Shares:
 
 
 def _heads(leaf: str, rows: int, layer: LayerSpec, rank: int, size: int) -> tuple[slice, ...]:
-    """The rows of a rank's heads; KV heads may be shared with neighbouring ranks."""
+    """Return the rows of a rank's heads; neighbouring ranks may share KV heads."""
     if leaf in ("q_proj", "q_b_proj", "kv_b_proj"):
         return (even_part(rows, rank, size),)
     queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
@@ -150,7 +154,7 @@ def _heads(leaf: str, rows: int, layer: LayerSpec, rank: int, size: int) -> tupl
 
 
 def even_part(length: int, rank: int, size: int) -> slice:
-    """A rank's slice of `length` rows or columns, divided evenly over `size` ranks."""
+    """Return a rank's slice of `length` rows or columns, divided evenly over `size` ranks."""
     count = length // size
     return slice(rank * count, (rank + 1) * count)
 
@@ -163,7 +167,7 @@ class SlicedTensors:
     """A `TensorSource` of one rank's part: slices of the whole model's tensors."""
 
     def __init__(self, source: TensorSource, spec: DecoderSpec, rank: int, size: int) -> None:
-        """`source` and `spec` are those of the whole model."""
+        """`source` and `spec` belong to the whole model."""
         self._source = source
         self._tied = spec.tied
         self._rank = rank
@@ -177,7 +181,7 @@ class SlicedTensors:
             yield [self._part(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
 
     def codes(self, name: str) -> None:
-        """Parts of a matrix are read dequantized."""
+        """Return None, because parts of a matrix are read dequantized."""
 
     def _part(self, name: str, tensor: Tensor) -> Tensor:
         if name == HEAD:
@@ -187,7 +191,9 @@ class SlicedTensors:
 
 
 def vocabulary_part(head: Tensor, rank: int, size: int) -> Tensor:
-    """A rank's rows of the head: equally many on every rank, padded with zeros at the end."""
+    """Return a rank's rows of the head. All ranks have the same number of rows; zeros pad the last
+    rows.
+    """
     count = -(-len(head) // size)
     part = head[rank * count : (rank + 1) * count]
     missing = count - len(part)

@@ -1,8 +1,8 @@
-"""A transformers module -> one rank's part of it, by the plan that comes with the model.
+"""Cuts a transformers module to one rank's part, by the plan that comes with the model.
 
-The plan, `base_model_tp_plan`, says for modules by name whether their outputs or their inputs are
-divided. Weights are cut in place, and forward hooks gather or sum results over ranks; modelling
-code stays as it is.
+The plan, `base_model_tp_plan`, tells for each module name if outputs or inputs are divided. Weights
+are cut in place, and forward hooks gather or sum results over ranks. The modelling code is not
+changed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from penstock_shard.errors import ModelError
 from penstock_shard.lora.lora import Share, Shares
 from penstock_shard.models.transformers import recurrences
 
-# Styles of transformers' plans. The names in _rep are those of releases before 5.10.
+# Styles of transformers' plans. Releases before 5.10 use the names that end with _rep.
 _ROWS = {"colwise", "colwise_gather_output", "colwise_rep"}
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _COLUMNS = {"rowwise", "rowwise_split_input", "rowwise_rep"}
 _SPLIT = {"rowwise_split_input", "rowwise_rep"}
-# Styles of modules that each rank has whole.
+# Styles of modules that every rank keeps whole.
 _WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj"}
 _EXPERTS = "moe_tp_experts"
 _PACKED = "packed_colwise"
@@ -40,8 +40,8 @@ _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads")
 
 
 def divide_module(module: PreTrainedModel, ranks: Ranks) -> Shares:
-    """Cut the module's weights down to this rank's. Returns the rank's share of each divided linear
-    layer. Raises ModelError if the model has no plan, or one with a style that is not known here.
+    """Cut the module's weights to this rank's part. Return the rank's share of each divided linear
+    layer. Raises ModelError if the model has no plan, or a plan with an unknown style.
     """
     name = type(module).__name__
     text = module.config.get_text_config()
@@ -66,13 +66,12 @@ def divide_module(module: PreTrainedModel, ranks: Ranks) -> Shares:
 def _check_sizes(module: PreTrainedModel, count: int) -> None:
     text = module.config.get_text_config()
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    # Sizes that differ between layers are lists: these are checked when each weight is cut.
+    # Sizes that differ between layers are lists, which are checked when each weight is cut.
     sizes = {name: size for name in names if isinstance(size := getattr(text, name, None), int)}
     check_divisible(count, sizes, count)
 
 
 def _planned(module: PreTrainedModel, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Paths of the modules and parameters that the plan names, each with its style."""
     prefix = module.base_model_prefix
     named = {name for name, _ in module.named_modules()}
     named |= {name for name, _ in module.named_parameters()}
@@ -83,7 +82,7 @@ def _planned(module: PreTrainedModel, plan: dict[str, str]) -> Iterator[tuple[st
 
 
 def _divide(path: str, module: PreTrainedModel, style: str, ranks: Ranks) -> Share | None:
-    """Divide the module or parameter at `path`. Returns this rank's share of a linear layer, None
+    """Divide the module or parameter at `path`. Return this rank's share of a linear layer, None
     for others.
     """
     parent, _, leaf = path.rpartition(".")
@@ -152,7 +151,7 @@ def _replace(holder: nn.Module, name: str, part: Tensor) -> None:
 
 
 def _divide_experts(path: str, experts: nn.Module, name: str, style: str, ranks: Ranks) -> None:
-    """Divide weights [E, N, K] of all experts, or [E, K, N] where they are transposed."""
+    """Divide weights [E, N, K] of all experts, or [E, K, N] if they are transposed."""
     if not getattr(experts, "is_concatenated", True) or getattr(experts, "has_bias", False):
         raise ModelError(
             f"--tensor-parallel-size {ranks.size}: experts as {type(experts).__name__} keeps them "
@@ -169,7 +168,7 @@ def _divide_experts(path: str, experts: nn.Module, name: str, style: str, ranks:
 
 
 def _fewer_heads(attention: nn.Module, size: int) -> None:
-    """Lower the numbers of heads that modelling code stored at construction and reshapes by."""
+    """Lower the numbers of heads that modelling code stores at construction and uses to reshape."""
     if not hasattr(attention, "layer_idx") or getattr(attention, "has_part_of_heads", False):
         return
     attention.has_part_of_heads = True  # type: ignore[assignment]
@@ -185,7 +184,7 @@ def _divide_head(module: PreTrainedModel, ranks: Ranks) -> None:
         return
     vocabulary = head.out_features
     bias = head.bias
-    # A tied head gets its own copy of its rows: the embedding stays whole.
+    # A tied head gets a copy of its rows, because the embedding stays whole.
     _replace(head, "weight", vocabulary_part(head.weight.data, ranks.rank, ranks.size))
     if bias is not None:
         column = vocabulary_part(bias.data.unsqueeze(1), ranks.rank, ranks.size)

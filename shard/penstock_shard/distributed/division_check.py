@@ -1,8 +1,7 @@
-"""Whether the ranks' parts of a transformers module compute what the whole does.
+"""Checks that the ranks' parts of a transformers module compute the same as the whole module.
 
-A plan that does not fit the modelling code would make silently wrong text. So logits of a few
-tokens are computed before the module is divided, on one layer of each kind, and after that by all
-ranks together.
+A plan that does not fit the modelling code would silently give wrong text. So logits of a few
+tokens, on one layer of each kind, are computed before the division and again by all ranks together.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _NUM_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class WholeLogits:
-    """What the undivided module gives: logits [T, V] of token_ids [1, T] with some layers only."""
+    """The logits [T, V] of the undivided module for token_ids [1, T], with some layers only."""
 
     token_ids: Tensor
     layers: Sequence[int]
@@ -33,7 +32,7 @@ class WholeLogits:
 
 
 def logits_of_whole(module: PreTrainedModel) -> WholeLogits:
-    """Computed where the module lies, with its own attention."""
+    """Compute logits on the module's device, with its own attention."""
     text = module.config.get_text_config()
     generator = torch.Generator().manual_seed(1)
     token_ids = torch.randint(int(text.vocab_size), (1, _NUM_TOKENS), generator=generator)
@@ -44,8 +43,10 @@ def logits_of_whole(module: PreTrainedModel) -> WholeLogits:
 
 
 def check_division(module: PreTrainedModel, whole: WholeLogits, ops: Ops, size: int) -> None:
-    """To be called by all ranks. Raises ModelError if their logits differ by more than rounding."""
-    # What was computed whole had the weights as they are stored.
+    """Compare the logits. All ranks must call it. Raises ModelError if logits differ by more than
+    rounding.
+    """
+    # The whole module was computed with the weights as they are stored.
     precision = "int8" if ops.weights in ("int4", "fp8") else ops.weights
     token_ids, logits = whole.token_ids.to(ops.device), whole.logits.to(ops.device)
     try:
@@ -70,7 +71,7 @@ def _one_of_each_kind(module: PreTrainedModel) -> list[int]:
 
 @contextmanager
 def _only(module: PreTrainedModel, layers: Sequence[int]) -> Iterator[None]:
-    """While it lasts the module has these of its layers."""
+    """Inside the context the module has only these layers."""
     stacks = _stacks(module)
     for parent, name, stack in stacks:
         setattr(parent, name, nn.ModuleList(stack[index] for index in layers))

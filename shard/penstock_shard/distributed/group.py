@@ -1,4 +1,4 @@
-"""Rank 0 forms the group of ranks: from starting their processes to the whole model."""
+"""Forms the group of ranks, on rank 0: starts their processes and waits for the whole model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock_shard.models.loaded_model import LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """All ranks, after they have joined torch.distributed."""
+    """The ranks, after they have joined torch.distributed."""
 
     ranks: Ranks
     followers: Followers
@@ -31,7 +31,7 @@ class RankGroup:
         part.
 
         Raises ModelError if a rank cannot load its part, has other weights or another attention
-        backend, or if together the ranks do not compute what the undivided model does.
+        backend, or if the ranks together do not compute the same as the undivided model.
         """
         for rank, loaded in enumerate(self.followers.answers(Loaded), start=1):
             if loaded.attention_backend != attention_backend:
@@ -71,7 +71,7 @@ def gather_group(
     rendezvous = RankRendezvous(size, alone=config.nnodes == 1)
     followers = Followers(lines, list(processes.values()))
     followers.tell(Join(config, str(model_dir), rendezvous.port))
-    # Joining torch.distributed blocks until all ranks do, so first let each say whether it can.
+    # Joining torch.distributed blocks until all ranks do, so first each rank reports that it can.
     followers.answers(Arrived)
     rendezvous.await_others(followers.check)
     with followers.watched():

@@ -1,7 +1,7 @@
 """Messages between the ranks of one model.
 
-Rank 0 leads: it tells the others what to load and what to compute, over a TCP connection to each.
-Tensors go from device to device instead, over torch.distributed.
+Rank 0 tells the other ranks what to load and compute, over a TCP connection to each. Tensors go
+from device to device, over torch.distributed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.framing import encode_frame, receive_frame
 
-# Raise it when messages change: rank 0 refuses ranks of another revision.
+# Raise this when messages change: rank 0 refuses ranks of another revision.
 REVISION = 4
 
 
@@ -23,7 +23,7 @@ REVISION = 4
 
 
 class Join(msgspec.Struct, array_like=True, tag="join"):
-    """What to load, and the port of the store through which ranks join torch.distributed."""
+    """The model to load, and the port of the store through which ranks join torch.distributed."""
 
     config: ShardConfig
     # Rank 0's model directory; on another machine the model may have to be fetched first.
@@ -47,8 +47,8 @@ class TensorShape(msgspec.Struct, array_like=True):
 
 
 class Step(msgspec.Struct, array_like=True, tag="step"):
-    """A forward pass: its tensors, and for each cache group the fields of its batch that are on the
-    host.
+    """A forward pass: its tensors, and for each cache group the fields of its batch that the host
+    has.
     """
 
     tensors: list[TensorShape]
@@ -75,7 +75,7 @@ class PlaceAdapter(msgspec.Struct, array_like=True, tag="place_adapter"):
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
-    """The first message on a connection: which rank it is."""
+    """The first message on a connection: the sender's rank."""
 
     revision: int
     rank: int
@@ -89,20 +89,20 @@ class Arrived(msgspec.Struct, array_like=True, tag="arrived"):
 
 
 class Loaded(msgspec.Struct, array_like=True, tag="loaded"):
-    """A rank has loaded its part; the hash is empty where it read the same files as rank 0."""
+    """A rank has loaded its part; the hash is empty if it read the same files as rank 0."""
 
     attention_backend: str
     weights_hash: str
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
-    """A rank cannot load or serve its part; one line that says why."""
+    """A rank cannot load or serve its part; the line gives the reason."""
 
     message: str
 
 
 class FreeMemory(msgspec.Struct, array_like=True, tag="free_memory"):
-    """Answer to the call "free_memory": what the rank's device has left."""
+    """The answer to the call "free_memory": the free memory of the rank's device."""
 
     num_bytes: int
 
@@ -117,12 +117,12 @@ Received = TypeVar("Received")
 
 
 class MessageSocket(Generic[Received]):
-    """One end of a connection between two ranks: a single thread receives, any thread may send."""
+    """An end of a connection between two ranks: a single thread receives, any thread may send."""
 
     def __init__(
         self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[Received]
     ) -> None:
-        """`decoder` is that of the messages that the other end sends."""
+        """`decoder` decodes the messages that the other end sends."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _notice_a_silent_end(connection)
         self._connection = connection
@@ -131,13 +131,13 @@ class MessageSocket(Generic[Received]):
         self._lock = threading.Lock()
 
     def send(self, message: ToRank | FromRank) -> None:
-        """Raises OSError where the other end is gone."""
+        """Send a message. Raises OSError if the other end is gone."""
         frame = encode_frame(message)
         with self._lock:
             self._connection.sendall(frame)
 
     def receive(self) -> Received | None:
-        """The next message; None when the other end is gone."""
+        """Return the next message; None when the other end is gone."""
         try:
             body = receive_frame(self._file.read)
         except OSError:
@@ -150,8 +150,8 @@ class MessageSocket(Generic[Received]):
 
 
 def _notice_a_silent_end(connection: socket.socket) -> None:
-    """TCP keepalive: a machine that fails closes no connection, so it counts as gone after half a
-    minute of silence.
+    """Set TCP keepalive: a machine that fails closes no connection, so it counts as gone after 30 s
+    of silence.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):

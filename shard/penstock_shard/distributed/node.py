@@ -1,7 +1,7 @@
-"""Keeps the rank processes of a machine alive that has some ranks of a model but not rank 0.
+"""Keeps the rank processes alive on a machine that has ranks of a model but not rank 0.
 
-It serves no requests: the shard is where rank 0 is. When a rank ends, all ranks of this machine are
-restarted and wait for rank 0, which has to restart with them.
+This process serves no requests, because the shard is on rank 0's machine. When a rank ends, all
+ranks of this machine are restarted and wait for rank 0, which must restart too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BACK_OFF_S = 1.0
 
 
 def serve_node(config: ShardConfig) -> int:
-    """Run until a signal, or until ranks failed too often in a row; the exit status."""
+    """Run until a signal, or until ranks failed too often in a row; return the exit status."""
     stop = threading.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: stop.set())
@@ -40,7 +40,7 @@ def serve_node(config: ShardConfig) -> int:
 
 
 def _run_ranks(config: ShardConfig, stop: threading.Event) -> bool:
-    """Run this machine's ranks until one ends or `stop` is set; whether none of them failed."""
+    """Run this machine's ranks until one ends or `stop` is set; true if no rank failed."""
     places = local_ranks(config)
     names = ", ".join(str(place.rank) for place in places)
     logger.info("rank %s of %d, for rank 0 at %s", names, places[0].size, config.master_addr)

@@ -1,4 +1,4 @@
-"""Products with matrices divided over ranks, and their results combined by gather or sum."""
+"""Products with matrices divided over ranks. The results are combined by gather or sum."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from penstock_shard.ops.base import Matrix
 
 
 class GatheredMatrix:
-    """A rank's rows of a weight [N, K]. `linear` gathers the outputs of all ranks and drops those
-    past N, which come from padding.
+    """A rank's rows of a weight [N, K]. `linear` gathers the outputs of all ranks and drops the
+    padding past N.
     """
 
     has_rows = False
@@ -62,13 +62,13 @@ class ReducedFeedForward:
 
 
 def gathered(part: Tensor, ranks: Ranks, out_features: int) -> Tensor:
-    """Outputs [..., n] of all ranks side by side: [..., out_features]."""
+    """Return the outputs [..., n] of all ranks side by side: [..., out_features]."""
     side_by_side = ranks.gather(part).movedim(0, -2).flatten(-2)
     return side_by_side[..., :out_features].contiguous()
 
 
 def parallel_weights(weights: DecoderWeights, ranks: Ranks, vocab_size: int) -> DecoderWeights:
-    """This rank's weights, with products that combine the results of all ranks."""
+    """Return this rank's weights, with products that combine the results of all ranks."""
     head = Linear(GatheredMatrix(weights.head.matrix, ranks, vocab_size), weights.head.bias)
     layers = tuple(_parallel_layer(layer, ranks) for layer in weights.layers)
     return dataclasses.replace(weights, head=head, layers=layers)
@@ -90,8 +90,8 @@ def _parallel_feed_forward(whole: FeedForward, ranks: Ranks) -> FeedForward:
         return dataclasses.replace(
             whole, dense=dense, sparse=ReducedFeedForward(whole.sparse, ranks)
         )
-    # Each rank has a part of every expert. A token's experts are weighted and summed first, so that
-    # one sum over ranks is enough.
+    # Each rank has a part of every expert. Their results are weighted and summed on the rank first,
+    # so one sum over ranks is enough.
     return ReducedFeedForward(whole, ranks)
 
 

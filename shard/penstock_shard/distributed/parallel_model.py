@@ -1,8 +1,8 @@
-"""A model divided over ranks: rank 0 says what to compute, and all ranks compute their parts.
+"""A model divided over ranks: rank 0 announces each step, and all ranks compute their parts.
 
 To its callers `MirroredModel` is the whole model. It sends each call to the other ranks, which run
-`follow`, and then makes the call on rank 0's part. Host data of a step goes over the ranks'
-connections, its tensors from device to device, so that the host never waits for a device.
+`follow`, and then applies it to rank 0's part. Host data of a step goes over the ranks'
+connections, tensors from device to device, so that the host never waits for a device.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from penstock_shard.models.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 
-# Each tensor in the packed bytes is padded to a multiple of this, so that any dtype is aligned.
+# Each tensor in the packed bytes is padded to a multiple of 8, so that any dtype is aligned.
 _ALIGNMENT = 8
 _BATCH_FIELDS = tuple(field.name for field in dataclasses.fields(AttentionBatch) if field.init)
 
 
 class RankFailed(ModelError):
     """Rank 0 failed in a step that the other ranks have begun. They would wait for ever, so this
-    error cannot be recovered from, even if the cause was lack of memory.
+    error is fatal, even if rank 0 only lacked memory.
     """
 
 
@@ -63,7 +63,7 @@ class MirroredModel:
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """The layers of one rank: what its KV cache has to hold."""
+        """The layers of one rank, whose keys and values its KV cache holds."""
         return self.model.layers
 
     @property
@@ -84,7 +84,7 @@ class MirroredModel:
         self.model.free()
 
     def block_parts(self, group: int, block_id: int) -> Sequence[Tensor]:
-        """Of rank 0's heads alone."""
+        """Return only the memory of rank 0's heads."""
         return self.model.block_parts(group, block_id)
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -130,7 +130,7 @@ class MirroredModel:
                 "--max-num-batched-tokens or --gpu-memory-utilization"
             ) from error
 
-    # ---- CUDA graphs, which each rank has for its part; see `GraphedModel` ----
+    # ---- CUDA graphs; each rank has graphs of its own part, see `GraphedModel` ----
 
     @property
     def num_graphs(self) -> int:
@@ -147,8 +147,8 @@ class MirroredModel:
         try:
             self._graphs.capture(shapes, block_size, pad_blocks)
         except torch.OutOfMemoryError as error:
-            # Work that cannot be captured fails at the same place on every rank; lack of memory may
-            # strike rank 0 alone.
+            # Work that cannot be captured fails at the same place on every rank, but only rank 0
+            # may lack memory.
             raise RankFailed(
                 f"rank 0 could not record its CUDA graphs: {error}; lower "
                 "--gpu-memory-utilization or --max-num-seqs, or give --enforce-eager"
@@ -174,8 +174,8 @@ class MirroredModel:
     # ---- only for a model over several ranks ----
 
     def place_adapter(self, index: int, weights: AdapterWeights) -> None:
-        """Have the other ranks place the adapter too. Its values are sent module by module: all at
-        once might be more than the devices have left.
+        """Have the other ranks place the adapter too. Its values are sent module by module, because
+        all at once might exceed the devices' free memory.
         """
         pairs = [
             PairShape(module, len(pair.a), pair.a.shape[1], len(pair.b))
@@ -187,7 +187,6 @@ class MirroredModel:
             self._ranks.from_first(numbers.to(self.device))
 
     def drop_adapter(self, index: int) -> None:
-        """Have the other ranks drop the adapter too."""
         self._followers.tell(Call("drop_adapter", [index]))
 
     def compute_own(self, token_ids: Tensor) -> None:
@@ -202,8 +201,8 @@ class MirroredModel:
         self._followers.tell(Call("watch_memory", []))
 
     def least_free(self, num_bytes: int, share: float) -> int:
-        """The least free memory of any rank: `num_bytes` is what rank 0 has left, `share` the share
-        of its device's memory that a rank may use. On cpu the ranks share `num_bytes`.
+        """Return the smallest free memory of all ranks. `num_bytes` is the free memory of rank 0,
+        `share` the part of its device that a rank may use. On cpu the ranks share `num_bytes`.
         """
         if self.device.type == "cpu":
             return num_bytes // self._ranks.size
@@ -218,7 +217,7 @@ def follow(
     hear: Callable[[], ToRank],
     answer: Callable[[FreeMemory], None],
 ) -> None:
-    """Do what rank 0 says, for ever: `hear` returns the next message, and ends the process when
+    """Follow rank 0's messages for ever. `hear` returns the next message, and ends the process when
     rank 0 is gone.
     """
     model = loaded.model
@@ -236,7 +235,7 @@ def follow(
                     assert isinstance(model, GraphedModel)
                     model.drop()
                 case Call("check"):
-                    # Rank 0 gets the same result, and reports it.
+                    # Rank 0 gets the same result and reports it.
                     with suppress(ModelError):
                         loaded.check()
                 case PlaceAdapter() as adapter:
@@ -271,7 +270,7 @@ def _place(bank: LoraBank, ranks: Ranks, device: torch.device, adapter: PlaceAda
         size_a, size_b = pair.rank * pair.in_features, pair.out_features * pair.rank
         numbers = torch.empty(size_a + size_b, device=device)
         ranks.from_first(numbers)
-        # To the host: the whole adapter may be more than the device has left.
+        # Copy to the host, because the whole adapter may exceed the device's free memory.
         numbers = numbers.cpu()
         a, b = numbers[:size_a], numbers[size_a:]
         weights[pair.module] = LowRank(a.view(pair.rank, -1), b.view(-1, pair.rank))
@@ -294,8 +293,8 @@ def _capture(model: CausalModel, arguments: Sequence[int]) -> None:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        # Rank 0 notices on its own. A rank without graphs launches the same kernels that the others
-        # replay, so the ranks still fit together.
+        # Rank 0 gets the same error. A rank without graphs launches the same kernels that the
+        # others replay, so the ranks still work together.
         logger.warning("CUDA graphs: none on this rank: %s", error)
         model.drop()
 
@@ -316,7 +315,7 @@ def _follow_step(model: CausalModel, ranks: Ranks, step: Step) -> None:
 def _pack(
     tensors: dict[str, Tensor | None], batches: Sequence[AttentionBatch]
 ) -> tuple[Step, Tensor]:
-    """A step as a message, and the values of all its tensors as one tensor of bytes."""
+    """Return a step as a message, and the values of all its tensors as one tensor of bytes."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     on_host: list[dict[str, int | list[int]]] = []
     for group, batch in enumerate(batches):

@@ -1,7 +1,8 @@
-"""Rank 0's connections to the other ranks: accepts them, sends messages, notices when one dies.
+"""Rank 0's connections to the other ranks: accepts them, sends messages, and detects a rank that
+ends.
 
-A step needs all ranks: when one ends, this process ends too, and the shard's server starts the
-engine and all ranks anew.
+A step needs all ranks. If one ends, this process ends too, and the shard's server restarts the
+engine and all ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Answer = TypeVar("Answer", Arrived, Loaded, FreeMemory)
 
 @dataclass(eq=False, slots=True)
 class _Follower:
-    """One other rank."""
+    """A rank other than this one."""
 
     rank: int
     name: str
@@ -59,7 +60,7 @@ class _Follower:
 
 
 class Followers:
-    """All ranks but 0, each with a thread that receives its messages."""
+    """The ranks other than 0, each with a thread that receives its messages."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Followers:
         processes: Sequence[subprocess.Popen[bytes]] = (),
         on_lost: Callable[[str], object] | None = None,
     ) -> None:
-        """`on_lost` is called with a message when a rank is gone; by default this process ends."""
+        """Call `on_lost` with a message when a rank is gone; by default, end this process."""
         self._processes = processes
         self._on_lost = on_lost or self._end
         self._nobody_asks = False
@@ -79,24 +80,23 @@ class Followers:
             threading.Thread(target=self._hear, args=(follower,), daemon=True).start()
 
     def tell(self, message: ToRank) -> None:
-        """Send `message` to every rank."""
         for follower in self._followers:
             try:
                 follower.line.send(message)
             except OSError:
-                # The receiving thread notices too, and may have the rank's last message.
+                # The receiving thread detects it too, and may have the rank's last message.
                 self._missed(follower)
 
     def check(self) -> None:
-        """Raises ModelError if a rank has sent `Failed`."""
+        """Raise ModelError if a rank has sent `Failed`."""
         for follower in self._followers:
             follower.check()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around work in which this rank is blocked in torch.distributed and calls neither `check`
-        nor `answers`: a rank that sends `Failed` then counts as lost. Raises ModelError if one has
-        sent it already.
+        """Wrap work that blocks this rank in torch.distributed, without calls of `check` or
+        `answers`. Meanwhile a rank that sends `Failed` counts as lost. Raises ModelError if a rank
+        has sent it already.
         """
         self._nobody_asks = True
         try:
@@ -106,7 +106,9 @@ class Followers:
             self._nobody_asks = False
 
     def answers(self, kind: type[Answer]) -> list[Answer]:
-        """The next answer of every rank, in order. Raises ModelError if one has sent `Failed`."""
+        """Return the next answer of every rank, in order. Raises ModelError if a rank has sent
+        `Failed`.
+        """
         found = []
         for follower in self._followers:
             answer = follower.answers.get()
@@ -127,14 +129,14 @@ class Followers:
             self._on_lost(f"{follower.name}: {follower.failed.message}")
 
     def _missed(self, follower: _Follower) -> None:
-        """Give the receiving thread time to report the loss first, then report it here."""
+        """Give the receiving thread time to report the loss, then report it here."""
         time.sleep(_HELLO_S)
         self._on_lost(f"{follower.name} cannot be reached; without it nothing can be computed")
 
     def _end(self, reason: str) -> NoReturn:
         logger.critical("%s", reason)
         for process in self._processes:
-            # Frees their devices for the ranks that are started next.
+            # This frees their devices for the ranks that are started next.
             process.kill()
         logging.shutdown()
         os._exit(1)
@@ -148,7 +150,8 @@ def await_ranks(
 ) -> dict[int, tuple[Hello, MessageSocket[FromRank]]]:
     """Accept the connections of all ranks but 0. `processes` are the ranks on this machine.
 
-    Raises ModelError if one of these ends before it connects, or if any rank is of another release.
+    Raises ModelError if one of these processes ends before it connects, or if any rank is of
+    another release.
     """
     lines: dict[int, tuple[Hello, MessageSocket[FromRank]]] = {}
     reported_s = time.monotonic()
@@ -177,8 +180,8 @@ def _check_alive(processes: dict[int, subprocess.Popen[bytes]], connected: set[i
 
 
 def _greet(connection: socket.socket, size: int) -> tuple[Hello, MessageSocket[FromRank]] | None:
-    """Receive a connection's Hello. None if it is no rank's; raises ModelError for a rank of
-    another release or group size.
+    """Receive a connection's Hello. Return None if the sender is no rank. Raises ModelError for a
+    rank of another release or group size.
     """
     connection.settimeout(_HELLO_S)
     line: MessageSocket[FromRank] = MessageSocket(connection, FROM_RANK)

@@ -1,6 +1,4 @@
-"""The processes of this machine's ranks: which ones there are, and how to start them. Imports no
-torch.
-"""
+"""Starts the processes of this machine's ranks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,21 +16,21 @@ class RankSpec:
     """The rank of a process, and its place on its machine."""
 
     rank: int
-    # Number of ranks in the group.
+    # The number of ranks in the group.
     size: int
-    # Index among the machine's devices.
+    # The index of its device on the machine.
     device_index: int
-    # How many ranks share the machine.
+    # The number of ranks on the machine.
     num_beside: int
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether the rank is on another machine than rank 0."""
+        """True if the rank is not on rank 0's machine."""
         return self.rank >= self.num_beside
 
 
 def local_ranks(config: ShardConfig) -> list[RankSpec]:
-    """The ranks of this machine, in order. On the first machine rank 0 is among them."""
+    """Return the ranks of this machine, in order. On the first machine rank 0 is among them."""
     size = config.tensor_parallel_size
     count = size // config.nnodes
     first = config.node_rank * count
@@ -40,7 +38,9 @@ def local_ranks(config: ShardConfig) -> list[RankSpec]:
 
 
 def listen(config: ShardConfig) -> socket.socket:
-    """The socket on which rank 0 accepts the others. Raises OSError if the port cannot be bound."""
+    """Open the socket on which rank 0 accepts the others. Raises OSError if the port cannot be
+    bound.
+    """
     if config.nnodes == 1:
         return socket.create_server(("127.0.0.1", 0))
     return socket.create_server(("", config.master_port), backlog=config.tensor_parallel_size)

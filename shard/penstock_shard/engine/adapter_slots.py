@@ -1,21 +1,21 @@
 """The adapters of an engine: their names, and their indices in the runner.
 
-An adapter is read in a thread while steps go on, and placed between two steps. An unloaded adapter
-loses its name at once, but keeps its index until the last request that uses it has ended.
+An adapter is read in a thread while steps run, and placed between two steps. An unloaded adapter
+loses its name at once, but keeps its index until the last request with it has ended.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 from penstock_shard.errors import AdapterNotFound, ModelError
 from penstock_shard.ipc.codes import Code
-from penstock_shard.ipc.messages import AdapterChange, AdapterChanged, Error
+from penstock_shard.ipc.messages import AdapterChange, AdapterChanged, Error, WantedAdapter
 from penstock_shard.ipc.runner_info import Adapter
 from penstock_shard.worker.base import AdapterStore, ReadAdapter
 
@@ -31,7 +31,7 @@ class AdapterSlot:
 
 
 class EngineAdapters:
-    """Used by the thread that steps; only `on_read` is called from another."""
+    """The loaded adapters, for the thread that steps."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class EngineAdapters:
         on_read: Callable[[], None],
         thread: Executor | None = None,
     ) -> None:
-        """Without a `store` there are no adapters. They are read in `thread`, one of their own by
-        default, in which `on_read` is called when `settle` has something to do.
+        """Read adapters in `thread`, by default a new one. The thread calls `on_read` when `settle`
+        has something to do. Without a `store` there are no adapters.
         """
         self._store = store
         self._on_read = on_read
@@ -59,24 +59,38 @@ class EngineAdapters:
         return tuple(placed.adapter for placed in self._placed.values())
 
     def index_of(self, name: str) -> int:
-        """The place at which the runner has the loaded adapter of this name; 0 for the name ""."""
+        """The index at which the runner has the loaded adapter `name`; 0 for the name ""."""
         return self._placed[name].index if name else 0
 
-    def load(self, name: str, source: str, content_hash: str = "") -> None:
-        """Load an adapter before there are requests. Raises ModelError, also for one that has
-        another hash than this.
+    def load_wanted(self, wanted: Sequence[WantedAdapter], tell: Callable[[str], None]) -> None:
+        """Load adapters before requests come. Raises ModelError if a required one cannot be loaded;
+        `tell` gets a line about each other failure.
         """
+        for each in wanted:
+            try:
+                self._load(each.name, each.source, each.content_hash)
+            except ModelError as error:
+                if each.required:
+                    raise ModelError(f"--lora {each.name}: {error}") from error
+                tell(f"adapter {each.name} is left out: {error}")
+        for adapter in self.loaded:
+            tell(f"adapter {adapter.name}: rank {adapter.rank}")
+
+    def _load(self, name: str, source: str, content_hash: str) -> None:
+        """Load an adapter. Raises ModelError, for example if its hash is not `content_hash`."""
         assert self._store is not None
         read = self._store.read(source)
         if content_hash not in ("", read.content_hash):
+            self._store.discard(read)
             raise ModelError(f"{source}: its files were changed since it was loaded; load it again")
         refused = self._refused(name, read)
         if refused is not None:
+            self._store.discard(read)
             raise ModelError(refused.message)
         self._place(name, source, read)
 
     def change(self, change: AdapterChange) -> None:
-        """Begin a change that the server asks for; `settle` returns the answer."""
+        """Begin a change for the server; `settle` returns the answer."""
         if not change.source:
             self._leaving.add(self._placed.pop(change.name).index)
             self._answers.append(AdapterChanged(change.number))
@@ -90,8 +104,8 @@ class EngineAdapters:
         self._on_read()
 
     def settle(self, indices_in_use: Callable[[], set[int]]) -> list[AdapterChanged]:
-        """Between two steps, place adapters that have been read and drop those that no request uses
-        any more. Returns the answers that are due.
+        """Between two steps, place adapters that were read and drop unloaded ones that no request
+        uses any more. Returns the answers that are due.
         """
         if self._leaving:
             self._drop(self._leaving - indices_in_use())
@@ -114,6 +128,8 @@ class EngineAdapters:
             read = reading.result()
             refused = self._refused(change.name, read)
             if refused is not None:
+                assert self._store is not None
+                self._store.discard(read)
                 return AdapterChanged(change.number, error=refused)
             return AdapterChanged(change.number, self._place(change.name, change.source, read))
         if isinstance(error, AdapterNotFound):
@@ -144,12 +160,13 @@ class EngineAdapters:
         )
 
     def _place(self, name: str, source: str, read: ReadAdapter) -> Adapter:
-        """Place an adapter that is not refused. An exception here ends the engine, because the
-        weights at its index may be half written.
+        """Place an adapter that is not refused. An exception here ends the engine, as the weights
+        at its index may be half written.
         """
         assert self._store is not None
         present = self._placed.get(name)
         if present is not None:
+            self._store.discard(read)
             return present.adapter
         index = self._free.pop()
         self._store.place(index, read)

@@ -1,4 +1,4 @@
-"""Copies of KV blocks between steps: what sequences wait for, and what is to outlive the device."""
+"""Copies KV blocks between steps: blocks that sequences wait for, and blocks to keep."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from penstock_shard.kv_transfer.host_tier import HostTier
 from penstock_shard.scheduler.scheduler import Scheduler
 from penstock_shard.sequence import Sequence
 
-# What copies of a turn may take of the time of a step: those that a sequence or a peer waits for,
-# and those for which nobody does.
+# The shares of a step's time for a turn's copies: copies that a sequence or a peer waits for, and
+# other copies.
 _WAITED_FOR = 0.5
 _AHEAD = 1 / 16
-# How long copies of a turn take where no sequence runs.
+# Seconds that a turn's copies may take if no sequence runs.
 _IDLE_S = 0.02
 
 
 class BlockMoves:
-    """Moves what the block manager wants moved, while no step reads or writes it; and holds back
-    sequences of which a disk or another shard has blocks, until these are in host memory.
+    """Copies blocks while no step reads or writes them. Holds back sequences whose blocks are on
+    disk or at another shard until they are in host memory.
     """
 
     def __init__(
@@ -37,25 +37,25 @@ class BlockMoves:
         self._scheduler = scheduler
         self._blocks = blocks
         self._clock = clock
-        # What the last step took.
+        # Seconds that the last step took.
         self.step_s = 0.0
         self._load_pace = CopyPace()
         self._save_pace = CopyPace()
-        # Of a disk; of other shards, and for them. None where there is no such.
+        # Reads from disk, fetches from other shards, exports to them; None if not in use.
         self.reads: PendingReads | None = None
         self.fetches: PendingFetches | None = None
         self.exports: Exports | None = None
         self.send: Callable[[FromBlocks], None] = lambda message: None
-        # Sequences that wait no more; and of those that will not run, those that are loaded.
+        # Sequences whose wait is over; and sequences that only load blocks and will not run.
         self._ready: list[Sequence] = []
         self._fetched: list[Sequence] = []
-        # Once the shard ends.
+        # Set when the shard begins to end.
         self._final: FinalSaves | None = None
 
     @property
     def has_work(self) -> bool:
-        """Whether blocks wait to be copied out, or sequences to be queued. Those that are to be
-        copied back are waited for by sequences.
+        """True if blocks wait to be copied out, or sequences to be queued. A waiting load counts as
+        its sequence.
         """
         asked = self.exports is not None and self.exports.num_waiting > 0
         return asked or bool(self._ready) or self._blocks.prefixes.has_wishes
@@ -64,18 +64,19 @@ class BlockMoves:
 
     @property
     def num_held_back(self) -> int:
-        """Sequences that are not queued yet."""
         fetching = 0 if self.fetches is None else len(self.fetches)
         reading = 0 if self.reads is None else len(self.reads)
         return fetching + reading + len(self._ready)
 
     @property
     def due_s(self) -> float | None:
-        """In how many seconds a sequence has waited enough; None if there is none."""
+        """Seconds until the next wait of a sequence is over; None if none waits."""
         return None if self.reads is None else self.reads.due_s
 
     def hold(self, sequence: Sequence) -> bool:
-        """Whether a sequence has to wait before it is queued: `take_ready` gives it then."""
+        """Hold a sequence that must wait for blocks; `take_ready` returns it later. Else return
+        False.
+        """
         fetches = self.fetches is not None and self.fetches.hold(sequence)
         return fetches or self._reads(sequence)
 
@@ -83,7 +84,7 @@ class BlockMoves:
         return self.reads is not None and self.reads.add(sequence)
 
     def discard(self, sequence: Sequence) -> bool:
-        """Forget a sequence that ended; whether it waited."""
+        """Forget a sequence that ended. True if it was waiting."""
         if sequence in self._ready:
             self._ready.remove(sequence)
             self._blocks.forget(sequence)
@@ -93,17 +94,16 @@ class BlockMoves:
         return self.reads is not None and self.reads.discard(sequence)
 
     def take_ready(self) -> list[Sequence]:
-        """Sequences that wait no more."""
         ready, self._ready = self._ready, []
         return ready if self.reads is None else [*ready, *self.reads.take()]
 
     def take_fetched(self) -> list[Sequence]:
-        """Sequences that will not run, and of which all is done."""
+        """Take the sequences that only load blocks and have them all."""
         fetched, self._fetched = self._fetched, []
         return fetched
 
     def take(self, message: Inbox) -> None:
-        """What the server says of blocks of other shards."""
+        """Take the server's messages about other shards' blocks."""
         if self.exports is None or self.fetches is None:
             return
         for export in message.exports:
@@ -115,7 +115,7 @@ class BlockMoves:
             self._ready += [sequence for sequence in came if not self._reads(sequence)]
 
     def distrust(self, source: str) -> None:
-        """A peer's blocks are wrong: who has some, or what relies on them, is computed again."""
+        """Preempt all sequences that use a peer's blocks which were found to be wrong."""
         if self.fetches is not None:
             self.fetches.fetches.refused_total += 1
         self.send(Distrust(source))
@@ -124,8 +124,8 @@ class BlockMoves:
     # ---- copies ----
 
     def load(self) -> None:
-        """Go on with what sequences wait for, or with what will be needed. One whose copies are not
-        there any more is queued again.
+        """Load blocks that sequences wait for, then blocks needed later. A sequence whose copies
+        are gone is queued again.
         """
         loading = self._scheduler.loading
         ends_s: list[float] = []
@@ -134,7 +134,9 @@ class BlockMoves:
         self._load_pace.learn(ends_s)
 
     def _load(self, sequence: Sequence, ends_s: list[float]) -> None:
-        """Load what the turn has time for; `ends_s` has when each copy of the turn was over."""
+        """Load the blocks that the turn has time for; `ends_s` gets the clock time at each copy's
+        end.
+        """
         is_ahead = sequence.request.only_fetches
         if is_ahead and self._blocks.is_wrong(sequence):
             self._lose_loads(sequence)
@@ -162,12 +164,12 @@ class BlockMoves:
             self._scheduler.lose_loads(sequence)
 
     def _most(self, pace: CopyPace, share: float) -> int:
-        """How many blocks a turn may copy."""
+        """Count the blocks that a turn may copy."""
         is_idle = not self._scheduler.num_running
         return pace.blocks_in(_IDLE_S if is_idle else share * self.step_s)
 
     def save(self) -> None:
-        """Copy out what is due. Comes after a step is planned, and before it is launched."""
+        """Copy out blocks that are due. Call it after a step is planned, before its launch."""
         prefixes, exports = self._blocks.prefixes, self.exports
         if prefixes.has_wishes:
             is_waited_for = exports is not None and exports.num_waiting > 0
@@ -182,7 +184,7 @@ class BlockMoves:
             exports.advance()
 
     def save_all(self) -> None:
-        """Nothing runs, nor will: have all that is cached written to disk, if there is one."""
+        """Write all cached blocks to disk, if there is one, once no sequence will run any more."""
         if self._final is None and self.reads is not None:
             self._final = FinalSaves(self.tier, self._blocks.prefixes, self.reads.disk)
         if self._final is not None:
@@ -190,16 +192,16 @@ class BlockMoves:
 
     @property
     def has_unsaved(self) -> bool:
-        """Whether `save_all` has something to do now."""
+        """True if `save_all` has something to do now."""
         return self.reads is not None and (self._final is None or self._final.has_work)
 
     @property
     def is_saved(self) -> bool:
-        """Whether `save_all` has nothing to do any more."""
+        """True if `save_all` has written everything."""
         return self._final is not None and self._final.is_over
 
     def counts(self) -> dict[str, int]:
-        """Fields of `Load`."""
+        """Return fields of `Load`."""
         tier, counts = self.tier, dict[str, int]()
         counts["saved_blocks_total"] = tier.saved_total
         counts["loaded_blocks_total"] = tier.loaded_total

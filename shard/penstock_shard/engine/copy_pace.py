@@ -1,33 +1,34 @@
-"""How many blocks a turn copies: as many as fit into a share of a step, by what copies took so far.
+"""The number of blocks that one turn copies: its copies may take a share of a step's time,
+predicted from past copies.
 
-Steps wait for copies. What is fast enough for one device and model is too little for another.
+Steps wait for copies, and no fixed number suits all devices and models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Before any copies were timed.
+# The number before any copies were timed.
 _FIRST_BLOCKS = 8
-# Weight of the latest turn.
+# The weight of the latest turn.
 _LATEST = 0.25
 
 
 class CopyPace:
-    """Copies in one direction."""
+    """The pace of copies in one direction."""
 
     def __init__(self) -> None:
         self._block_s = 0.0
 
     def blocks_in(self, seconds: float) -> int:
-        """How many may be copied in so many seconds, at least one."""
+        """Count the blocks that can be copied in `seconds`, at least one."""
         if not self._block_s:
             return _FIRST_BLOCKS
         return max(1, int(seconds / self._block_s))
 
     def learn(self, ends_s: Sequence[float]) -> None:
-        """When each copy of a turn was over, by a clock. The first has waited for the step before
-        it.
+        """Learn from a turn, by the clock times at which its copies ended. The first copy waited
+        for a step, so it is not timed.
         """
         if len(ends_s) < 2:
             return

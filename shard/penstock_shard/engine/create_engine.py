@@ -1,4 +1,4 @@
-"""An engine of its parts: which policy, which drafts, which constraints it has."""
+"""Makes an engine from its parts: policy, drafts, constraints, copies of blocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from penstock_shard.worker.base import Runner
 
 logger = logging.getLogger(__name__)
 
-# Of a disk so many bytes go to host memory in a turn.
+# Bytes that are read from disk to host memory in a turn.
 _READ_BYTES = 32 * 2**20
 
 
@@ -49,8 +49,8 @@ def create_engine(
     disk: DiskTier | None = None,
     send: Callable[[FromBlocks], None] | None = None,
 ) -> Engine:
-    """The engine of a runner that is loaded; see `Engine`. `arena` is for copies of blocks, `disk`
-    for copies of these; `send` tells the server of those for other shards, if there are any.
+    """Make the engine of a loaded runner. `arena` takes copies of blocks, `disk` copies of those
+    copies. `send` sends the server messages about blocks for and from other shards.
     """
     info = loaded.runner.info
     max_tokens = config.batched_tokens(info.device)
@@ -59,6 +59,7 @@ def create_engine(
         max_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
         host_slots=() if arena is None else arena.num_slots,
+        retained_share=config.retained_kv_share,
     )
     limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs,
@@ -96,8 +97,8 @@ def create_moves(
     send: Callable[[FromBlocks], None] | None = None,
     clock: Clock = time.monotonic,
 ) -> BlockMoves:
-    """Moves between a runner's blocks and what an engine before it may have left in host memory;
-    with `disk` on a disk too, with `send` on other shards.
+    """Make what copies blocks to host memory, with `disk` also to disk, with `send` also between
+    shards. Restores the copies that an earlier engine left in `arena`.
     """
     tier = HostTier(arena, blocks.prefixes, runner, disk)
     restored = tier.restore()
@@ -127,8 +128,8 @@ def create_scheduler(
     aging_s: float = 30.0,
     masks: SlowMasks | None = None,
 ) -> Scheduler:
-    """A scheduler that aims for requests' objectives, with drafts if there is a drafter, and with
-    constraints if there are `masks`.
+    """Make a scheduler that aims for requests' objectives. With a `drafter` it drafts; with `masks`
+    no step waits for slow constraints.
     """
     step_time = StepTime()
     policy = PriorityPolicy(blocks, step_time, aging_s)
@@ -141,9 +142,7 @@ def create_scheduler(
 def create_matchers(
     loaded: LoadedRunner, config: ShardConfig, on_done: Callable[[], None]
 ) -> PendingMatchers | None:
-    """Make what compiles constraints; None if the model's tokenizer is of a kind that they do not
-    support.
-    """
+    """Make what compiles constraints; None if they do not support the model's tokenizer."""
     info = loaded.runner.info
     try:
         compiler = Compiler(
@@ -152,7 +151,7 @@ def create_matchers(
             info.eos_token_ids,
             config.constraint_limits,
         )
-        # Now, when no step waits for it.
+        # Build the vocabulary now, when no step waits for it.
         _ = compiler.vocabulary
     except TokenizerUnusable as error:
         logger.warning("outputs cannot be constrained: %s", error)

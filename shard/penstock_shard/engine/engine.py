@@ -1,6 +1,6 @@
 """The engine: sequences in, steps, outputs out.
 
-Every sequence that is submitted ends with exactly one output that is last: a finish or an error.
+Every submitted sequence ends with exactly one last output: a finish or an error.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from penstock_shard.engine.finish import (
     token_output,
     work_of,
 )
+from penstock_shard.engine.next_turns import NextTurns
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import Error, Inbox, Load, Output
 from penstock_shard.ipc.request import FinishReason, Request
@@ -32,7 +33,7 @@ from penstock_shard.worker.base import Batch, RowResult, Runner, StepOutOfMemory
 if TYPE_CHECKING:
     from penstock_shard.engine.block_moves import BlockMoves
     from penstock_shard.engine.matchers import PendingMatchers
-    from penstock_shard.engine.pending_images import PendingImages
+from penstock_shard.engine.pending_images import PendingImages
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +52,8 @@ class Engine:
         moves: BlockMoves | None = None,
         images: PendingImages | None = None,
     ) -> None:
-        """`tell_started` gets the ids of sequences in a step for the first time, before its launch.
-        Without `matchers` no sequence may have a constraint; `moves` are there if host memory has
-        room for copies of blocks, `images` if the model sees images.
+        """Serve sequences. `tell_started` gets the ids of sequences before the launch of their
+        first step. Constraints need `matchers`, copies of blocks `moves`, images `images`.
         """
         self._runner = runner
         self._scheduler = scheduler
@@ -63,27 +63,28 @@ class Engine:
         self._matchers = matchers
         self._moves = moves
         self._images = images
+        self._next_turns = NextTurns(blocks, moves)
         self._live: dict[str, Sequence] = {}
         self._outputs: list[Output] = []
-        # Launched steps that are not collected, the oldest first.
+        # Launched steps that are not collected, oldest first.
         self._in_flight: deque[Batch] = deque()
-        # Whether the oldest of them is to be collected before another is launched.
+        # True if the oldest is to be collected before another is launched.
         self._is_due = False
-        # The shard ends once its requests have.
+        # True if the shard ends once its requests have ended.
         self._drains = False
         self.steps_total = 0
         self._steps_seconds_total = 0.0
         self._sequences_total = 0
-        # When the step in progress began, by the clock; None between steps.
+        # The clock time at which the running step began; None between steps.
         self.step_started_s: float | None = None
-        # Upper bound on the duration of the step in progress; 0 if unknown.
+        # Upper bound on the duration of the running step; 0 if unknown.
         self.step_expected_s = runner.info.worst_step_s
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a step to launch or to collect, or blocks to copy."""
+        """True if there is a step to launch or to collect, or blocks to copy."""
         num_held = self._num_held_back + len(self._scheduler.masks or ())
-        if len(self._live) > num_held or self._in_flight:
+        if len(self._live) > num_held or self._in_flight or self._next_turns.has_work:
             return True
         if self._images is not None and self._images.has_work:
             return True
@@ -93,7 +94,7 @@ class Engine:
 
     @property
     def _num_held_back(self) -> int:
-        """Sequences that are not queued yet: they wait for a matcher, for blocks, or for images."""
+        """The number of sequences that wait for a matcher, blocks or images and are not queued."""
         num_moving = 0 if self._moves is None else self._moves.num_held_back
         return self._num_compiling + num_moving + len(self._images or ())
 
@@ -103,14 +104,16 @@ class Engine:
 
     @property
     def due_s(self) -> float | None:
-        """In how many seconds there is work without a message; None if there is none."""
-        parts = (part.due_s for part in (self._moves, self._images) if part is not None)
+        """Seconds until there is work even if no message comes; None if there will be none."""
+        parts = [part.due_s for part in (self._moves, self._images) if part is not None]
+        if self._next_turns.due_at_s is not None:
+            parts.append(max(0.0, self._next_turns.due_at_s - self._clock()))
         return min((due_s for due_s in parts if due_s is not None), default=None)
 
     def submit(self, request: Request, adapter_index: int = 0) -> None:
         """Take a request. A higher attempt of an id in use ends the lower one and takes over.
 
-        `adapter_index` is where the runner has the request's adapter; 0 without one.
+        `adapter_index` is the adapter's index in the runner; 0 without one.
         """
         sequence = Sequence.of(request, adapter_index)
         present = self._live.get(request.request_id)
@@ -127,16 +130,17 @@ class Engine:
             self._matchers.add(sequence)
 
     def take_images(self, message: Inbox) -> None:
-        """Take the pixels that requests will name."""
         if self._images is not None:
             self._images.take(message)
 
     def take_blocks(self, message: Inbox) -> None:
-        """Take what the server says of blocks of other shards, and that the shard drains."""
+        """Take the server's messages about other shards' blocks, hints, and draining."""
         if message.drains:
             self._drains = True
+            self._next_turns.close()
             for sequence in [s for s in self._live.values() if s.request.only_fetches]:
                 self._end(sequence, finish=FinishReason.ABORTED)
+        self._next_turns.take(message.retentions, self._clock())
         if self._moves is not None:
             self._moves.take(message)
 
@@ -147,19 +151,19 @@ class Engine:
             self._end(sequence, finish=FinishReason.ABORTED)
 
     def find(self, request_id: str) -> Sequence | None:
-        """The sequence of a request that has not ended."""
+        """Find the sequence of a request that has not ended."""
         return self._live.get(request_id)
 
     def step(self) -> list[Output]:
-        """Launch the next step, and collect the one before it; all outputs since the last call."""
+        """Launch a step and collect the one before it. Returns all outputs since the last call."""
         self.launch()
         return self.collect()
 
     def launch(self) -> bool:
-        """Launch the next step; whether `collect` waits for one.
+        """Launch the next step. True if `collect` will wait for a step.
 
-        While a step runs the next is scheduled and launched, so that the device never waits for
-        Python. Where the runner does not overlap, a step is collected right after its launch.
+        The next step is scheduled and launched while one runs, so that the device never waits for
+        Python. If the runner does not overlap steps, each is collected right after its launch.
         """
         if self._num_compiling:
             self._add_compiled()
@@ -174,7 +178,7 @@ class Engine:
         return self._is_due
 
     def collect(self) -> list[Output]:
-        """Collect the oldest step if `launch` said so; all outputs since the last call."""
+        """Collect the oldest step if it is due. Returns all outputs since the last call."""
         if self._is_due:
             self._is_due = False
             self._collect()
@@ -183,16 +187,18 @@ class Engine:
 
     @property
     def has_changed_pieces(self) -> bool:
-        """Whether `take_changed_pieces` has something to tell without another step."""
+        """True if `take_changed_pieces` has something to return before another step."""
         return self._blocks.prefixes.held.has_changes
 
     def take_changed_pieces(self) -> dict[int, int]:
-        """Pieces of prefixes that came or went since, by name, and the tier where each is now."""
+        """Take the prefix pieces that were added or removed since the last call: by name, the tier
+        now.
+        """
         held = self._blocks.prefixes.held
         return held.take(self._scheduler.num_computed_insertions) if held.has_untold else {}
 
     def adapter_indices(self) -> set[int]:
-        """Adapter indices of sequences that are live, or in a step that is not collected."""
+        """The adapter indices of sequences that are live, or in a step that is not collected."""
         sequences = chain(self._live.values(), self._scheduler.slots.holders)
         return {sequence.adapter_index for sequence in sequences}
 
@@ -217,13 +223,15 @@ class Engine:
             kept_states=self._blocks.num_kept_states,
             state_hits_total=self._blocks.state_hits_total,
             copied_blocks=self._blocks.prefixes.num_copies,
+            retained_blocks=self._blocks.retention.num_blocks,
+            retained_taken_total=self._blocks.retention.taken_total,
             is_saved=self._is_ending and self._moves is not None and self._moves.is_saved,
             **copies,
             **images,
         )
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` when the records of sequences and blocks disagree."""
+        """Check the records of sequences and blocks. Raises AssertionError if they disagree."""
         sequences = self._scheduler.sequences
         assert len(sequences) + self._num_held_back == len(self._live), (
             f"{len(sequences)} sequences are scheduled, {len(self._live)} are known"
@@ -234,13 +242,13 @@ class Engine:
     # ---- internals ----
 
     def _queue(self, sequence: Sequence) -> None:
-        """Queue a sequence, once what a disk or another shard has of it is here."""
+        """Queue a sequence once its blocks have arrived from disk or another shard."""
         if self._moves is None or not self._moves.hold(sequence):
             self._begin(sequence)
 
     def _begin(self, sequence: Sequence) -> None:
-        """Nothing more comes of others for a sequence: queue it, once its images are encoded, or
-        load it for who will come.
+        """Begin a sequence that waits for no more blocks. Queue it once its images are encoded; if
+        it only fetches, load its copies.
         """
         if not sequence.request.only_fetches:
             if self._images is None or not self._images.hold(sequence):
@@ -251,7 +259,10 @@ class Engine:
             self._end_fetch(sequence)
 
     def _end_fetch(self, sequence: Sequence) -> None:
-        """A request finds all that it will find."""
+        """End a request that only fetches, once all its blocks are here."""
+        if self._next_turns.finish(sequence.request.request_id):
+            self._forget(sequence)
+            return
         output = last_output(sequence, finish=FinishReason.FETCHED)
         output.cached_tokens = self._blocks.count_cached(sequence)
         self._outputs.append(output)
@@ -262,7 +273,7 @@ class Engine:
         images.advance()
         for sequence, why in images.take_ready():
             if why:
-                # It is in no room any more.
+                # No part of the engine has the sequence any more.
                 del self._live[sequence.request.request_id]
                 self._blocks.forget(sequence)
                 error = Error(Code.INVALID_ARGUMENT, why, field="images")
@@ -271,7 +282,6 @@ class Engine:
                 self._scheduler.add(sequence, self._clock())
 
     def _add_compiled(self) -> None:
-        """Queue the sequences whose constraints are compiled by now."""
         assert self._matchers is not None
         for sequence, error in self._matchers.take():
             if error is None:
@@ -281,7 +291,7 @@ class Engine:
             del self._live[sequence.request.request_id]
 
     def _launch(self) -> bool:
-        """Hand the next step to the runner, if there is anything to run."""
+        """Launch the next step on the runner, if there is anything to run."""
         now_s = starts_s = self._clock()
         if self.step_started_s is not None:
             ends_s = self.step_started_s + self._scheduler.predict_s()
@@ -290,6 +300,9 @@ class Engine:
             self._moves.load()
             for sequence in self._moves.take_fetched():
                 self._end_fetch(sequence)
+        may_load = not (self._drains or self._scheduler.num_waiting)
+        for request in self._next_turns.advance(now_s, may_load=may_load):
+            self.submit(request)
         batch = self._scheduler.schedule(now_s, starts_s)
         self._give_back()
         self._release()
@@ -308,9 +321,9 @@ class Engine:
         return True
 
     def _copy_between_steps(self) -> None:
-        """No step runs: do what need not, or cannot, wait for one."""
+        """Make the copies that need no step, or cannot wait for one, as no step runs."""
         if self._blocks.has_state_copies:
-            # Sequences may wait for copies of blocks, which these come before.
+            # Copy states first, then load blocks that sequences wait for.
             self._runner.copy_states(self._blocks.take_state_copies())
         if self._moves is not None and self._is_ending:
             self._moves.save_all()
@@ -320,13 +333,13 @@ class Engine:
         return self._drains and not self._live
 
     def _expect(self, now_s: float) -> None:
-        """Note that the oldest step that is not collected begins now."""
+        """Note that the oldest step in flight begins now."""
         self.step_started_s = now_s
         worst_s = self._runner.info.worst_step_s
         self.step_expected_s = max(worst_s, self._scheduler.predict_s()) if worst_s else 0.0
 
     def _give_back(self) -> None:
-        """End preempted sequences that ask to go to another shard rather than wait."""
+        """End preempted sequences whose requests prefer another shard to waiting."""
         for sequence, reason in self._scheduler.take_preempted():
             if sequence.request.hand_back and sequence.state is SequenceState.WAITING:
                 message = f"{reason}; the request is given back"
@@ -354,8 +367,8 @@ class Engine:
             self._expect(now_s)
 
     def _lose_steps(self, error: StepOutOfMemory) -> None:
-        """The oldest step in flight ran out of device memory: every request in a launched step is
-        preempted, to be computed again in smaller steps.
+        """Preempt every request in a launched step, as the oldest ran out of device memory. They
+        are computed again in smaller steps.
         """
         batches = list(self._in_flight)
         self._in_flight.clear()
@@ -382,7 +395,7 @@ class Engine:
         )
 
     def _report(self, news: Iterable[tuple[Sequence, RowResult]]) -> None:
-        """Say what a step gave. Runs for every token: keep it cheap."""
+        """Make outputs of a step's results. Runs for every token: keep it cheap."""
         for sequence, result in news:
             if result.token_id is not None:
                 output = token_output(sequence, result)
@@ -396,7 +409,7 @@ class Engine:
             elif result.prompt_logprobs is not None:
                 output = empty_output(sequence)
             else:
-                # A chunk in the middle of a prompt.
+                # The row was a chunk in the middle of a prompt.
                 continue
             if result.prompt_logprobs is not None:
                 add_prompt_logprobs(output, sequence, result.prompt_logprobs)
@@ -406,7 +419,7 @@ class Engine:
                 self._forget(sequence)
 
     def _release(self) -> None:
-        """Have the runner drop what it keeps for slots that are free."""
+        """Have the runner drop its data for slots that are free."""
         for slot in self._scheduler.slots.take_freed():
             self._runner.release(slot)
 

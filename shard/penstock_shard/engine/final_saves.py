@@ -1,4 +1,4 @@
-"""What a shard that ends has in memory goes to its disk, so that the next one finds it there."""
+"""Writes all cached blocks to disk when the shard ends, for the shard that starts next."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from penstock_shard.kv_transfer.host_tier import HostTier
 
 
 class FinalSaves:
-    """One pass over all that is cached once nothing runs: copies first, as blocks take their slots;
-    of each kind the beginnings of prefixes first, as the rest is of no use without them.
+    """A pass over all that is cached, once no sequence runs. Copies in host memory are written
+    first, as blocks take their slots. A prefix's start is written before the rest, which needs it.
     """
 
     def __init__(self, tier: HostTier, prefixes: PrefixCache, disk: DiskTier) -> None:
@@ -24,16 +24,15 @@ class FinalSaves:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to copy that the disk has room for."""
+        """True if there is something to copy and the disk has room."""
         return (self._left is None or bool(self._left)) and self._disk.has_room
 
     @property
     def is_over(self) -> bool:
-        """Whether all of it is written."""
         return self._left is not None and not self._left and not self._disk.is_writing
 
     def advance(self, most: int) -> None:
-        """Go on with so many blocks."""
+        """Save up to `most` more blocks."""
         if self._left is None:
             found = self._prefixes.cached_blocks()
             found.sort(key=lambda block: (block[0].slots[block[1]] == NO_BLOCK, block[0].index))

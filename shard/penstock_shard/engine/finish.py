@@ -1,4 +1,4 @@
-"""Outputs of a sequence after a step: its tokens, why it has finished, its error."""
+"""Outputs of a sequence after a step: its tokens, its finish reason, its error."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from penstock_shard.worker.base import RowResult
 
 
 def token_output(sequence: Sequence, result: RowResult) -> Output:
-    """The output of a row that sampled: its tokens are the sequence's last. None follows one that
-    ends the sequence: a stop token, or the last of `max_tokens`.
+    """The output of a row that sampled: the sequence's new tokens. A token that ends the sequence,
+    by its id or by `max_tokens`, is always the last.
     """
     request, last = sequence.request, sequence.token_ids[-1]
     token_ids = [last]
@@ -38,9 +38,9 @@ def add_prompt_logprobs(output: Output, sequence: Sequence, logprobs: Logprobs) 
 
 
 def error_of(sequence: Sequence, result: RowResult) -> Error:
-    """The error of a row that failed. What the request itself causes would fail at any shard."""
+    """The error of a row that failed. An error of the request itself would occur at any shard."""
     if sequence.constraint is not None and sequence.constraint.may_be_others_failure:
-        # Retrying tells whose it is.
+        # Another shard's result tells if the request was at fault.
         return Error(Code.UNAVAILABLE, f"{result.error}; the request is given back")
     kind = "" if sequence.request.constraint is None else sequence.request.constraint.kind
     code = Code.OUT_OF_RANGE if result.is_callers else Code.INTERNAL
@@ -48,15 +48,14 @@ def error_of(sequence: Sequence, result: RowResult) -> Error:
 
 
 def work_of(sequence: Sequence) -> Work:
-    """Steps that computed it, and its preemptions. Each step that sampled gave one token besides
-    accepted drafts, which took no step of their own.
+    """Count the steps that computed a sequence, and its preemptions. Each step that sampled gave
+    one token and the accepted drafts.
     """
     num_sampled = sequence.num_output_tokens - sequence.num_delivered - sequence.num_accepted_drafts
     return Work(sequence.num_partial_steps + num_sampled, sequence.preemptions)
 
 
 def empty_output(sequence: Sequence) -> Output:
-    """An output without tokens."""
     request = sequence.request
     return Output(request.request_id, request.attempt, sequence.num_output_tokens, [])
 

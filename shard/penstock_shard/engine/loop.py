@@ -1,4 +1,4 @@
-"""What an engine process does over and over: takes messages, steps, and sends what came of it."""
+"""The loop of an engine process: take messages, step, send the results."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from penstock_shard.engine.adapter_slots import EngineAdapters
 
 BEAT_S = 0.25
-# A beat that is later than this means that the whole process was held up, its step included.
+# A heartbeat later than this means that the operating system stopped the whole process.
 _LATEST_BEAT_S = 1.0
 
 
 class EngineLoop:
-    """Turns of an engine: all that came is taken, then `launch`, then `collect`."""
+    """Turns of an engine: `take` all messages, then `launch`, then `collect`."""
 
     def __init__(
         self,
@@ -30,29 +30,33 @@ class EngineLoop:
         checks: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        """With `checks`, the records are checked whenever the last request has ended."""
+        """Run `engine`. With `checks`, check the engine's records whenever the last request has
+        ended.
+        """
         self._engine = engine
         self._adapters = adapters
         self._send = send
         self._checks = checks
         self._clock = clock
         self._load_sent = Load()
-        # When the turn in progress began, by the clock; None while it waits for a message.
+        # The clock time at which the current turn began; None while the engine waits for a message.
         self._turn_started_s: float | None = None
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to do until a message comes."""
+        """True if there is nothing to do until a message comes."""
         return not self._engine.has_work and not self._engine.has_changed_pieces
 
     @property
     def due_s(self) -> float | None:
-        """In how many seconds there is something to do though no message comes; None if never."""
+        """Seconds until there is something to do even if no message comes; None if never."""
         return self._engine.due_s
 
     @property
     def running_since_s(self) -> float | None:
-        """When the step in progress began, or else the turn, by the clock; None if neither has."""
+        """The clock time at which the running step began, or else the current turn; None if neither
+        runs.
+        """
         started_s = self._engine.step_started_s
         return self._turn_started_s if started_s is None else started_s
 
@@ -62,7 +66,7 @@ class EngineLoop:
         return self._engine.step_expected_s
 
     def take(self, message: Inbox) -> None:
-        """Do what the server asks for."""
+        """Do what a server's message asks for."""
         self._turn_started_s = self._clock()
         self._engine.take_images(message)
         for request in message.requests:
@@ -74,14 +78,14 @@ class EngineLoop:
         self._engine.take_blocks(message)
 
     def launch(self) -> bool:
-        """Launch the next step; whether `collect` will wait for one that was launched before."""
+        """Launch the next step. True if `collect` will wait for a launched step."""
         self._turn_started_s = self._clock()
         for answer in self._adapters.settle(self._engine.adapter_indices):
             self._send(answer)
         return self._engine.launch()
 
     def collect(self) -> None:
-        """Collect a step if there is one to wait for, and send what is new."""
+        """Collect a step if one is due, and send new outputs."""
         outputs = self._engine.collect()
         load, pieces = self._engine.load(), self._engine.take_changed_pieces()
         if outputs or pieces or load != self._load_sent:
@@ -93,19 +97,19 @@ class EngineLoop:
 
 
 class Heartbeat:
-    """Beats tell how long the step in progress has run, or whatever else its thread does."""
+    """Tells how long the running step, or the current turn, has run."""
 
     def __init__(self, loop: EngineLoop, clock: Clock = time.monotonic) -> None:
         self._loop = loop
         self._clock = clock
         self._beat_at_s: float | None = None
         self._step_s: float | None = None
-        # For how long this process was stopped since that step began.
+        # Seconds for which this process was stopped since that step began.
         self._stopped_s = 0.0
 
     def beat(self) -> Beat:
-        """To be sent every `BEAT_S`. Time for which this process was stopped does not count as
-        running time of the step.
+        """Make the heartbeat to send every `BEAT_S`. Time for which this process was stopped does
+        not count as running time .
         """
         now_s, started_s = self._clock(), self._loop.running_since_s
         late_s = 0.0 if self._beat_at_s is None else now_s - self._beat_at_s - _LATEST_BEAT_S

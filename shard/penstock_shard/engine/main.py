@@ -1,8 +1,7 @@
-"""The engine process: imports what it needs, then loads a runner and runs the engine.
+"""The engine process. `server/supervisor.py` starts it with one end of a socket pair.
 
-Started by `server/supervisor.py` with one end of a socket pair. It never sees TCP, and it ends
-itself when the server is gone. What an engine is made of is imported once the server can be told
-that some of it is missing.
+It uses no TCP, and ends itself when the server is gone. It imports the engine's parts after it is
+connected, so that it can report a missing part.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ _SWITCH_S = 0.0005
 
 
 def run() -> NoReturn:
-    """Run `main`, then end the process at once. Otherwise Python would wait for the threads that
-    read adapters, while the beats go on and tell the server that the engine lives.
+    """Run `main`, then end the process at once. A normal exit would wait for threads that read
+    adapters, while heartbeats still tell the server that the engine lives.
     """
     status = 1
     try:
@@ -41,14 +40,16 @@ def run() -> NoReturn:
 
 
 def main() -> int:
-    """Run until the server is gone; the exit status. Arguments are a socket's descriptor, one of
-    memory for copies of KV blocks or NO_HOST_MEMORY, and maybe IMPORT_FIRST.
+    """Run until the server is gone. Returns the exit status.
+
+    Arguments: a socket's descriptor; a descriptor of memory for copies of KV blocks, or
+    NO_HOST_MEMORY; and optionally IMPORT_FIRST.
     """
-    # Service managers signal all processes at once; the server drains, and decides when we end.
+    # Service managers signal all processes at once; the server drains and ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # The thread that steps waits no longer than this for the interpreter lock, say while another
-    # compiles a schema.
+    # The longest that the thread that steps waits for the interpreter lock, say while another
+    # thread compiles a schema.
     sys.setswitchinterval(_SWITCH_S)
     link = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
     if IMPORT_FIRST in sys.argv[3:]:
@@ -68,7 +69,7 @@ def main() -> int:
 
 
 def _import_engine(config: ShardConfig) -> Callable[[EngineEnd, Start, str], int]:
-    """The engine, which imports numpy and others. Raises ModelError where one is missing."""
+    """Import the engine, with numpy and others. Raises ModelError if one is missing."""
     with report_missing(config):
         from penstock_shard.engine.run_engine import run_engine
     return run_engine

@@ -1,4 +1,4 @@
-"""Compiles constraints of sequences in threads, so that no step waits for them."""
+"""Compiles sequences' constraints in threads, so that no step waits for them."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ from penstock_shard.structured_output.matcher_state import ConstraintState
 
 @dataclass(frozen=True, slots=True)
 class _Making:
-    """A constraint's state that is being made, and what stops that."""
+    """A matcher that is being made, and the event that stops the work."""
 
     state: Future[ConstraintState]
     is_discarded: threading.Event
 
 
 class PendingMatchers:
-    """Matchers that sequences wait for, each advanced past the sequence's delivered output."""
+    """Sequences that wait for their matchers. Each is advanced past the delivered output."""
 
     def __init__(self, compiler: Compiler, on_done: Callable[[], None], threads: Executor) -> None:
-        """`on_done` is called, in a thread, whenever `take` has something new."""
+        """Call `on_done`, in one of `threads`, whenever `take` has something new."""
         self._compiler = compiler
         self.on_done = on_done
         self._threads = threads
         self._waiting: dict[Sequence, _Making] = {}
-        # A queue, so that a step looks only at sequences that are done, however many wait.
+        # A queue, so that a step looks only at sequences that are done, not at all that wait.
         self._done: SimpleQueue[Sequence] = SimpleQueue()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, sequence: Sequence) -> None:
-        """Begin to make the matcher of a sequence that has a constraint."""
         is_discarded = threading.Event()
         state = self._threads.submit(
             state_after_output, self._compiler, sequence.request, is_discarded
@@ -48,18 +47,19 @@ class PendingMatchers:
         state.add_done_callback(lambda _: self._tell_done(sequence))
 
     def discard(self, sequence: Sequence) -> bool:
-        """Forget a sequence that ended; whether it was waiting for its matcher."""
+        """Forget a sequence that ended. True if it was waiting for its matcher."""
         making = self._waiting.pop(sequence, None)
         if making is None:
             return False
-        # Stops `_follow`, as other sequences wait behind it and its output may be long.
+        # Stop following the discarded sequence's output, which may be long, as other sequences
+        # wait.
         making.is_discarded.set()
         making.state.cancel()
         return True
 
     def take(self) -> list[tuple[Sequence, Error | None]]:
-        """Sequences that are done: with their constraint's state and None, or with the error that
-        ends them, as there is none.
+        """Take the finished sequences: with None if they have a matcher, else with the error that
+        ends them.
         """
         taken: list[tuple[Sequence, Error | None]] = []
         while (sequence := self._next_done()) is not None:

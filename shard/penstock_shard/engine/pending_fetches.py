@@ -10,35 +10,35 @@ from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.fetches import Fetches, FetchProgress
 from penstock_shard.sequence import Sequence
 
-# Fewer blocks than this are computed as soon as they are fetched.
+# Computing fewer blocks than this takes no longer than fetching them.
 _LEAST_BLOCKS = 4
-# And so is what takes no longer than this: before anything that is fetched is where it is needed,
-# some steps of both shards pass.
+# Seconds. Blocks that are computed faster than this are not fetched: fetched blocks can be used
+# only after some steps of both shards.
 _LEAST_S = 0.025
-# How long it waits at most, whatever computing would take.
+# The longest wait in seconds, even if computing would take longer.
 _LONGEST_S = 10.0
-# How long it waits at least; and how long while no step was timed, when nothing is known of
-# computing: a shard that joins fetches what the fleet has, if its device is not a fast one.
+# The shortest bound on a wait; and the bound before any step was timed, so that a new shard fetches
+# blocks of the fleet.
 _SHORTEST_S = 0.25
 _UNTIMED_S = 2.0
-# How long where nobody waits: the source goes on with it meanwhile.
+# The bound if no client waits, because the sequence still runs at the source.
 _PREFETCH_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A fetch, and the sequences that wait for what comes of it. Values are unused."""
+    """A fetch, and the sequences that wait for it (an ordered set)."""
 
     number: int
     progress: FetchProgress
-    # Hashes of the blocks that it may bring.
+    # Hashes of the blocks that may come.
     digests: list[bytes]
     sequences: dict[Sequence, None] = field(default_factory=dict)
 
 
 class PendingFetches:
-    """A fetch takes as long as computing what it fetches would take, or less. Whoever lacks the
-    same blocks waits for it too.
+    """Sequences that wait for fetches, for about as long as it would take to compute their blocks.
+    Sequences that lack the same blocks wait for the same fetch.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class PendingFetches:
         compute_s: Callable[[int, int], float],
         send: Callable[[Fetch | FetchOver], None],
     ) -> None:
-        """`compute_s` predicts the seconds for so many tokens of a prompt from a position on; 0
-        where it cannot.
+        """Fetch by messages to `send`. `compute_s(start, n)` predicts the seconds to compute `n`
+        prompt tokens from position `start`; 0 if it cannot.
         """
         self.fetches = fetches
         self._blocks = blocks
@@ -57,7 +57,7 @@ class PendingFetches:
         self._send = send
         self._of: dict[Sequence, _Pending] = {}
         self._pending: dict[int, _Pending] = {}
-        # By the hash of each block that may come.
+        # Fetches by the hash of each block that may come.
         self._coming: dict[bytes, _Pending] = {}
         self._number = 0
 
@@ -65,12 +65,12 @@ class PendingFetches:
         return len(self._of)
 
     def hold(self, sequence: Sequence) -> bool:
-        """Whether a sequence waits, since another shard may have blocks of it."""
+        """Hold a sequence if another shard may have its blocks; False if it need not wait."""
         source = sequence.request.kv_source
         if not (source or self._pending) or sequence.needs_whole_prompt:
             return False
         names, num_known = self._blocks.missing_of(sequence)
-        # More would take the place of its own beginnings.
+        # Slots for more blocks would be taken from the prefix's own start.
         names = names.first(num_known + self.fetches.most_blocks)
         missing = names.digests[num_known:]
         wait_s = self._most_wait_s(sequence, num_known, len(missing))
@@ -99,8 +99,8 @@ class PendingFetches:
         return pending
 
     def _most_wait_s(self, sequence: Sequence, num_known: int, num_missing: int) -> float:
-        """How long the blocks behind those that are known are worth waiting for; 0 if they are
-        computed before any fetch is over.
+        """The seconds worth waiting for the missing blocks; 0 if computing them is faster than any
+        fetch.
         """
         if sequence.request.only_fetches:
             return _PREFETCH_S
@@ -111,7 +111,7 @@ class PendingFetches:
         return min(max(compute_s or _UNTIMED_S, _SHORTEST_S), _LONGEST_S)
 
     def arrive(self, arrival: Arrival) -> list[Sequence]:
-        """Take what came; the sequences that have all there is, and may be queued."""
+        """Take blocks that arrived. Returns the sequences whose fetch is over, to be queued."""
         self.fetches.refused_total += arrival.is_damaged
         pending = self._pending.get(arrival.number)
         self.fetches.take(None if pending is None else pending.progress, arrival.slots)
@@ -123,7 +123,7 @@ class PendingFetches:
         return list(pending.sequences)
 
     def discard(self, sequence: Sequence) -> bool:
-        """Forget a sequence that ended; whether it waited."""
+        """Forget a sequence that ended. True if it was waiting."""
         pending = self._of.pop(sequence, None)
         if pending is None:
             return False

@@ -11,21 +11,21 @@ from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.base import ImageEncoder
 
-# How long to wait before looking again whether an image is encoded, where nothing else is done.
+# Seconds until an idle engine looks again whether an image is encoded.
 _LOOK_AGAIN_S = 0.002
-# With the salt that `ImageEncoder` is asked with.
+# The salt to ask `ImageEncoder` with, and the image.
 _Wanted = tuple[str | None, PlacedImage]
 
 
 class PendingImages:
-    """Has images encoded in the order of the sequences that came."""
+    """Has images encoded, in the order in which their sequences came."""
 
     def __init__(self, encoder: ImageEncoder, blocks: BlockManager) -> None:
         self._encoder = encoder
         self._blocks = blocks
-        # Of images that have not come completely, by the number of their transfer.
+        # Pixels of images that have arrived in part, by the number of their transfer.
         self._parts: dict[int, bytearray] = {}
-        # And which of its images each still waits for.
+        # The images that each sequence still waits for.
         self._waiting: dict[Sequence, list[_Wanted]] = {}
         self._ready: list[tuple[Sequence, str]] = []
 
@@ -38,18 +38,17 @@ class PendingImages:
 
     @property
     def due_s(self) -> float | None:
-        """In how many seconds there may be work; None if there is none."""
+        """Seconds until there may be work; None if there is none."""
         return _LOOK_AGAIN_S if self._waiting else None
 
     def counts(self) -> dict[str, Any]:
-        """Those of `Load` that are of images."""
+        """Return the fields of `Load` about images."""
         return {
             "encoded_images_total": self._encoder.num_encoded,
             "encode_seconds_total": self._encoder.encode_s,
         }
 
     def take(self, message: Inbox) -> None:
-        """Take pieces of images, and drop images."""
         for piece in message.image_pieces:
             if not piece.num_bytes:
                 self._parts.pop(piece.number, None)
@@ -61,14 +60,16 @@ class PendingImages:
             self._encoder.drop(drop.digest)
 
     def hold(self, sequence: Sequence) -> bool:
-        """Whether a sequence has to wait, or fails: `take_ready` gives it then."""
+        """Hold a sequence that must wait or has failed; `take_ready` returns it later. False if it
+        can run.
+        """
         request = sequence.request
         if not request.images:
             return False
         num_cached = 0 if sequence.needs_whole_prompt else self._blocks.count_cached(sequence)
         missing: list[_Wanted] = []
         for image in request.images:
-            # Whoever computed blocks of it, here or elsewhere, had as many rows as it has places.
+            # An image with cached blocks had its rows checked when they were computed.
             is_computed = image.offset + image.num_tokens <= num_cached
             salt = None if is_computed else request.cache_salt
             if not self._encoder.has(salt, image):
@@ -82,7 +83,7 @@ class PendingImages:
         return True
 
     def discard(self, sequence: Sequence) -> bool:
-        """Forget a sequence that ended; whether it waited."""
+        """Forget a sequence that ended. True if it was waiting."""
         missing = self._waiting.pop(sequence, None)
         if missing is not None:
             self._cancel(missing)
@@ -102,12 +103,11 @@ class PendingImages:
                 self._encoder.cancel(salt, image)
 
     def take_ready(self) -> list[tuple[Sequence, str]]:
-        """Sequences that wait no more, and why each fails: empty if it does not."""
+        """Take the sequences whose wait is over, each with the reason for its failure, or ''."""
         ready, self._ready = self._ready, []
         return ready
 
     def advance(self) -> None:
-        """See which images are encoded by now."""
         for sequence, missing in list(self._waiting.items()):
             try:
                 left = [wanted for wanted in missing if not self._encoder.encode(*wanted)]
@@ -125,7 +125,7 @@ class PendingImages:
         self._ready.append((sequence, why))
 
     def _mismatch(self, sequence: Sequence) -> str:
-        """How the places in a prompt differ from what the encoder makes; empty if they do not."""
+        """Say how a prompt's places for images differ from the encoder's rows; '' if they agree."""
         for image in sequence.request.images:
             ids = sequence.token_ids[image.offset : image.offset + image.num_tokens]
             given, made = ids.count(self._encoder.token_id), self._encoder.num_rows(image.digest)

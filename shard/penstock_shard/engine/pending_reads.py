@@ -1,4 +1,6 @@
-"""Reads blocks for sequences from disk before these are queued, for as long as that is worth it."""
+"""Reads blocks from disk for sequences before they are queued, if that is faster than to compute
+the blocks.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from penstock_shard.kv_transfer.host_tier import HostTier, name_of
 from penstock_shard.kv_transfer.read_plan import Chain, plan_reads
 from penstock_shard.sequence import Sequence
 
-# No sequence waits longer.
+# The longest that a sequence waits.
 _MOST_WAIT_S = 2.0
 
 _Block = tuple[Prefix, int]
@@ -22,7 +24,7 @@ _Block = tuple[Prefix, int]
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """What a sequence waits for, and until when. `last` is the longest of the prefixes."""
+    """The blocks that a sequence waits for, and its deadline. `last` is the longest prefix."""
 
     last: Prefix
     until_s: float
@@ -31,14 +33,14 @@ class _Waiting:
 
 @dataclass(eq=False, slots=True)
 class _Reading:
-    """A block that is read, and who waits for it."""
+    """A block that is being read, and the sequences that wait for it."""
 
     read: Read
     sequences: set[Sequence] = field(default_factory=set)
 
 
 class PendingReads:
-    """Sequences whose prefix goes on on disk. A block that several wait for is read once."""
+    """Sequences that wait for blocks from disk. A block that several wait for is read once."""
 
     def __init__(
         self,
@@ -50,8 +52,8 @@ class PendingReads:
         most_blocks: int,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`compute_s` predicts the seconds for so many tokens of a prompt from a position on; 0
-        where it cannot. A turn takes `most_blocks`.
+        """Take at most `most_blocks` a turn. `compute_s(start, n)` predicts the seconds to compute
+        `n` prompt tokens from position `start`; 0 if it cannot.
         """
         self.disk = disk
         self._tier = tier
@@ -68,12 +70,12 @@ class PendingReads:
 
     @property
     def due_s(self) -> float | None:
-        """In how many seconds the next sequence has waited enough; None if none waits."""
+        """Seconds until the next deadline of a sequence; None if none waits."""
         ends = [waiting.until_s for waiting in self._waiting.values()]
         return max(0.0, min(ends) - self._clock()) if ends else None
 
     def add(self, sequence: Sequence) -> bool:
-        """Begin to read what the disk has of a sequence's prefix; False if it need not wait."""
+        """Begin to read a sequence's prefix from disk; False if the sequence need not wait."""
         if self.disk.hangs or not self.disk.num_blocks or sequence.needs_whole_prompt:
             return False
         root, is_salted = self._blocks.root_of(sequence), bool(sequence.request.cache_salt)
@@ -99,7 +101,7 @@ class PendingReads:
         return reading
 
     def discard(self, sequence: Sequence) -> bool:
-        """Forget a sequence that ended; whether it was waiting."""
+        """Forget a sequence that ended. True if it was waiting."""
         if sequence not in self._waiting:
             return False
         self._leave(sequence)
@@ -107,8 +109,8 @@ class PendingReads:
         return True
 
     def take(self) -> list[Sequence]:
-        """Put into host memory what was read since. The sequences that have all of theirs, or have
-        waited enough: they are computed from what is there.
+        """Put the blocks read meanwhile into host memory. Returns the sequences that have all their
+        blocks or reached their deadline. What a sequence lacks is computed.
         """
         for read in self.disk.take(self._most_blocks):
             self._take(read)
@@ -137,7 +139,7 @@ class PendingReads:
         return reading
 
     def _leave(self, sequence: Sequence) -> None:
-        """It waits no more; what nobody waits for is not read."""
+        """End a sequence's wait, and the reads that only this sequence waited for."""
         waiting = self._waiting.pop(sequence)
         for block in waiting.blocks:
             reading = self._reading[block]

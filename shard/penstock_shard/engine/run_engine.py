@@ -1,5 +1,5 @@
-"""Loads a runner, then runs the engine between an inbox and an outbox: what the engine process does
-once it has its configuration. Three threads: this one steps, one receives, one beats.
+"""Loads a runner and runs the engine. It has three threads: one steps, one receives messages, one
+sends heartbeats.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 
 def run_engine(link: EngineEnd, start: Start, host_memory: str) -> int:
-    """Run until the server is gone; the exit status. `host_memory` is a descriptor of memory for
-    copies of KV blocks, or NO_HOST_MEMORY.
+    """Run until the server is gone. Returns the exit status. `host_memory` is a descriptor of
+    memory for copies of KV blocks, or NO_HOST_MEMORY.
     """
     inbox: queue.SimpleQueue[Inbox] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(link, inbox), daemon=True).start()
@@ -64,9 +64,9 @@ def run_engine(link: EngineEnd, start: Start, host_memory: str) -> int:
         loaded.runner.adapters, start.config.max_loras, lambda: inbox.put(Inbox([], []))
     )
     try:
-        _load_adapters(link, start, adapters)
+        adapters.load_wanted(start.adapters, lambda text: link.send(Progress(text)))
     except ModelError as error:
-        link.send(LoadFailed(f"--lora {error}"))
+        link.send(LoadFailed(str(error)))
         return 1
     info = loaded.runner.info
     if loaded.runner.adapters is not None:
@@ -89,12 +89,12 @@ def run_engine(link: EngineEnd, start: Start, host_memory: str) -> int:
     )
     loop = EngineLoop(engine, adapters, link.send, checks=start.config.check_integrity)
     threading.Thread(target=_beat, args=(link, Heartbeat(loop)), daemon=True).start()
-    # All objects so far live as long as the process: keep the garbage collector from walking them.
+    # All objects so far live as long as the process, so the garbage collector need not walk them.
     gc.collect()
     gc.freeze()
     return_free_memory()
     files = loaded.tokenizer_files
-    # The server may be gone at any time; then there is nobody to report to.
+    # The server may be gone at any time: then nobody needs a report.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         link.send(Ready(info, files, tokenizer_hash(files), loaded.revision))
         return _run_or_say(loop, inbox)
@@ -102,7 +102,7 @@ def run_engine(link: EngineEnd, start: Start, host_memory: str) -> int:
 
 
 def _arena(info: RunnerInfo, descriptor: str) -> Arena | None:
-    """Raises ModelError where blocks cannot be copied."""
+    """Map the memory for copies. Raises ModelError if blocks cannot be copied."""
     if descriptor == NO_HOST_MEMORY:
         return None
     memory = map_shared_memory(int(descriptor))
@@ -118,7 +118,7 @@ def _arena(info: RunnerInfo, descriptor: str) -> Arena | None:
 
 
 def _lock_disk(config: ShardConfig) -> None:
-    """Have the directory of --kv-disk for as long as this process lives. Raises ModelError."""
+    """Lock the directory of --kv-disk for the life of this process. Raises ModelError."""
     if config.kv_disk is None:
         return
     try:
@@ -130,7 +130,7 @@ def _lock_disk(config: ShardConfig) -> None:
 def _disk(
     config: ShardConfig, info: RunnerInfo, arena: Arena | None, on_done: Callable[[], None]
 ) -> DiskTier | None:
-    """Raises ModelError where it is too small, or cannot be read."""
+    """Open the disk tier. Raises ModelError if it is too small, or cannot be read."""
     if config.kv_disk is None or arena is None:
         return None
     try:
@@ -149,21 +149,8 @@ def _disk(
     return DiskTier(segments, on_done, with_salted=config.kv_disk_salted)
 
 
-def _load_adapters(link: EngineEnd, start: Start, adapters: EngineAdapters) -> None:
-    """Raises ModelError for one that is required and cannot be loaded."""
-    for wanted in start.adapters:
-        try:
-            adapters.load(wanted.name, wanted.source, wanted.content_hash)
-        except ModelError as error:
-            if wanted.required:
-                raise ModelError(f"{wanted.name}: {error}") from error
-            link.send(Progress(f"adapter {wanted.name} is left out: {error}"))
-    for adapter in adapters.loaded:
-        link.send(Progress(f"adapter {adapter.name}: rank {adapter.rank}"))
-
-
 def _run_or_say(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox]) -> int:
-    """`_run`; if the model fails for good, the last line of the log is its error."""
+    """Run; if the model fails for good, log its error as the last line."""
     try:
         _run(loop, inbox)
     except ModelError as error:
@@ -172,7 +159,6 @@ def _run_or_say(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox]) -> int:
 
 
 def _run(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox]) -> NoReturn:
-    """Step for ever."""
     while True:
         _take_inbox(loop, inbox, wait=loop.is_idle)
         loop.launch()
@@ -180,8 +166,8 @@ def _run(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox]) -> NoReturn:
 
 
 def _take_inbox(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox], *, wait: bool) -> None:
-    """Handle all messages in the inbox; with `wait`, wait for one first, or until there is work
-    without one.
+    """Handle all messages in the inbox. With `wait`, first wait until there is a message or other
+    work.
     """
     try:
         while True:
@@ -192,17 +178,16 @@ def _take_inbox(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox], *, wait: bool
 
 
 def _receive(link: EngineEnd, inbox: queue.SimpleQueue[Inbox]) -> None:
-    """Queue what the server sends; the server bounds the number of live requests."""
+    """Queue the server's messages. The server bounds the number of live requests."""
     while isinstance(message := link.receive(), Inbox):
         inbox.put(message)
-    # The server is gone or a message was invalid: flush the log, and drop the step in progress, as
-    # nobody waits for its outputs.
+    # The server is gone or a message was invalid, so nobody waits for the running step.
     logging.shutdown()
     os._exit(0)
 
 
 def _beat(link: EngineEnd, heartbeat: Heartbeat) -> None:
-    """Send beats from a thread outside the step, so that a long step does not look like a hang."""
+    """Send heartbeats from a separate thread, because a long step must not look like a hang."""
     while True:
         try:
             link.send(heartbeat.beat())

@@ -1,1 +1,1 @@
-"""What a model sees: from pixels to rows in the place of a prompt's image tokens."""
+"""Images for models: computes features from pixels and puts them at a prompt's image tokens."""

@@ -1,7 +1,7 @@
-"""Which families' images are served, and what is special to each.
+"""The families of models whose images are served, and how they differ.
 
-Their encoders are called alike (`tower.py`), and what stands for an image in a prompt is a router's
-to know (`text/image_tokens/` there).
+`tower.py` calls all encoders alike. Routers know which tokens stand for an image
+(`text/image_tokens/`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ def _nothing(config: Any) -> dict[str, Any]:
 
 
 def _merged_patches(config: Any) -> dict[str, Any]:
-    """Sizes are multiples of what becomes one token."""
+    """Have image sides resized to multiples of a token's side."""
     return {"patch_size": config.vision_config.patch_size * config.spatial_merge_size}
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a family's processor of images and text tells that of images at each call. Where
-    positions are on three axes, how many rotary frequencies follow each if the configuration does
-    not say, and whether they take turns.
+    """A family of models. The image processor gets `options` at each call, as the family's own
+    processor of images and text would pass them. If positions are on three axes, `sections` are the
+    numbers of rotary frequencies for each axis, unless the configuration has them; with
+    `take_turns` the axes alternate.
     """
 
     options: Callable[[Any], dict[str, Any]] = _nothing
@@ -42,7 +43,7 @@ _GLM4 = Family(sections=(8, 12, 12))
 _QWEN2 = Family(sections=(16, 24, 24))
 _QWEN3 = Family(sections=(24, 20, 20), take_turns=True)
 _QWEN35 = Family(sections=(11, 11, 10), take_turns=True)
-# By the model's type.
+# By model type.
 _FAMILIES: Mapping[str, Family] = {
     "gemma3": Family(),
     "gemma4": Family(),
@@ -65,30 +66,28 @@ _FAMILIES: Mapping[str, Family] = {
 
 
 def type_that_sees(model_dir: Path) -> str | None:
-    """The type of a model that sees images, served or not; None for others."""
+    """The type of a model that sees images, even if they are not served; None for other models."""
     path = model_dir / "config.json"
     config = read_object(path) if path.exists() else {}
     return str(config.get("model_type")) if isinstance(config.get("vision_config"), dict) else None
 
 
 def is_served(model_type: str) -> bool:
-    """Whether images are served of models of this type."""
     return model_type in _FAMILIES
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """Of a model whose images are served."""
     return _FAMILIES[config.model_type]
 
 
 def image_token_id(config: Any) -> int:
-    """The id in whose places features stand."""
+    """The token id that features replace."""
     found = getattr(config, "image_token_id", None)
     return int(config.image_token_index if found is None else found)
 
 
 def axis_of_frequencies(config: PreTrainedConfig) -> tuple[int, ...]:
-    """Which axis of positions each rotary frequency follows; empty where there is but one axis."""
+    """The axis of positions that each rotary frequency follows; empty with a single axis."""
     family, text = family_of(config), config.get_text_config()
     if not family.sections:
         return ()

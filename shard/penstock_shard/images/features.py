@@ -1,4 +1,4 @@
-"""What an encoder makes of an image."""
+"""The features that an encoder makes of an image."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ImageFeatures:
-    """`rows` [R, H] stand in the place of embeddings of the image's R tokens, in their order.
+    """An image's features: `rows` [R, H] replace the embeddings of its R tokens, in order.
 
-    `deep` has more of them: each [R, H] is added to the residual stream behind one of the first
-    layers, in order. `grid` are the rows and columns that they are arranged in, where the model's
-    positions follow that; else (0, 0).
+    Each of `deep`, [R, H], is added to the residual stream after one of the first layers, in order.
+    `grid` has the numbers of rows and columns of the features if positions follow them; else (0,
+    0).
     """
 
     rows: Tensor

@@ -1,4 +1,4 @@
-"""The images that a runner has, and what its encoder makes of them."""
+"""A runner's images and their features."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from penstock_shard.errors import ImageUnusable
 from penstock_shard.images.features import ImageFeatures
 from penstock_shard.ipc.request import PlacedImage
 
-# Of how many images it remembers what they were encoded to, if not that itself.
+# The number of images whose facts are remembered, even if their features are not.
 _MOST_FACTS = 100_000
-# Pixels that are enlarged, and such as are shrunk in one direction.
+# Widths and heights of test images: processors enlarge one, and shrink the other in one direction.
 _FIXED_SIZES = ((67, 45), (40, 310))
-# Pixels of a side: processors shrink what is larger to less.
+# The side in pixels of the largest image. Processors shrink larger images below this.
 _LARGEST = 4096
-# The salt of requests, and the digest of the pixels. Without a salt: its facts alone.
+# A request's salt and the pixels' digest. Without a salt, only the facts are wanted.
 _Key = tuple[str | None, bytes]
-# How many rows an image was encoded to, and the grid.
+# An image's number of rows, and its grid.
 _Facts = tuple[int, tuple[int, int]]
 
 
@@ -45,8 +45,8 @@ class Encoder(Protocol):
 
 
 class ImageEncoder:
-    """See `penstock_shard.worker.base.ImageEncoder`. One image is encoded at a time, in a thread
-    beside that of the steps, to which it gives way.
+    """Implements `penstock_shard.worker.base.ImageEncoder`. It encodes one image at a time, in a
+    thread of lower priority than the thread that steps.
     """
 
     def __init__(
@@ -57,35 +57,33 @@ class ImageEncoder:
         cache_bytes: int,
         axis_of_frequencies: tuple[int, ...] = (),
     ) -> None:
-        """Features of up to `cache_bytes` are kept once nobody uses them."""
         self.token_id = token_id
         self.axis_of_frequencies = axis_of_frequencies
         self._processor = processor
         self._encoder = encoder
         self._cache_bytes = cache_bytes
         self._pixels: dict[bytes, bytes] = {}
-        # By salt and digest, the one that was used last at the end.
+        # By salt and digest; the last used is at the end.
         self._features: OrderedDict[_Key, ImageFeatures] = OrderedDict()
         self._held_bytes = 0
         self._facts: OrderedDict[bytes, _Facts] = OrderedDict()
         self._pool = ThreadPoolExecutor(1, "image encoder", initializer=lower_priority)
         self._encoding: dict[_Key, Future[tuple[_Facts, ImageFeatures | None]]] = {}
-        # Of these, those that nobody waits for: one may be in the middle of it.
+        # The keys of `_encoding` that nobody waits for. One of these may be running.
         self._unwanted: set[_Key] = set()
         self.num_encoded = 0
         self.encode_s = 0.0
 
     def fingerprint(self) -> str:
-        """A hash of what comes of fixed pixels, which depends on the weights, the processor's
-        resizing and the machine; empty if it is not the same twice. Raises what the code of either
-        stumbles over.
+        """A hash of fixed pixels' features, which depends on the weights, the processor's resizing
+        and the machine; empty if two tries differ. Raises what processor and encoder raise.
         """
         once, again = (self._pool.submit(self._features_of_fixed).result() for _ in range(2))
         return once if once == again else ""
 
     def peak_bytes(self, device: torch.device) -> int:
-        """Memory of a GPU that an image takes at most while it is encoded; 0 on cpu. Raises what
-        `fingerprint` does.
+        """The largest GPU memory that encoding an image takes; 0 on cpu. Raises what `fingerprint`
+        raises.
         """
         if device.type == "cpu":
             return 0
@@ -135,15 +133,13 @@ class ImageEncoder:
             self._drop_unwanted()
 
     def _drop_unwanted(self) -> None:
-        """What nobody waits for any more is no result to keep: whoever wants it asks again."""
+        """Drop results that no request waits for any more. A request that needs one asks again."""
         for key in [key for key in self._unwanted if self._encoding[key].done()]:
             self._unwanted.discard(key)
             del self._encoding[key]
 
     def features(self, salt: str, image: PlacedImage) -> ImageFeatures:
-        """What stands in the image's places; encoded now if that was not done, or is forgotten.
-        Raises `ImageUnusable`.
-        """
+        """The image's features, encoded now if they are not kept. Raises `ImageUnusable`."""
         if not self.has(salt, image):
             self._begin(salt, image)
             self._take(salt, image)
@@ -152,7 +148,7 @@ class ImageEncoder:
         return self._features[key]
 
     def grid(self, salt: str, image: PlacedImage) -> tuple[int, int]:
-        """In how many rows and columns its features are arranged. Raises `ImageUnusable`."""
+        """The numbers of rows and columns of the image's features. Raises `ImageUnusable`."""
         if image.digest not in self._facts:
             self._begin(None, image)
             self._take(None, image)
@@ -173,8 +169,8 @@ class ImageEncoder:
     def _encode(
         self, salt: str | None, image: PlacedImage, pixels: bytes
     ) -> tuple[_Facts, ImageFeatures | None]:
-        """Whatever the code of a processor or an encoder stumbles over in an image is that image's
-        fault alone.
+        """Encode an image; without a salt, only find its facts. Errors of processor and encoder
+        count as the image's fault. Raises `ImageUnusable`.
         """
         began_s = time.monotonic()
         try:
@@ -191,7 +187,7 @@ class ImageEncoder:
         return (len(made.rows), made.grid), made
 
     def _take(self, salt: str | None, image: PlacedImage) -> None:
-        """Keep what comes of an image; waits for it. Raises `ImageUnusable`."""
+        """Wait for an image's result, and keep it. Raises `ImageUnusable`."""
         key = salt, image.digest
         self._facts[image.digest], features = self._encoding.pop(key).result()
         if len(self._facts) > _MOST_FACTS:

@@ -1,4 +1,4 @@
-"""Pixels as a model's encoder takes them: by the checkpoint's own processor, in transformers."""
+"""Turns pixels into an encoder's inputs, by the checkpoint's own processor in transformers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from transformers import AutoImageProcessor
 
 from penstock_shard.errors import ModelError, first_line, library_faults
 
-# Most of a side of what an encoder sees; and of its pixels, which are what edges count in families
-# that merge patches. Beyond every model, and a second's work.
+# Bounds on an encoder's image: pixels of a side, and pixels of the whole image, which `_edge`
+# fields count in families that merge patches. They exceed every model's sizes, and such an image
+# takes a second.
 _MOST_SIDE = 4096
 _MOST_PIXELS = 2**26
 
@@ -23,13 +24,13 @@ class ImageProcessor:
     """Resizes, cuts and normalizes one image at a time. May be called from any thread."""
 
     def __init__(self, model_dir: Path, options: Mapping[str, Any]) -> None:
-        """`options` go with every call. Raises ModelError if the directory has no processor that is
-        known.
+        """Load the processor; each call passes `options`. Raises ModelError if the directory has no
+        known processor.
         """
         self._options = dict(options)
         try:
-            # Of the two that transformers has for most families this one needs nothing but Pillow,
-            # and the same pixels give the same numbers on every machine.
+            # transformers has two backends for most families. This one needs only Pillow, and gives
+            # the same numbers on every machine.
             self._processor: Any = AutoImageProcessor.from_pretrained(
                 model_dir, backend="pil", local_files_only=True, trust_remote_code=False
             )
@@ -38,7 +39,7 @@ class ImageProcessor:
         _check_sizes(model_dir, self._processor.to_dict())
 
     def process(self, pixels: bytes, width: int, height: int) -> Mapping[str, Tensor]:
-        """What the encoder gets of an image, RGB8 in rows. Numbers are float32 or int64."""
+        """Make the encoder's inputs, float32 or int64, of an image: RGB8, row by row."""
         image = np.frombuffer(pixels, dtype=np.uint8).reshape(height, width, 3)
         made = self._processor(
             images=[image],
@@ -50,7 +51,9 @@ class ImageProcessor:
 
 
 def _check_sizes(model_dir: Path, settings: Mapping[str, Any]) -> None:
-    """Raises ModelError, naming field, value and bound, for sides that no model has."""
+    """Check the settings. Raises ModelError, with field, value and bound, for sides that no model
+    has.
+    """
     counts_pixels = settings.get("merge_size") is not None
     for field in ("size", "crop_size"):
         sizes = settings.get(field)

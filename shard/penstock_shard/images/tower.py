@@ -1,4 +1,4 @@
-"""The encoder of a model that sees: the code of transformers for all but the text model."""
+"""The image encoder of a model: all of transformers' code except the text model."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.errors import ModelError, first_line
 from penstock_shard.images.features import ImageFeatures
 
-# So many words has the text model that is made beside the encoder and thrown away.
+# The vocabulary of the text model that is made with the encoder and then dropped.
 _FEW = 8
 
-# What models call it; the second is that of Idefics 3.
+# Names of the text model within models; the second is Idefics 3's.
 _TEXT_PARTS = ("language_model", "text_model")
 
 
 class Tower:
-    """Encodes one image a call, so that no image's bits depend on others."""
+    """Encodes one image a call, so that no image's bits depend on other images."""
 
     def __init__(self, module: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-        """`module` is the model of images and text, whose text model is not used."""
+        """Encode with `module`, a model of images and text whose text model is not used."""
         self._module: Any = module
         self._device = device
         self._dtype = dtype
-        # How many patches in a row become one token.
+        # The patches on a side of the square that becomes one token.
         self._merge = int(getattr(module.config.vision_config, "spatial_merge_size", 1))
 
-        # Beside that of the steps, each of which would wait for an image otherwise.
+        # A separate stream, because otherwise each step would wait for an image.
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
     def encode(self, inputs: Mapping[str, Tensor]) -> ImageFeatures:
-        """The features of one image that was processed, in the host's memory."""
+        """Encode one processed image. Returns its features in host memory."""
         if self._stream is None:
-            # With several, torch would cut tensors in pieces whose ends it computes otherwise.
+            # With several threads, torch divides tensors and rounds differently at the ends of the
+            # parts.
             torch.set_num_threads(1)
             return self._encode(inputs)
         with torch.cuda.stream(self._stream):
@@ -62,9 +63,7 @@ class Tower:
         )
 
     def grid(self, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
-        """In how many rows and columns the features of an image are arranged, where positions
-        depend on it.
-        """
+        """The rows and columns of an image's features; (0, 0) if positions ignore them."""
         if "image_grid_thw" not in inputs:
             return (0, 0)
         _, height, width = inputs["image_grid_thw"][0].tolist()
@@ -72,7 +71,7 @@ class Tower:
 
 
 def _rows(made: Tensor | tuple[Tensor, ...] | list[Tensor]) -> Tensor:
-    """One [R, H] of what may come in tiles."""
+    """Join features, which may be several tiles, into one [R, H] on the host."""
     parts = [made] if isinstance(made, Tensor) else made
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).cpu()
 
@@ -80,8 +79,9 @@ def _rows(made: Tensor | tuple[Tensor, ...] | list[Tensor]) -> Tensor:
 def load_tower(
     config: PreTrainedConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> Tower:
-    """The encoder of a model of images and text. Raises ModelError if its weights are missing."""
-    # It would report the text model's tensors as missing; what matters is checked below.
+    """Load the encoder of a model of images and text. Raises ModelError if weights are missing."""
+    # Otherwise transformers would report the text model's tensors as missing. Other missing tensors
+    # are checked below.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     maker: Any = AutoModelForImageTextToText
@@ -110,7 +110,6 @@ def load_tower(
 
 
 def _text_part(inner: PreTrainedModel) -> str:
-    """What the text model is called in it."""
     return next(name for name in _TEXT_PARTS if hasattr(inner, name))
 
 
@@ -119,7 +118,7 @@ def _is_of_text(name: str) -> bool:
 
 
 def _with_little_text(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration with a text model of no layers: what is made of it costs nothing."""
+    """Copy the configuration, with a text model without layers, which costs nothing to make."""
     small = copy.deepcopy(config)
     text: Any = small.get_text_config()
     text.num_hidden_layers = 0

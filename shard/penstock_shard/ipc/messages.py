@@ -88,7 +88,23 @@ class ImageDrop(msgspec.Struct, array_like=True):
     digest: bytes
 
 
-Told = Export | Arrival | AdapterChange | ImagePiece | ImageDrop | int
+# The priority of a hint that states none.
+DEFAULT_PRIORITY = 50
+
+
+class Retention(msgspec.Struct, array_like=True, frozen=True):
+    """The KV blocks of a request that has ended are to be reused after others for so long. The next
+    turn is likely after `expected_s`; None: that is not known. What is of a lower `priority` makes
+    room first: 0 to 100.
+    """
+
+    request_id: str
+    seconds: float
+    expected_s: float | None = None
+    priority: int = DEFAULT_PRIORITY
+
+
+Told = Export | Arrival | AdapterChange | ImagePiece | ImageDrop | Retention | int
 
 
 class Inbox(msgspec.Struct, array_like=True, tag="inbox"):
@@ -105,6 +121,7 @@ class Inbox(msgspec.Struct, array_like=True, tag="inbox"):
     arrivals: list[Arrival] = []
     # The shard ends once its requests have.
     drains: bool = False
+    retentions: list[Retention] = []
     image_pieces: list[ImagePiece] = []
     image_drops: list[ImageDrop] = []
 
@@ -121,6 +138,8 @@ class Inbox(msgspec.Struct, array_like=True, tag="inbox"):
                 self.image_pieces.append(message)
             case ImageDrop():
                 self.image_drops.append(message)
+            case Retention():
+                self.retentions.append(message)
             case _:
                 self.exports_over.append(message)
 
@@ -251,7 +270,11 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     saved_blocks_total: int = 0
     loaded_blocks_total: int = 0
     damaged_blocks_total: int = 0
-    # The same of the disk below it; dropped are those that it did not take.
+    # Blocks that are retained for requests that have ended, and how many of such were reused before
+    # their time.
+    retained_blocks: int = 0
+    retained_taken_total: int = 0
+    # As of copies, of the disk below host memory; dropped are those that it did not take.
     disk_blocks: int = 0
     disk_saved_blocks_total: int = 0
     disk_loaded_blocks_total: int = 0

@@ -23,8 +23,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 # A device's driver may take its time to end a process.
 _PATIENCE_S = 30.0
 _LOOK_S = 0.05
-# For trackers of resources to remove what others left.
-_TRACKERS_S = 2.0
+# For trackers of resources to remove what others left, on a busy machine too.
+_TRACKERS_S = 15.0
 
 
 class ProcessesRemain(OSError):
@@ -77,11 +77,14 @@ def _kill(processes: Iterable[int], *, and_trackers: bool) -> None:
 
 
 def _reap_and_list(group: int) -> list[int]:
-    """Reap those of ours that have ended. Returns what has not."""
+    """Return the processes that have not ended, and reap those that have: in this order, as one
+    that ends in between would be neither listed nor reaped.
+    """
+    left = _living(group)
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-group, os.WNOHANG)[0]:
             pass
-    return _living(group)
+    return left
 
 
 def _living(group: int) -> list[int]:

@@ -150,7 +150,7 @@ class Request(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     hand_back: bool = False
     # Address of a shard that may have KV blocks of its prompt and output; empty for none.
     kv_source: str = ""
-    # Nothing is computed: it ends when what `kv_source` has of it is here.
+    # Nothing is computed: it ends when what `kv_source`, host memory and disk have of it is here.
     only_fetches: bool = False
     # In the order of their places in the prompt, which do not overlap.
     images: tuple[PlacedImage, ...] = ()

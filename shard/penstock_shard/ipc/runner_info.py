@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock_proto.features import FieldBound
 from penstock_shard.ipc.request import Pooling
 
 
@@ -115,6 +116,9 @@ class RunnerInfo:
     attention_backend: str
     # What requests may ask of this runner; see `penstock_shard.server.validation`.
     capabilities: frozenset[str]
+    # How far it honours some of that, and what it does not in requests that bring output.
+    bounds: tuple[FieldBound, ...] = ()
+    uncontinued: frozenset[str] = frozenset()
     # Set if "embed" is among the capabilities.
     embedding: EmbeddingDefaults | None = None
     batch_invariant: bool = False

@@ -46,10 +46,10 @@ _FILES = (
     "weights.h",
 )
 SOURCES = tuple(Path(__file__).with_name(name) for name in _FILES)
-# Best first. A machine that runs one level runs those after it too.
+# Best first. A machine that runs one level also runs the levels after it.
 TILES = "avx512_amx"
 LEVELS = (TILES, "avx512_bf16", "avx512", "avx2", "portable")
-# The first with tiles by their definition: for tests, where no processor has the instructions.
+# The best level, with tile instructions emulated by their definition, to test on any processor.
 MODEL_OF_TILES = "avx512_amx_model"
 # CPU features by their names in /proc/cpuinfo.
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx2", "fma", "f16c"}
@@ -60,7 +60,8 @@ _NEEDED_FEATURES = {
     "avx2": {"avx2", "fma", "f16c"},
     "portable": set[str](),
 }
-# Results depend on these flags, as on the source. Not every compiler has the last by default.
+# Results depend on these flags, as they do on the source. The last flag's default differs between
+# compilers.
 _ARITHMETIC_FLAGS = ("-O3", "-ffp-contract=off", "-fno-fast-math")
 _COMMON_FLAGS = (
     *_ARITHMETIC_FLAGS,
@@ -89,23 +90,25 @@ _COMPILE_LIMIT_S = 120
 
 
 class KernelBuildError(Exception):
-    """The kernels cannot be built or loaded here; one line that says why."""
+    """The kernels cannot be built or loaded here; the message is one line."""
 
 
 def kernel_hash() -> str:
-    """A hash of all that the kernels' results depend on: sources and arithmetic flags."""
+    """Return a hash of everything that the kernels' results depend on: sources and arithmetic
+    flags.
+    """
     return _digest(*_sources(), " ".join(_ARITHMETIC_FLAGS).encode())
 
 
 def supported_levels() -> tuple[str, ...]:
-    """The levels this machine can run, best first."""
+    """Return the levels that this machine can run, best first."""
     features = _features()
     return tuple(level for level in LEVELS if _NEEDED_FEATURES[level] <= features)
 
 
 def wanted_levels() -> tuple[str, ...]:
-    """The levels to try in turn: those this machine can run, or only the one in PENSTOCK_CPU_LEVEL.
-    Raises KernelBuildError if that one does not run here.
+    """Return the levels to try in turn: all that this machine can run, or only PENSTOCK_CPU_LEVEL.
+    Raises KernelBuildError if that level does not run here.
     """
     supported = supported_levels()
     level = os.environ.get("PENSTOCK_CPU_LEVEL")
@@ -119,9 +122,9 @@ def wanted_levels() -> tuple[str, ...]:
 
 
 def libraries(level: str, progress: Callable[[str], None]) -> Iterator[Path]:
-    """Libraries of this level, each to be tried if the one before does not load: the cached one, if
-    there is one; one compiled anew into the cache, as the cached one may be damaged; one in a
-    temporary directory, as the cache may be unusable or on a file system mounted noexec.
+    """Yield libraries of this level, to be tried in turn until one loads. First the cached one; if
+    that is damaged, one compiled into the cache; if the cache is unusable or mounted noexec, one in
+    a temporary directory.
 
     `progress` gets a line that says why the cache is not used. Raises KernelBuildError.
     """
@@ -141,8 +144,8 @@ def libraries(level: str, progress: Callable[[str], None]) -> Iterator[Path]:
 
 
 def _library_name(level: str) -> str:
-    """A file name with a hash of all that the library depends on except the compiler, which need
-    not be installed any more.
+    """Return a file name with a hash of everything that the library depends on except the compiler,
+    which may be gone.
     """
     flags = " ".join(_flags(level))
     digest = _digest(*_sources(), flags.encode(), platform.machine().encode())
@@ -176,7 +179,9 @@ def _features() -> set[str]:
 
 
 def _macos_features() -> set[str]:
-    """CPU features of an Intel Mac, in lower case: those we look for are named as on Linux."""
+    """Return CPU features of an Intel Mac, in lower case. Those that we look for have the same
+    names on Linux.
+    """
     if sys.platform != "darwin":
         return set()
     names = ("machdep.cpu.features", "machdep.cpu.leaf7_features")
@@ -216,7 +221,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _compile(level: str, library: Path) -> Path:
-    """Compile to a temporary name, then rename: processes that build at once do no harm."""
+    """Compile to a temporary name, then rename, so that several processes may build at once."""
     command = [*_compiler(), *_flags(level), str(SOURCES[0])]
     handle, name = tempfile.mkstemp(dir=library.parent, suffix=".so")
     os.close(handle)
@@ -225,7 +230,7 @@ def _compile(level: str, library: Path) -> Path:
         if result.returncode != 0:
             reason = _first_error(result.stderr or result.stdout)
             raise KernelBuildError(f"{command[0]} could not compile {SOURCES[0].name}: {reason}")
-        # Readable by other users, since an image may run as any.
+        # Readable by other users, because an image may run as any user.
         Path(name).chmod(0o755)
         replace_file(Path(name), library)
     finally:
@@ -239,7 +244,7 @@ def _first_error(output: str) -> str:
 
 
 def main() -> int:
-    """Build all levels in the cache; 0 if at least one could be built."""
+    """Build all levels in the cache; return 0 if at least one could be built."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     built = 0
     for level in LEVELS if x86 else ("portable",):

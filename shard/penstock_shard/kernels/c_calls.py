@@ -1,4 +1,4 @@
-"""Calls of C functions on tensors: types, statuses, and what is asked of tensors."""
+"""Calls of C functions on tensors: types, statuses, and checks of tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ _ARGUMENT_TYPES: dict[str, type[ctypes.c_void_p | ctypes.c_int64 | ctypes.c_floa
 def declare(
     library: ctypes.CDLL, name: str, arguments: str, result: type[ctypes.c_int64] | None
 ) -> Callable[..., Any]:
-    """A function of the library; `arguments`: p(ointer), i(nteger) or f(loat) for each."""
+    """Return a function of the library. `arguments` has a letter for each argument: p(ointer),
+    i(nteger) or f(loat).
+    """
     function = library[f"penstock_{name}"]
     function.argtypes = [_ARGUMENT_TYPES[letter] for letter in arguments]
     function.restype = result
@@ -34,7 +36,7 @@ def declare(
 
 
 def check(status: int) -> None:
-    """Raises the error that a status returned by the library stands for."""
+    """Raise the error that a status of the library stands for."""
     if status == _NO_MEMORY:
         raise MemoryError("no scratch memory for the cpu kernels")
     if status:

@@ -1,10 +1,10 @@
-"""Binding of the CPU kernels in cpu.c: functions on tensors, and types for data in the kernels' own
-layouts (packed weights, the paged cache).
+"""Binding of the CPU kernels in cpu.c: functions on tensors, and types for the kernels' own layouts
+(packed weights, the paged cache).
 
-All results have the same bits whatever the number of rows or threads and whatever the level
-(avx512_amx, avx512_bf16, avx512, avx2, portable), but for bfloat16 with tiles (`uses_tiles`); a row
-of a result depends on that row alone (in attention: and on its sequence). Activations are float32
-and contiguous. A call releases the interpreter lock; calls run one at a time.
+Results have the same bits for any number of rows or threads and at any level, except for bfloat16
+with tiles (`uses_tiles`). A row of a result depends only on its own input row (in attention, also
+on its sequence). Activations are float32 and contiguous. A call releases the interpreter lock;
+calls run one at a time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from penstock_shard.kernels.weight_layouts import (
 Activation = Literal["silu", "gelu_tanh", "sigmoid", "clamped_swiglu"]
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "sigmoid", "clamped_swiglu")
-# Block sizes are multiples of this: 16 keys form a tile.
+# Block sizes are multiples of 16: 16 keys form a tile.
 KEY_TILE = 16
 
 _CODES = 3
@@ -63,10 +63,10 @@ class _CacheStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvCache:
-    """The paged cache of one layer, float32 or float16; slots as in `attention.base`.
+    """The paged cache of one layer, float32 or float16; slots are those of `attention.base`.
 
-    keys [num_blocks, Hkv, block_size / 16, D, 16], values [num_blocks, Hkv, block_size, Dv]. Where
-    values are the first Dv elements of the keys, there are no keys, and values [..., D] has both.
+    keys [num_blocks, Hkv, block_size / 16, D, 16], values [num_blocks, Hkv, block_size, Dv]. If
+    values are the first Dv elements of the keys, `keys` is None and `values` [..., D] has both.
     """
 
     keys: Tensor | None
@@ -93,9 +93,9 @@ def make_cache(
     *,
     values_in_keys: bool = False,
 ) -> KvCache:
-    """An uninitialised cache, whose memory the system commits only when it is written: attention
-    uses no key or value that was not written. With `values_in_keys` the values are the first dim_v
-    elements of the keys. Raises ValueError for a block size or dtype that the kernels do not serve.
+    """Return an uninitialised cache, whose memory the system commits only on the first write;
+    attention uses nothing unwritten. With `values_in_keys` the values are the first dim_v elements
+    of the keys. Raises ValueError for an unsupported block size or dtype.
     """
     if block_size < 1 or block_size % KEY_TILE:
         raise ValueError(f"block_size is {block_size}; it must be a multiple of {KEY_TILE}")
@@ -104,7 +104,8 @@ def make_cache(
     keys = None
     if not values_in_keys:
         keys = torch.empty(num_blocks, kv_heads, block_size // KEY_TILE, dim, KEY_TILE, dtype=dtype)
-    # Room past the end: rows are read 16 elements at a time, and may be no multiple of 16.
+    # The end has spare elements, because rows are read 16 elements at a time and may not be a
+    # multiple of 16.
     shape = (num_blocks, kv_heads, block_size, dim if values_in_keys else dim_v)
     room = math.prod(shape)
     values = torch.empty(room + KEY_TILE, dtype=dtype)[:room].view(shape)
@@ -123,7 +124,7 @@ def make_cache(
 
 
 class CpuKernels:
-    """The kernels of one level. Make it with `load_kernels`."""
+    """The kernels of one level. Use `load_kernels` to make it."""
 
     def __init__(self, level: str, library: ctypes.CDLL) -> None:
         self.level = level
@@ -151,7 +152,7 @@ class CpuKernels:
 
     @contextmanager
     def recording(self) -> Iterator[RecordedCalls]:
-        """Record what is called within, but for packing and `recurrent`."""
+        """Record all calls inside the context, except packing and `recurrent`."""
         recorded = RecordedCalls(self._call_again)
         functions = {name: getattr(self, f"_{name}") for name in RECORDABLE}
         for name, function in functions.items():
@@ -166,27 +167,27 @@ class CpuKernels:
 
     @property
     def uses_tiles(self) -> bool:
-        """Whether products of bfloat16 are summed as tile instructions do it; see tiles.h."""
+        """True if products of bfloat16 are summed like tile instructions sum them; see tiles.h."""
         return self.level in (TILES, MODEL_OF_TILES)
 
     def check_instructions(self) -> None:
-        """Raises KernelBuildError if instructions compute otherwise here than they are defined."""
+        """Raise KernelBuildError if this machine's instructions do not give the defined bits."""
         if self._differs():
             raise KernelBuildError(f"{self.level} instructions give other bits than defined")
 
     def set_threads(self, count: int) -> None:
-        """Set the number of compute threads, the caller's included. Results do not depend on it."""
+        """Set the number of compute threads, including the caller. Results do not depend on it."""
         if count < 1:
             raise ValueError(f"threads is {count}; it must be at least 1")
         self._set_threads(count)
 
     def pack(self, weight: Tensor | Sequence[Tensor], kind: WeightKind) -> PackedWeight:
-        """weight [n, k], float32, float16 or bfloat16, of any strides -> the packed weight.
+        """Pack a weight [n, k] of float32, float16 or bfloat16, with any strides.
 
         int8 has a scale for each row, int4 one for each 32 columns. Several weights with the same k
-        are packed one below the other, without an intermediate copy. Raises ValueError for a value
-        that the kind cannot hold: NaN or beyond 65504 in float16, NaN or beyond 3.4e38 in bfloat16,
-        not finite in int8 and int4.
+        are stacked without an intermediate copy. Raises ValueError for a value that the kind cannot
+        hold: NaN or beyond 65504 in float16, NaN or beyond 3.4e38 in bfloat16, not finite in int8
+        and int4.
         """
         parts = (weight,) if isinstance(weight, Tensor) else tuple(weight)
         n, k = sum(part.shape[0] for part in parts), parts[0].shape[1]
@@ -198,7 +199,6 @@ class CpuKernels:
         return packed
 
     def _pack_part(self, packed: PackedWeight, first: int, part: Tensor, kind: WeightKind) -> None:
-        """Pack part [rows, k] as the outputs from `first` on."""
         rows, k = part.shape
         if k != packed.k or part.dtype not in _SOURCE_TYPES:
             raise ValueError(
@@ -213,8 +213,8 @@ class CpuKernels:
     def pack_codes(
         self, parts: Sequence[tuple[Tensor, Tensor, Tensor | None]], layout: CodeLayout
     ) -> PackedWeight:
-        """Codes uint8 [n, k], scales and minimums float32 [n, ceil(k / group)], one below the other
-        -> the packed weight. Raises ValueError for shapes that do not fit together.
+        """Pack stacked parts: codes uint8 [n, k], scales and minimums float32 [n, ceil(k / group)].
+        Raises ValueError for shapes that do not fit together.
         """
         n, k = sum(len(values) for values, _, _ in parts), parts[0][0].shape[1]
         packed = empty_weight(n, k, layout)
@@ -242,8 +242,8 @@ class CpuKernels:
         return packed
 
     def rows(self, weight: PackedWeight, ids: Tensor) -> Tensor:
-        """Rows of the weight at ids int64 [T], float32 [T, k]. Raises IndexError for one that is
-        not there.
+        """Return rows of the weight at ids int64 [T], float32 [T, k]. Raises IndexError for an id
+        out of bounds.
         """
         out = torch.empty(len(ids), weight.k, dtype=torch.float32)
         ids = ids.contiguous()
@@ -251,8 +251,8 @@ class CpuKernels:
         return out
 
     def look_up(self, table: Tensor, ids: Tensor) -> Tensor:
-        """Rows of a table [V, H] of float32, float16 or bfloat16 at ids int64 [T], float32 [T, H].
-        Raises IndexError for one that is not there.
+        """Return rows of a table [V, H] of float32, float16 or bfloat16 at ids int64 [T], float32
+        [T, H]. Raises IndexError for an id out of bounds.
         """
         size, width = table.shape
         if not table.is_contiguous() or ids.dtype is not torch.int64 or not ids.is_contiguous():
@@ -269,11 +269,11 @@ class CpuKernels:
     def linear(
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """x [T, k] -> x @ weight.T + bias, [T, n]; bias float32 [n]. x is rounded to bfloat16 where
-        the weight is, and quantized to int8 where that has codes, with a scale for each row and
-        group. Rows of `out` may have any distance.
+        """Return x @ weight.T + bias, [T, n], for x [T, k] and bias float32 [n]. x is rounded to
+        bfloat16 if the weight is bfloat16, and quantized to int8, with a scale for each row and
+        group, if the weight has codes. Rows of `out` may have any stride.
 
-        Raises MemoryError without scratch memory, as do rope_and_cache and attention.
+        Raises MemoryError, like rope_and_cache and attention, if there is no scratch memory.
         """
         rows, k = x.shape
         if out is None:
@@ -297,8 +297,8 @@ class CpuKernels:
         weight_offset: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
-        """x [T, H] -> RMSNorm of `residual += x` (of x where residual is None), times
-        `weight_offset + weight`, [T, H]. `out` may be x.
+        """Return the RMSNorm of `residual += x` (of x if residual is None), times `weight_offset +
+        weight`, [T, H]. `out` may be x.
         """
         rows, width = x.shape
         if out is None:
@@ -321,7 +321,7 @@ class CpuKernels:
     def gated_activation(
         self, gate_up: Tensor, kind: Activation, out: Tensor | None = None
     ) -> Tensor:
-        """gate_up [T, 2I] -> activation(first half) times second half, [T, I]."""
+        """Return activation(first half) times second half, [T, I], of gate_up [T, 2I]."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         if out is None:
             out = torch.empty(rows, width, dtype=torch.float32)
@@ -347,13 +347,14 @@ class CpuKernels:
         weight_offset: float = 0.0,
         out: Tensor | None = None,
     ) -> Tensor:
-        """qkv [T, (Hq + 2 Hkv) * D] -> rotated queries [T, Hq, D]; writes keys and values to cache.
+        """Return rotated queries [T, Hq, D] of qkv [T, (Hq + 2 Hkv) * D]; write keys and values to
+        the cache.
 
         positions and slots int64 [T]; a slot of -1 is not stored. cos and sin float32
-        [max_positions, rotary_dim / 2] rotate the first rotary_dim of D, in pairs
-        (x[i], x[i + rotary_dim / 2]); None leaves heads unrotated. q_norm and k_norm [D] are
-        weights of an RMSNorm over each head, before the rotation. Raises IndexError for a
-        position or slot out of bounds.
+        [max_positions, rotary_dim / 2] rotate the first rotary_dim of D, in pairs (x[i], x[i +
+        rotary_dim / 2]); None leaves heads unrotated. q_norm and k_norm [D] are weights of an
+        RMSNorm over each head, before the rotation. Raises IndexError for a position or slot out of
+        bounds.
         """
         rows = qkv.shape[0]
         heads = qkv.shape[1] // cache.dim - 2 * cache.kv_heads
@@ -393,8 +394,8 @@ class CpuKernels:
         return out
 
     def write_cache(self, cache: KvCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Store key [T, Hkv, D] and value [T, Hkv, Dv] at slots int64 [T]; -1 is skipped. Values
-        that are in the keys are not looked at.
+        """Store key [T, Hkv, D] and value [T, Hkv, Dv] at slots int64 [T]; -1 is skipped. If the
+        cache has values in its keys, `value` is not read.
         """
         rows = len(slots)
         if (
@@ -428,11 +429,12 @@ class CpuKernels:
         bidirectional: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """query [T, Hq, D] -> [T, Hq, Dv], causal within each sequence; see `attention.base`.
+        """Return attention [T, Hq, Dv] of query [T, Hq, D], causal within each sequence; see
+        `attention.base`.
 
         cu_queries int32 [B + 1], seq_lens int32 [B], block_table int32 [B, M], sinks float32 [Hq],
-        bidirectional int32 [B]: 1 where queries of a sequence see later ones too.
-        Keys and values of this step's tokens must be in the cache already.
+        bidirectional int32 [B]: 1 if a sequence's queries see later keys too. Keys and values of
+        this step's tokens must be in the cache already.
         """
         rows, heads, dim = query.shape
         if out is None:
@@ -478,8 +480,8 @@ _loaded: dict[str, CpuKernels] = {}
 def load_kernels(
     level: str | None = None, progress: Callable[[str], None] = lambda line: None
 ) -> CpuKernels:
-    """The kernels of this level, or of the best of `build.wanted_levels` that loads; loaded once a
-    process, with one thread.
+    """Return the kernels of this level, or of the best of `build_cpu.wanted_levels` that loads,
+    with one thread. Each level is loaded once in a process.
 
     `progress` gets a line if a better level does not load or the cache cannot be used. Raises
     KernelBuildError with one line if no level loads.
@@ -490,7 +492,7 @@ def load_kernels(
         try:
             kernels = _loaded.get(candidate) or _load(candidate, progress)
         except KernelBuildError as error:
-            # The next level may do: an old compiler may not know the newest instructions.
+            # The next level may work, because an old compiler may not know the newest instructions.
             failures.append(str(error))
             continue
         if failures:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock_shard.kernels.c_calls import check, declare, plain, pointer, say
 
-# The most inputs that a short convolution looks at.
+# The largest number of inputs of a short convolution.
 MOST_TAPS = 16
 
 
@@ -56,9 +56,9 @@ class RecurrentKernels:
         *,
         silu: bool,
     ) -> Tensor:
-        """x [T, C] -> each channel's convolution with its last K inputs, and SiLU of it, [T, C].
+        """Convolve each channel of x [T, C] with its last K inputs, optionally with SiLU, [T, C].
 
-        weight [K, C], bias [C]; state [slots, K - 1, C] has the inputs before, and is updated.
+        weight [K, C], bias [C]. state [slots, K - 1, C] has the earlier inputs, and is updated.
         """
         rows, channels = x.shape
         out = torch.empty_like(x)
@@ -88,9 +88,9 @@ class RecurrentKernels:
     def delta_rule(
         self, qkv: Tensor, decay: Tensor, beta: Tensor, state: Tensor, step: Steps
     ) -> Tensor:
-        """qkv [T, 2 Hk D + H Dv] -> outputs of the delta rule [T, H, Dv]; see recurrent.h.
+        """Return outputs of the delta rule [T, H, Dv] for qkv [T, 2 Hk D + H Dv]; see recurrent.h.
 
-        decay [T, H] or, for each channel, [T, H, D]; beta [T, H]; state [slots, H, D, Dv], which is
+        decay [T, H] or, for each channel, [T, H, D]; beta [T, H]; state [slots, H, D, Dv] is
         updated.
         """
         rows, width = qkv.shape
@@ -128,8 +128,8 @@ class RecurrentKernels:
         return out
 
     def decay(self, x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
-        """x [T, H] or [T, H, D] -> exp(-rate * softplus(x + bias)); rate [H], bias of x's shape
-        without T.
+        """Return exp(-rate * softplus(x + bias)) of x [T, H] or [T, H, D]; rate [H], bias of x's
+        shape without T.
         """
         out, heads = torch.empty_like(x), x.shape[1]
         if not all(map(plain, (x, rate, bias))) or bias.shape != x.shape[1:] or len(rate) != heads:
@@ -151,10 +151,9 @@ class RecurrentKernels:
         state: Tensor,
         step: Steps,
     ) -> Tensor:
-        """x [T, H, D] -> [T, H, D]; see recurrent.h.
+        """Scan x [T, H, D] -> [T, H, D]; see recurrent.h.
 
-        dt [T, H]; a [H] or [H, N]; b and c [T, G, N]; d [H]; state [slots, H, D, N], which is
-        updated.
+        dt [T, H]; a [H] or [H, N]; b and c [T, G, N]; d [H]; state [slots, H, D, N] is updated.
         """
         rows, heads, dim = x.shape
         groups, width = b.shape[1:]
@@ -194,7 +193,7 @@ class RecurrentKernels:
         return out
 
     def softplus(self, x: Tensor, bias: Tensor, low: float, high: float) -> Tensor:
-        """x [T, H] -> softplus(x + bias) between two bounds, [T, H]; bias [H]."""
+        """Return softplus(x + bias), clamped to [low, high], [T, H]; bias [H]."""
         out = torch.empty_like(x)
         if not (plain(x) and plain(bias)) or bias.shape != x.shape[1:]:
             raise ValueError(f"softplus: x {say(x)}, bias {say(bias)}")

@@ -1,7 +1,7 @@
-"""Calls of the CPU kernels that are recorded, and then made again by one call of C.
+"""Recorded calls of the CPU kernels; one C call repeats them all.
 
-A step of few tokens is a hundred calls, of some microseconds of Python each, whose arguments are
-the same each time if what they read and write lies where it did.
+A step of few tokens has about 100 calls, each with microseconds of Python. Their arguments stay the
+same while their tensors keep their addresses.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from penstock_shard.kernels.c_calls import check
 
-# The functions that can be recorded, in the order of recorded.h, and their arguments as `declare`
-# has them.
+# The functions that can be recorded, in the order of recorded.h, and their arguments in the
+# notation of `declare`.
 RECORDABLE = {
     "linear": "pipppi",
     "rows": "ppip",
@@ -36,17 +36,17 @@ class _Call(ctypes.Structure):
 
 
 class RecordedCalls:
-    """Calls, and the tensors that they are of."""
+    """Calls, and the tensors that they use."""
 
     def __init__(self, call_again: Callable[[Any, int], int]) -> None:
         self._call_again = call_again
         self._calls: list[_Call] = []
-        # Tensors stay where they are as long as these are here.
+        # The references keep tensors at their addresses.
         self._held: list[object] = []
         self._array: ctypes.Array[_Call] | None = None
 
     def holding(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method of tensors; what it is called with is held."""
+        """Wrap a method that takes tensors, to keep its arguments alive."""
 
         def hold(*arguments: object, **named: object) -> Any:
             self._held.append((arguments, named))
@@ -55,7 +55,7 @@ class RecordedCalls:
         return hold
 
     def noting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function of this name; its calls are recorded."""
+        """Wrap the function of this name, to record its calls."""
 
         def note(*arguments: float | None) -> Any:
             letters = RECORDABLE[name]
@@ -78,7 +78,7 @@ class RecordedCalls:
         return note
 
     def make_again(self) -> None:
-        """Make all calls, in order. Raises what they raise."""
+        """Repeat all calls, in order. Raises the errors that they raise."""
         if self._array is None:
             self._array = (_Call * len(self._calls))(*self._calls)
         check(self._call_again(self._array, len(self._array)))

@@ -1,23 +1,23 @@
 """Attention over paged keys and values: Triton kernels.
 
-Checked in Triton's interpreter, and compiled for several cards; they never ran on hardware.
+They were checked in Triton's interpreter and compiled for several cards, but never ran on hardware.
 
-Two algorithms. By splits (flash-decoding, Dao et al., 2023): a program takes a few queries of one
-sequence and one KV head, and one split of the keys; a second kernel combines the splits in order.
-By rows (flash attention 2, Dao, 2023): a program takes many queries and loops over all their keys.
-The query heads that share a KV head lie beside each other in a tile, so that keys and values are
-read once for all of them; where they are more than a tile holds, several programs share them.
+By splits (flash-decoding, Dao et al., 2023), a program takes a few queries of one sequence and one
+KV head, and one split of the keys; a second kernel combines the splits in order. By rows (flash
+attention 2, Dao, 2023), a program takes many queries and loops over all their keys. Query heads of
+one KV head are adjacent in a tile, so that keys and values are read once for all of them. If a tile
+cannot hold them, several programs divide them.
 
-Where values are the first elements of keys, as with latents, a tile of keys is loaded in two parts:
-those elements, which are used twice, and the rest. A score is the sum of two products.
+If values are the first elements of keys, as with latents, a tile of keys is loaded in two parts:
+the value elements, which are used twice, and the rest. A score is the sum of two products.
 
-By splits, a query's bits depend on its own keys alone, provided that all launches use the same size
-of the smallest splits: where splits and tiles of keys begin follows from the query's position,
-tiles have one shape, and a key that a query does not see does not change its result by a bit. The
-host needs no lengths, only the width of the block table, so a captured launch serves all lengths.
+By splits, a query's bits depend only on its own keys, if all launches use the same smallest split
+size. Splits and tiles of keys begin at positions that follow from the query's position, tiles have
+one shape, and unseen keys change no bit. The host needs no lengths, only the width of the block
+table, so a captured launch serves all lengths.
 """
 
-# mypy cannot check kernels: their arguments have no types before they are launched.
+# mypy cannot type the arguments of kernels.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The least keys in a split. A launch chooses the size of its smallest splits, a power of two. For a
-# query that would have more than MOST_SPLITS splits the size doubles until it has no more: so
-# scratch memory stays small, and launches over long tables cheap.
+# The smallest number of keys in a split. A launch chooses the size of its smallest splits, a power
+# of two. A query's size is doubled until it has at most MOST_SPLITS splits, to bound scratch memory
+# and launches.
 SPLIT = 256
 MOST_SPLITS = 64
 _MOST_SPLITS = tl.constexpr(MOST_SPLITS)
 # Splits of one query that are combined at once.
 _SPLITS_TOGETHER = tl.constexpr(8)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# Arguments that change from step to step: kernels are not specialized on them, as recompiling would
-# cost time and could change bits.
+# Arguments that change from step to step. Kernels are not specialized on them: recompiling would
+# take time and could change bits.
 _VARYING = ("decodes", "rows")
 _VARYING_SPLITS = ("low", "num_splits", "smallest")
 _UNALIGNED = ("cu_queries_ptr", "seq_lens_ptr")
@@ -43,13 +43,12 @@ _UNALIGNED = ("cu_queries_ptr", "seq_lens_ptr")
 
 @triton.jit
 def _tanh(x):
-    # Gives 1 where exp overflows, as it should.
+    # If exp overflows, this is 1, which is right.
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
 
 
 @triton.jit
 def _split_size(position, smallest):
-    """Number of keys in each split of the query at this position."""
     size = 0 * position + smallest
     while position >= size * _MOST_SPLITS:
         size *= 2
@@ -58,21 +57,23 @@ def _split_size(position, smallest):
 
 @triton.jit
 def _first_key(position, WINDOW: tl.constexpr):
-    """The first key that the query at this position sees."""
+    """Return the first key that the query at this position sees."""
     return tl.maximum(position - (WINDOW - 1), 0) if WINDOW > 0 else 0 * position
 
 
 @triton.jit
 def _first_tile_of(queries_before, row_index, QUERIES: tl.constexpr):
-    """The index of a row's first tile. Tiles are cut at multiples of QUERIES in the row's sequence,
-    so a row has at most two more tiles than its queries would fill.
+    """Return the index of a row's first tile. Tiles are cut at multiples of QUERIES in the row's
+    sequence, so a row has at most two tiles more than its queries need.
     """
     return queries_before // QUERIES + 2 * row_index
 
 
 @triton.jit
 def _row_of(cu_queries_ptr, tile, decodes, rows, QUERIES: tl.constexpr):
-    """The row, from `decodes` on, to which `tile` belongs: the last that begins at it or before."""
+    """Return the row, from `decodes` on, to which `tile` belongs: the last row that begins at or
+    before it.
+    """
     low = decodes
     high = rows
     while high - low > 1:
@@ -87,10 +88,10 @@ def _row_of(cu_queries_ptr, tile, decodes, rows, QUERIES: tl.constexpr):
 
 @triton.jit
 def _queries_of(cu_queries_ptr, seq_lens_ptr, tile, decodes, rows, QUERIES: tl.constexpr):
-    """row, first token, first position and number of queries of a tile; with 0 or less the tile is
-    empty.
+    """Return row, first token, first position and number of queries of a tile; the tile is empty if
+    the number is 0 or less.
 
-    The first tiles are the decodes, one each.
+    The first tiles have one decode each.
     """
     row = tile
     token = tile
@@ -133,7 +134,7 @@ def _load_part(
     PADDED: tl.constexpr
 ):  # fmt: skip
     """Load SIZE of the DIM elements of keys or values, as [tokens, PADDED], from slots of a cache;
-    zeros where not in range.
+    zeros for slots out of range.
     """
     dims = tl.arange(0, PADDED)
     pointers = part_ptr + (slots * (HEADS * DIM) + head * DIM)[:, None] + dims[None, :]
@@ -150,12 +151,12 @@ def _add_keys(
     DIM: tl.constexpr, DIM_V: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr,
     PADDED_V: tl.constexpr
 ):  # fmt: skip
-    """Online softmax over one more tile of keys: updates each row's highest score (times log2 e),
-    sum of weights, and weighted sum of values. Keys from `limit` on are not read. For a row that
-    sees no key of the tile, all three keep their bits.
+    """Add one more tile of keys to the online softmax: update each row's highest score (times log2
+    e), sum of weights, and weighted sum of values. Keys from `limit` on are not read. A row that
+    sees no key of the tile keeps all three bit for bit.
 
-    The first LATENT elements of keys are the values too: `latent` has those of queries, `query` the
-    others. `values_ptr` is not read then.
+    The first LATENT elements of keys are the values too: `latent` has these elements of queries,
+    `query` the others. `values_ptr` is then not read.
     """
     index = start + tl.arange(0, BLOCK_N)
     in_range = index < limit
@@ -180,7 +181,7 @@ def _add_keys(
             seen = seen & (index[None, :] > positions[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
     raised = tl.maximum(highest, tl.max(scores, 1))
-    # Before a row's first visible key the difference of infinities would be NaN.
+    # Before a row's first visible key, the difference of infinities would be NaN.
     base = tl.where(raised == float("-inf"), 0.0, raised)
     weights = tl.exp2(scores - base[:, None])
     shrunk = tl.exp2(highest - base)
@@ -199,9 +200,9 @@ def _tile_rows(
     token, position, count, part, HEADS: tl.constexpr, SHARES: tl.constexpr, QUERIES: tl.constexpr,
     GROUP: tl.constexpr
 ):  # fmt: skip
-    """For each row of a tile of QUERIES x GROUP (the heads of a query beside each other): its
-    token, its position, its head, and whether there is such a query. `part` counts KV heads and
-    within them the SHARES of their heads; HEADS is how many queries have for each KV head.
+    """Return token, position, head and existence of each row of a tile of QUERIES x GROUP rows (the
+    heads of a query are adjacent). `part` counts KV heads, and in each the SHARES of its query
+    heads; HEADS is the number of query heads for each KV head.
     """
     row = tl.arange(0, QUERIES * GROUP)
     inner = row // GROUP
@@ -222,11 +223,11 @@ def split_kernel(
     DIM: tl.constexpr, DIM_V: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr,
     PADDED_V: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Attention of a tile's queries over one split of the keys, written to scratch
-    [tokens, HEADS, num_splits, ...].
+    """Attend with a tile's queries over one split of the keys; write to scratch [tokens, HEADS,
+    num_splits, ...].
 
-    Only for tokens [low, high). A split lies in scratch at its number modulo num_splits, which is
-    large enough for all splits that one tile sees.
+    It computes only tokens [low, high). In scratch, a split's place is its number modulo
+    num_splits, which is at least the number of splits that one tile sees.
     """
     tile = first_tile + tl.program_id(0) // (KV_HEADS * SHARES)
     part = tl.program_id(0) % (KV_HEADS * SHARES)
@@ -234,7 +235,7 @@ def split_kernel(
         cu_queries_ptr, seq_lens_ptr, tile, decodes, rows, QUERIES
     )
     last = position + count - 1
-    # One size for the whole tile: no tile lies across a position where splits grow.
+    # The whole tile has one size, because no tile crosses a position where splits grow.
     size = _split_size(position, smallest)
     first_key = _first_key(position, WINDOW)
     split = first_key // size + tl.program_id(1)
@@ -294,7 +295,6 @@ def combine_kernel(
     DIM_V: tl.constexpr,
     PADDED_V: tl.constexpr,
 ):
-    """Combine the splits of one token and head, in order."""
     token = low + tl.program_id(0)
     head = tl.program_id(1)
     row = token
@@ -308,7 +308,7 @@ def combine_kernel(
     last = position // size
     base = ((token - low).to(tl.int64) * HEADS + head) * num_splits
     order = tl.arange(0, _MOST_SPLITS)
-    # A maximum is the same in any order.
+    # A maximum is the same in any order of splits.
     highest = tl.max(
         tl.load(
             part_highest_ptr + base + (first + order) % num_splits,
@@ -323,8 +323,8 @@ def combine_kernel(
     dims = tl.arange(0, PADDED_V)
     total = tl.full([], 0.0, tl.float32)
     weighted = tl.zeros([PADDED_V], tl.float32)
-    # Several splits at once: reading one after the other would wait for memory each time. Where
-    # splits begin follows from the position, so their sums have one order.
+    # Read several splits at once, because reading one by one would wait for memory each time.
+    # Splits follow from the position, so their sums have one order.
     for start in range(first, last + 1, _SPLITS_TOGETHER):
         splits = start + tl.arange(0, _SPLITS_TOGETHER)
         exists = splits <= last
@@ -351,7 +351,7 @@ def combine_kernel(
 
 @triton.jit
 def _row_holding(cu_queries_ptr, token, decodes, rows):
-    """The row from `decodes` on that holds a token."""
+    """Return the row, from `decodes` on, that holds a token."""
     low = decodes
     high = rows
     while high - low > 1:
@@ -374,8 +374,8 @@ def rows_kernel(
     LATENT: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr, QUERIES: tl.constexpr,
     BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Attention of a tile's queries over all their keys: first keys that all queries see, unmasked,
-    then the rest with a mask.
+    """Attend with a tile's queries over all their keys: first the keys that all queries see,
+    unmasked, then the rest with a mask.
     """
     # The last tiles of a long sequence take longest, so they start first.
     tile = decodes + (tl.num_programs(0) - 1 - tl.program_id(0)) // (KV_HEADS * SHARES)
@@ -399,8 +399,8 @@ def rows_kernel(
     table_ptr += row.to(tl.int64) * table_stride
     limit = position + count
     begin = _first_key(position, WINDOW) // BLOCK_N * BLOCK_N
-    # Without a window all queries see all keys up to the first query's. With latents a second loop
-    # would take registers that sums need.
+    # Without a window, all queries see all keys up to the first query's own. With latents, a second
+    # loop would take registers that sums need.
     middle = begin if (WINDOW > 0) | (LATENT > 0) else (position + 1) // BLOCK_N * BLOCK_N
     for start in range(begin, middle, BLOCK_N):
         highest, total, weighted = _add_keys(
@@ -420,7 +420,7 @@ def rows_kernel(
         shrunk = tl.exp2(highest - raised)
         total = total * shrunk + tl.exp2(sinks - raised)
         weighted = weighted * shrunk[:, None]
-    # Padding rows may have no keys: avoid a division by 0.
+    # Padding rows may have no keys, so avoid a division by 0.
     total = tl.where(exists, total, 1.0)
     dims = tl.arange(0, PADDED_V)
     tl.store(

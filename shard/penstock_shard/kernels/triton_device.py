@@ -7,14 +7,14 @@ import functools
 import torch
 import triton
 
-# Assumed in Triton's interpreter: that of the H100 and H200, for which tiles were sized.
+# The size in Triton's interpreter: that of an H100 or H200, for which tiles are sized.
 _INTERPRETED_BYTES = 227 << 10
 
 
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
-    """Bytes of shared memory that one program may use: 99 to 227 kB on cards since 2020. Triton
-    does not launch a kernel that needs more.
+    """Return the bytes of shared memory that one program may use: 99 to 227 kB on cards since 2020.
+    Triton does not launch a kernel that needs more.
     """
     if triton.knobs.runtime.interpret:
         return _INTERPRETED_BYTES

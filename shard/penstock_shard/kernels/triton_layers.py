@@ -1,11 +1,11 @@
 """Triton kernels of a layer besides products and attention: norms, activation, rotation, cache
 writes, sums of experts.
 
-Checked in Triton's interpreter, and compiled for several cards; they never ran on hardware. Each
-row is computed by itself, in float32, with sums in one order.
+They were checked in Triton's interpreter and compiled for several cards, but never ran on hardware.
+Each row is computed separately, in float32, with a fixed order of sums.
 """
 
-# mypy cannot check kernels: their arguments have no types before they are launched.
+# mypy cannot type the arguments of kernels.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
@@ -17,17 +17,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock_shard.kernels.triton_quantize import Fp8Rows, fp8_scale, in_fp8
+
 # The largest float8_e4m3fn: values beyond it are clamped.
 _LARGEST_FP8 = tl.constexpr(448.0)
-# Values of a row of the activation that one program computes.
+# The number of values of an activation's row that one program computes.
 _ACTIVE_BLOCK = 1024
-# Pointers into the shared buffer of a step's inputs, of any alignment: not specialized on it.
+# The number of values in a piece, if a program computes a whole row in pieces to round it to fp8.
+_ROUNDED_BLOCK = 8192
+# Pointers into the shared buffer of a step's inputs, with any alignment, on which kernels are not
+# specialized.
 _UNALIGNED = ("slots_ptr",)
 
 
 @triton.jit
 def _cached(values, CUT: tl.constexpr):
-    """Values clamped to the range of an 8-bit cache, if CUT. NaN stays NaN."""
+    """Clamp values to the range of an 8-bit cache if CUT. NaN stays NaN."""
     if not CUT:
         return values
     cut = tl.where(values > _LARGEST_FP8, _LARGEST_FP8, values)
@@ -37,12 +42,15 @@ def _cached(values, CUT: tl.constexpr):
 @triton.jit
 def _norm_kernel(
     out_ptr,
+    rounded_ptr,
+    scales_ptr,
     x_ptr,
     residual_ptr,
     weight_ptr,
     eps,
     offset,
     RESIDUAL: tl.constexpr,
+    ROUND: tl.constexpr,
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
 ):
@@ -60,6 +68,17 @@ def _norm_kernel(
     weight = tl.load(weight_ptr + index, mask=inside, other=0.0).to(tl.float32) + offset
     normed = values * factor * weight
     tl.store(out_ptr + row + index, normed.to(out_ptr.dtype.element_ty), mask=inside)
+    if ROUND:
+        # The norm must have the same bits with and without rounding. So threads hold equally many
+        # adjacent values in both cases, and the values to round are read again. Otherwise the
+        # compiler would fuse other operations.
+        width: tl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
+        index = tl.max_contiguous(index, width)
+        tl.debug_barrier()
+        kept = tl.load(out_ptr + row + index, mask=inside, other=0.0).to(tl.float32)
+        scale = fp8_scale(tl.abs(kept))
+        tl.store(scales_ptr + tl.program_id(0), scale)
+        tl.store(rounded_ptr + row + index, in_fp8(kept, scale), mask=inside)
 
 
 def add_rms_norm(
@@ -69,8 +88,10 @@ def add_rms_norm(
     eps: float,
     offset: float,
     out: Tensor | None = None,
+    *,
+    rounded: Fp8Rows | None = None,
 ) -> Tensor:
-    """See `Ops.add_rms_norm`."""
+    """Compute `Ops.add_rms_norm`. `rounded` is memory for the result in fp8."""
     x = x.contiguous()
     out = torch.empty_like(x) if out is None else out
     rows, size = x.shape
@@ -80,17 +101,31 @@ def add_rms_norm(
         padded = triton.next_power_of_2(size)
         _norm_kernel[(rows,)](
             out,
+            *((out, out) if rounded is None else rounded),
             x,
             x if residual is None else residual,
             weight,
             eps,
             offset,
             RESIDUAL=residual is not None,
+            ROUND=rounded is not None,
             SIZE=size,
             PADDED=padded,
             num_warps=min(16, max(1, padded // 512)),
         )
     return out
+
+
+@triton.jit
+def _active(gate_ptr, up_ptr, inside, GELU: tl.constexpr):
+    gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr, mask=inside, other=0.0)
+    inner = gate
+    if GELU:
+        # x / 2 * (1 + tanh(y)) is x times the logistic function of 2 y.
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    active = gate / (1.0 + tl.exp(-inner)) * up.to(tl.float32)
+    return active.to(gate_ptr.dtype.element_ty)
 
 
 @triton.jit
@@ -100,23 +135,64 @@ def _gated_kernel(
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = index < SIZE
-    gate = tl.load(gate_up_ptr + row * (2 * SIZE) + index, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * (2 * SIZE) + SIZE + index, mask=inside, other=0.0)
-    inner = gate
-    if GELU:
-        # x / 2 * (1 + tanh(y)) is x times the logistic function of 2 y.
-        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    active = gate / (1.0 + tl.exp(-inner)) * up.to(tl.float32)
-    tl.store(out_ptr + row * SIZE + index, active.to(out_ptr.dtype.element_ty), mask=inside)
+    gate_ptr = gate_up_ptr + row * (2 * SIZE) + index
+    tl.store(
+        out_ptr + row * SIZE + index, _active(gate_ptr, gate_ptr + SIZE, inside, GELU), mask=inside
+    )
 
 
-def gated_activation(gate_up: Tensor, *, gelu: bool, out: Tensor | None = None) -> Tensor:
-    """See `Ops.gated_activation`."""
+@triton.jit
+def _gated_round_kernel(
+    out_ptr,
+    rounded_ptr,
+    scales_ptr,
+    gate_up_ptr,
+    GELU: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute a whole row, because the scale of a row must be known before any value is rounded."""
+    row = tl.program_id(0).to(tl.int64)
+    out_ptr += row * SIZE
+    largest = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, SIZE, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        gate_ptr = gate_up_ptr + row * (2 * SIZE) + index
+        active = _active(gate_ptr, gate_ptr + SIZE, index < SIZE, GELU)
+        tl.store(out_ptr + index, active, mask=index < SIZE)
+        magnitude = tl.abs(active.to(tl.float32))
+        largest = tl.maximum(largest, magnitude, propagate_nan=tl.PropagateNan.ALL)
+    scale = fp8_scale(largest)
+    tl.store(scales_ptr + row, scale)
+    # Each thread reads values that others have written.
+    tl.debug_barrier()
+    for start in range(0, SIZE, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        active = tl.load(out_ptr + index, mask=index < SIZE, other=0.0)
+        values = in_fp8(active.to(tl.float32), scale)
+        tl.store(rounded_ptr + row * SIZE + index, values, mask=index < SIZE)
+
+
+def gated_activation(
+    gate_up: Tensor, *, gelu: bool, out: Tensor | None = None, rounded: Fp8Rows | None = None
+) -> Tensor:
+    """Compute `Ops.gated_activation`. `rounded` is memory for the result in fp8."""
     gate_up = gate_up.contiguous()
     rows, size = len(gate_up), gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size) if out is None else out
-    if rows:
-        block = min(_ACTIVE_BLOCK, triton.next_power_of_2(size))
+    largest = _ACTIVE_BLOCK if rounded is None else _ROUNDED_BLOCK
+    block = min(largest, triton.next_power_of_2(size))
+    if rows and rounded is not None:
+        _gated_round_kernel[(rows,)](
+            out,
+            *rounded,
+            gate_up,
+            GELU=gelu,
+            SIZE=size,
+            BLOCK=block,
+            num_warps=max(1, block // 512),
+        )
+    elif rows:
         _gated_kernel[(rows, triton.cdiv(size, block))](
             out, gate_up, GELU=gelu, SIZE=size, BLOCK=block, num_warps=max(1, block // 256)
         )
@@ -202,7 +278,7 @@ def _rope_kernel(
     PADDED_HALF: tl.constexpr,
     PADDED_REST: tl.constexpr,
 ):
-    """Rotates one token's key and query heads of one KV head, and writes key and value to cache."""
+    """Rotate one token's key and query heads of one KV head; write key and value to the cache."""
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     group: tl.constexpr = HEADS // KV_HEADS
@@ -270,8 +346,8 @@ def rope_and_cache(
     norm: tuple[Tensor, Tensor, float, float] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """See `Ops.rope_and_cache`. `rope`: cos and sin; `norm`: weights for queries and for keys, eps,
-    offset. The cache is a pair from `make_paged_pair`; a slot below 0 is not written.
+    """Compute `Ops.rope_and_cache`. `rope` is cos and sin; `norm` is weights for queries and for
+    keys, eps, offset. The cache is a pair from `make_paged_pair`; a slot below 0 is not written.
     """
     qkv = qkv.contiguous()
     _, _, kv_heads, dim = cache[0].shape
@@ -319,7 +395,7 @@ def _write_kernel(
 
 
 def write_heads(part: Tensor, heads: Tensor, slots: Tensor) -> None:
-    """Write heads [T, Hkv, D] to the keys or the values of a cache at slots int64 [T]; slots below
+    """Write heads [T, Hkv, D] to the keys or the values of a cache at slots int64 [T]. Slots below
     0 are skipped, and values beyond the range of an 8-bit cache are clamped.
     """
     size = part.shape[2] * part.shape[3]
@@ -360,7 +436,9 @@ def _combine_kernel(
 def combine_rows(
     rows: Tensor, chosen: Tensor, weights: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """rows [R, N], chosen int64 [T, k] and weights float32 [T, k] -> [T, N]; see `Ops.combine`."""
+    """Combine rows [R, N], by the indices `chosen` int64 [T, k] and the weights float32 [T, k] ->
+    [T, N]; see `Ops.combine`.
+    """
     tokens, count = chosen.shape
     size = rows.shape[1]
     out = rows.new_empty(tokens, size) if out is None else out
@@ -384,12 +462,11 @@ def _is_fp8(part: Tensor) -> bool:
 
 
 def _warps(num_values: int) -> int:
-    """Warps such that each thread has about eight values; 8 at most."""
+    """Return the number of warps such that each thread has about 8 values; at most 8."""
     return int(min(8, max(1, triton.next_power_of_2(num_values) // 256)))
 
 
 def is_contiguous_pair(cache: Any) -> bool:
-    """Whether a layer's cache is a pair that `rope_and_cache` can write to."""
     return (
         isinstance(cache, tuple)
         and len(cache) == 2

@@ -1,9 +1,9 @@
-"""A Triton kernel that computes a scale for each token and rounds activations to fp8.
-
-The same bits as `round_in_torch`.
+"""Triton code that computes a scale for each token and rounds activations to fp8: a kernel, and
+functions for kernels that round their results. The results equal those of `round_in_torch` bit for
+bit.
 """
 
-# mypy cannot check kernels: Triton evaluates the annotations of their arguments.
+# mypy cannot type the arguments of kernels.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
@@ -17,6 +17,28 @@ _FP8_MAX = tl.constexpr(448.0)
 _SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny * 448.0)
 # Columns of a row that are read at once.
 _BLOCK = 2048
+
+# e4m3 values [T, K] and a scale for each row, float32 [T, 1].
+Fp8Rows = tuple[Tensor, Tensor]
+
+
+@triton.jit
+def fp8_scale(largest):
+    """Return a row's scale. `largest` are absolute values that include the row's largest and any
+    NaN.
+    """
+    # div_rn rounds like IEEE 754; Triton's plain division does not.
+    scale = tl.div_rn(tl.maximum(tl.max(largest, axis=0), _SMALLEST), _FP8_MAX)
+    # On a device tl.max ignores NaN, but the result for a row with a NaN must be NaN.
+    broken = tl.sum((largest != largest).to(tl.int32), axis=0) > 0
+    return tl.where(broken, float("nan"), scale)
+
+
+@triton.jit
+def in_fp8(values, scale):
+    """Convert float32 values of a row to e4m3, by the row's scale."""
+    quotient = tl.div_rn(values, tl.zeros_like(values) + scale)
+    return tl.clamp(quotient, -_FP8_MAX, _FP8_MAX).to(tl.float8e4nv)
 
 
 @triton.jit
@@ -37,26 +59,25 @@ def _round_kernel(
         largest = tl.maximum(
             largest, tl.abs(piece.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL
         )
-    # div_rn rounds as IEEE 754 says; Triton's plain division does not.
-    scale = tl.div_rn(tl.maximum(tl.max(largest, axis=0), _SMALLEST), _FP8_MAX)
-    # On a device tl.max ignores NaN, but a row with a NaN must give NaN.
-    broken = tl.sum((largest != largest).to(tl.int32), axis=0) > 0
-    scale = tl.where(broken, float("nan"), scale)
+    scale = fp8_scale(largest)
     tl.store(scales + row, scale)
     # The second read of the row hits the cache.
     for start in range(0, columns, block):
         inside = start + offsets < columns
         piece = tl.load(x + row * x_stride + start + offsets, mask=inside, other=0.0)
-        quotient = tl.div_rn(piece.to(tl.float32), tl.zeros([block], dtype=tl.float32) + scale)
-        quotient = tl.clamp(quotient, -_FP8_MAX, _FP8_MAX)
-        tl.store(values + row * columns + start + offsets, quotient.to(tl.float8e4nv), mask=inside)
+        rounded = in_fp8(piece.to(tl.float32), scale)
+        tl.store(values + row * columns + start + offsets, rounded, mask=inside)
 
 
-def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, K] with column stride 1 -> e4m3 values [T, K] and scales float32 [T, 1]."""
+def empty_fp8_rows(tokens: int, columns: int, device: torch.device) -> Fp8Rows:
+    values = torch.empty(tokens, columns, dtype=torch.float8_e4m3fn, device=device)
+    return values, torch.empty(tokens, 1, device=device)
+
+
+def round_rows(x: Tensor) -> Fp8Rows:
+    """Round x [T, K], with column stride 1, to fp8."""
     tokens, columns = x.shape
-    values = torch.empty(tokens, columns, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(tokens, 1, device=x.device)
+    values, scales = empty_fp8_rows(tokens, columns, x.device)
     if tokens:
         block = min(_BLOCK, triton.next_power_of_2(columns))
         _round_kernel[(tokens,)](x, values, scales, x.stride(0), columns, block, num_warps=4)

@@ -1,12 +1,12 @@
-"""Triton kernels of layers with a state: short convolutions, the delta rule, selective scans; see
-`kernels/recurrent.h` for what they compute.
+"""Triton kernels of layers with a state: short convolutions, the delta rule, selective scans;
+`kernels/recurrent.h` defines them.
 
-Checked in Triton's interpreter, and compiled for several cards; they never ran on hardware. A
-program has a part of one sequence's state in registers and takes in token after token, in float32,
-with sums in one order: so results depend neither on where a prompt is cut nor on other sequences.
+They were checked in Triton's interpreter and compiled for several cards, but never ran on hardware.
+A program keeps a part of one sequence's state in registers and processes token after token, in
+float32. So results depend neither on the chunks of a prompt nor on other sequences.
 """
 
-# mypy cannot check kernels: their arguments have no types before they are launched.
+# mypy cannot type the arguments of kernels.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
@@ -18,36 +18,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Channels of a convolution in a program, and tokens: those of a prompt run beside each other.
+# Channels and tokens of a convolution in a program: tokens of a prompt run in parallel.
 _CONV_CHANNELS, _CONV_TOKENS = 256, 32
-# Columns of a head's matrix in a program of the delta rule; rows of one in a program of a scan.
+# Columns of a head's matrix in a program of the delta rule; rows of it in a program of a scan.
 _DELTA_COLUMNS, _SCAN_ROWS = 32, 16
-# Pointers into the shared buffer of a step's inputs, of any alignment: not specialized on it.
+# Pointers into the shared buffer of a step's inputs, with any alignment, on which kernels are not
+# specialized.
 _UNALIGNED = ("table_ptr", "cu_ptr", "lens_ptr")
 
 
 class Step(NamedTuple):
-    """The sequences of a step: sums of their tokens int32 [B + 1], lengths int32 [B], and the block
+    """The sequences of a step: cumulative tokens int32 [B + 1], lengths int32 [B], and the block
     table int32 [B, M], whose first column has the slot of each state.
     """
 
     cu_queries: Tensor
     seq_lens: Tensor
     block_table: Tensor
-    # Of one sequence.
+    # The largest number of tokens of one sequence.
     most_tokens: int
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """What `_sequence` asks for."""
+        """The arguments of `_sequence`."""
         table = self.block_table
         return table, table.stride(0), self.cu_queries, self.seq_lens
 
 
 @triton.jit
 def _sequence(table_ptr, table_stride, cu_ptr, lens_ptr):
-    """The first token of this program's sequence in the step, the first that is not its own, the
-    slot of its state, and whether it begins here.
+    """Return the first token of this program's sequence in the step, the end of its tokens, the
+    slot of its state, and whether the sequence begins here.
     """
     row = tl.program_id(0)
     start = tl.load(cu_ptr + row).to(tl.int64)
@@ -64,7 +65,9 @@ def _input_at(
     place, start, begins, x_ptr, state_ptr, channel, inside,
     TAPS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """What a channel's input was at a place of the step; before its start the state has it."""
+    """Return a channel's input at a place of the step; the state has the inputs before the
+    sequence's first token.
+    """
     is_here = place >= start
     now = tl.load(x_ptr + place * CHANNELS + channel, mask=inside & is_here, other=0.0)
     kept_ptr = state_ptr + (place - start + TAPS - 1) * CHANNELS + channel
@@ -77,7 +80,7 @@ def _keep_inputs(
     start, end, begins, x_ptr, state_ptr, channel, inside,
     TAPS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Replace the state by the last inputs: each comes from a later place than it goes to."""
+    """Replace the state by the last inputs, in place: each input moves to an earlier place."""
     for index in tl.static_range(TAPS - 1):
         place = end - (TAPS - 1) + index
         kept = _input_at(place, start, begins, x_ptr, state_ptr, channel, inside, TAPS, CHANNELS)
@@ -134,7 +137,7 @@ def short_conv(
     *,
     silu: bool,
 ) -> Tensor:
-    """See `Ops.short_conv`."""
+    """Compute `Ops.short_conv`."""
     x = x.contiguous()
     out, (taps, channels) = torch.empty_like(x), weight.shape
     block = min(_CONV_CHANNELS, triton.next_power_of_2(channels))
@@ -156,7 +159,7 @@ def short_conv(
         TOKENS=_CONV_TOKENS,
     )
     if tiles > 1:
-        # Once all have read the state.
+        # This is a separate launch, after all programs have read the state.
         _keep_kernel[(rows, blocks)](
             x, state, *step.arguments, TAPS=taps, CHANNELS=channels, BLOCK=block
         )  # fmt: skip
@@ -210,7 +213,7 @@ def _delta_kernel(
 
 
 def delta_rule(qkv: Tensor, decay: Tensor, beta: Tensor, state: Tensor, step: Step) -> Tensor:
-    """See `Ops.delta_rule`."""
+    """Compute `Ops.delta_rule`."""
     qkv = qkv.contiguous()
     _, heads, dim, dim_v = state.shape
     out = qkv.new_empty(len(qkv), heads, dim_v)
@@ -283,7 +286,7 @@ def selective_scan(
     state: Tensor,
     step: Step,
 ) -> Tensor:
-    """See `Ops.selective_scan`."""
+    """Compute `Ops.selective_scan`."""
     x, b, c = x.contiguous(), b.contiguous(), c.contiguous()
     out = torch.empty_like(x)
     _, heads, dim, width = state.shape

@@ -1,4 +1,4 @@
-"""Weights in the kernels' own layouts, which weights.h describes."""
+"""Weights in the kernels' own layouts; see weights.h."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 WeightKind = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 WEIGHT_KINDS: tuple[WeightKind, ...] = ("float32", "float16", "bfloat16", "int8", "int4")
 
-# Outputs of a packed weight are padded to a multiple of this, and lie in panels of so many; see
-# weights.h.
+# Outputs of a packed weight are padded to a multiple of 64, and stored in panels of 16.
 _OUTPUTS = 64
 _PANEL = 16
-# Codes of a panel begin at a multiple of this.
+# Codes of a panel begin at a multiple of 64 bytes.
 _LINE = 64
-# The number of each layout, how many values of k lie side by side in it, and the bytes of them.
+# The number of each layout; and for each layout, how many values of k are adjacent, and their
+# bytes.
 _LAYOUTS = {"float32": 0, "float16": 1, "bfloat16": 2, 8: 3, 4: 4}
 _UNITS = ((1, 4), (1, 2), (2, 4), (4, 4), (8, 4))
-# Largest group of codes: sums of their products stay exact in int32.
+# The largest group of codes whose sums of products stay exact in int32.
 _MAX_GROUP = 1 << 17
-# The group of int4, as of GGUF's Q4_0.
+# The group of int4, as in GGUF's Q4_0.
 _INT4_GROUP = 32
 
 
@@ -41,8 +41,8 @@ class _WeightStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class CodeLayout:
-    """How a weight of codes is scale * (code - zero) - minimum: bits of a code, columns that share
-    a scale, the zero, whether there are minimums, and whether these and scales are in float16.
+    """The layout of a weight stored as scale * (code - zero) - minimum: bits of a code, columns
+    that share a scale, the zero, and flags for minimums and for scales and minimums in float16.
     """
 
     bits: Literal[4, 8]
@@ -53,7 +53,7 @@ class CodeLayout:
 
     @property
     def header(self) -> int:
-        """As in products.h."""
+        """The header's number in products.h."""
         return self.has_minimums + 2 * self.in_halves
 
 
@@ -72,7 +72,7 @@ class PackedWeight:
         return self.data.nbytes
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Without addresses, which are another process's."""
+        """Pickle without addresses, which are valid only in this process."""
         struct = self._struct
         fields = (struct.layout, struct.group, struct.zero, struct.header)
         return packed_weight, (self.n, self.k, self.data, *fields)
@@ -81,7 +81,9 @@ class PackedWeight:
 def packed_weight(
     n: int, k: int, data: Tensor, layout: int, group: int, zero: int, header: int
 ) -> PackedWeight:
-    """The weight [n, k] that is packed in data, uint8. Raises ValueError for too few bytes."""
+    """Return the weight [n, k] that is packed in data, uint8. Raises ValueError for a wrong
+    size.
+    """
     if len(data) != _packed_bytes(n, k, layout, group, header):
         raise ValueError(f"a packed weight [{n}, {k}] of layout {layout} in {len(data)} bytes")
     struct = _WeightStruct(n, k, layout, data.data_ptr(), group, zero, header)
@@ -98,7 +100,6 @@ def _packed_bytes(n: int, k: int, layout: int, group: int, header: int) -> int:
 
 
 def rounding(kind: WeightKind, k: int) -> WeightKind | CodeLayout:
-    """How floats are packed."""
     if kind == "int8":
         return CodeLayout(8, -(-k // 4) * 4, 128)
     return CodeLayout(4, _INT4_GROUP, 8, in_halves=True) if kind == "int4" else kind

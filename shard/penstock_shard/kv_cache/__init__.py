@@ -1,1 +1,1 @@
-"""Which KV blocks there are, and who holds them. Plain integers."""
+"""KV blocks and the sequences that have them, as plain integers."""

@@ -1,8 +1,8 @@
-"""Which blocks each sequence has, and which prefixes are found in them. Plain integers, no torch.
+"""The blocks of each sequence, and the prefixes cached in them. Plain integers, no torch.
 
-A sequence has a table of blocks for each cache group. In a group with a window or chunks, blocks
-that no later token sees are given back while the sequence runs. A full block is cached under the
-prefix that it ends; a prefix is found where every group has the blocks that the next token sees.
+A sequence has a table of blocks for each cache group. In a group with a window or chunks, a running
+sequence gives back blocks that no later token sees. A full block is cached under the prefix that it
+ends. A cached prefix can be used if every group has the blocks that the next token sees.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from penstock_shard.kv_cache.doubt import is_proven, is_wrong
 from penstock_shard.kv_cache.kept_states import Boundaries
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
+from penstock_shard.kv_cache.retention import Retention
 from penstock_shard.sequence import Sequence
 
 _ONE_GROUP = (CacheGroup(),)
 
 
 class BlockManager:
-    """Owns block tables and pools of blocks; what is cached in them has its names in `prefixes`."""
+    """Owns the block tables and pools; `prefixes` names what is cached in the blocks."""
 
     def __init__(
         self,
@@ -38,10 +39,14 @@ class BlockManager:
         enable_prefix_caching: bool = True,
         state_spacing: int = 512,
         host_slots: abc.Sequence[int] = (),
+        retained_share: float = 0.0,
     ) -> None:
-        """`pools` are numbers of blocks of `block_size` tokens, and no step computes more than
-        `max_chunk_tokens` of a sequence. States are kept every `state_spacing` tokens at least, a
-        multiple of `block_size`. Host memory has `host_slots` for copies of each pool's blocks.
+        """Make pools of `pools` blocks, each of `block_size` tokens.
+
+        A step computes at most `max_chunk_tokens` of a sequence. States are kept at least every
+        `state_spacing` tokens, a multiple of `block_size`. Host memory has `host_slots` slots for
+        copies of each pool's blocks. At most `retained_share` of a pool is retained for requests
+        that have ended.
         """
         self.block_size = block_size
         self._groups = tuple(groups)
@@ -53,21 +58,22 @@ class BlockManager:
         self._most = [group.most_blocks(max_chunk_tokens, block_size) for group in groups]
         # Groups that give blocks back while a sequence runs.
         self._sliding = [i for i, group in enumerate(groups) if group.reach is not None]
-        # Tokens of an image are computed in one step, or not at all.
+        # All tokens of an image are computed in the same step.
         self._keeps_images_whole = any(group.bidirectional_images for group in groups)
-        # Groups whose block of a sequence is its state.
+        # Groups in which a sequence's only block is its state.
         self._states = [i for i, group in enumerate(groups) if group.has_state]
         self._state_spacing = state_spacing
-        # What `take_state_copies` returns next.
+        # The copies that `take_state_copies` returns next.
         self._state_copies: list[tuple[int, int]] = []
-        # `num_insertions` before the first of them.
+        # `num_insertions` before the first copy in `_state_copies`.
         self._num_before_copies = 0
         # Sequences that began at a kept state.
         self.state_hits_total = 0
         host_pools = [BlockPool(count) for count in host_slots]
         self.prefixes = PrefixCache(self._groups, self._pools, block_size, host_pools)
+        self.retention = Retention(self.prefixes, self._pools, retained_share)
         self._tables: dict[Sequence, BlockTable] = {}
-        # What `take_new` has not returned yet, for each group.
+        # New blocks that `take_new` has not returned yet, by group.
         self._new_blocks: dict[Sequence, list[list[int]]] = {}
 
     @classmethod
@@ -78,8 +84,8 @@ class BlockManager:
         *,
         enable_prefix_caching: bool = True,
         host_slots: abc.Sequence[int] = (),
+        retained_share: float = 0.0,
     ) -> BlockManager:
-        """The blocks of a runner."""
         return cls(
             info.pools,
             info.block_size,
@@ -89,19 +95,25 @@ class BlockManager:
             enable_prefix_caching=enable_prefix_caching,
             state_spacing=info.state_spacing,
             host_slots=host_slots,
+            retained_share=retained_share,
         )
 
     # ---- counts ----
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of each group, as many as the scarcest pool has."""
+        """The number of blocks for each group, in the scarcest pool."""
         return blocks_each([pool.num_blocks for pool in self._pools], self._groups)
 
     @property
     def num_free(self) -> int:
-        """As many of `num_blocks` as are free of the scarcest pool."""
+        """The free blocks of the scarcest pool, scaled to `num_blocks`."""
         return min(pool.num_free * self.num_blocks // pool.num_blocks for pool in self._pools)
+
+    @property
+    def num_free_unretained(self) -> int:
+        """Count the blocks of the scarcest pool that are free and not retained."""
+        return min(pool.num_free_unretained for pool in self._pools)
 
     @property
     def num_referenced(self) -> int:
@@ -109,38 +121,36 @@ class BlockManager:
 
     @property
     def num_kept_states(self) -> int:
-        """States that are kept for others."""
+        """The number of states kept for other sequences."""
         return sum(len(self._pool_of[group].cached) for group in self._states)
 
     @property
     def num_insertions(self) -> int:
-        """How many times a block has been cached so far, up to the first state whose copy the next
-        step begins with: if that step is lost, it was never made.
+        """Count the blocks cached so far, up to the first state that the next step copies: if the
+        step is lost, the state is never copied.
         """
         return self._num_before_copies if self._state_copies else self.prefixes.num_insertions
 
     @property
     def slides(self) -> bool:
-        """Whether sequences give blocks back while they run, or keep states; see `slide`."""
+        """True if sequences give blocks back while they run, or keep states; see `slide`."""
         return bool(self._sliding or self._states)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def free_in(self, pool: int) -> int:
-        """How many blocks of a pool are free."""
         return self._pools[pool].num_free
 
     # ---- a sequence's blocks ----
 
     def blocks_of(self, sequence: Sequence, group: int = 0) -> abc.Sequence[int]:
-        """Its blocks in a group, in the order of its tokens."""
+        """The sequence's blocks in a group, in the order of its tokens."""
         table = self._tables.get(sequence)
         return () if table is None else table.groups[group].ids[table.groups[group].first :]
 
     def num_tokens_held(self, sequence: Sequence) -> int:
-        """It has blocks for so many tokens, less those that it no longer needs."""
+        """Count the tokens up to the end of the sequence's blocks."""
         table = self._tables.get(sequence)
         if table is None:
             return 0
@@ -149,7 +159,7 @@ class BlockManager:
         return held * self.block_size
 
     def take_new(self, sequences: abc.Collection[Sequence]) -> list[list[abc.Sequence[int]]]:
-        """For each group: the blocks that each sequence got since this was last asked of it."""
+        """Return, by group, the blocks that each sequence got since the last call for it."""
         new_blocks, num_groups = self._new_blocks, len(self._groups)
         if not new_blocks:
             return [[()] * len(sequences) for _ in range(num_groups)]
@@ -158,8 +168,8 @@ class BlockManager:
         return [[new[group] for new in taken] for group in range(num_groups)]
 
     def acquire_prefix(self, sequence: Sequence) -> int:
-        """Give a sequence, which has no blocks yet, those that hold its longest cached prefix. For
-        what host memory has of it `grow` gives blocks, and `loads_of` says what is to be copied.
+        """Give a sequence without blocks the blocks of its longest cached prefix. For blocks that
+        only host memory has, `grow` gives device blocks and `loads_of` lists the copies.
 
         Returns the number of tokens found. The last known token is always left to be computed,
         because sampling needs its logits.
@@ -184,8 +194,8 @@ class BlockManager:
         return len(found) * self.block_size
 
     def acquire_copies(self, sequence: Sequence) -> None:
-        """As `acquire_prefix`, with blocks for what host memory has of it, for a sequence that will
-        not run; none if they are more than half of those that are free.
+        """Give a sequence that will not run the blocks of its prefix, and blocks to load copies
+        into. It gets none if the copies would take over half of the free blocks.
         """
         found = self.acquire_prefix(sequence)
         pool, lacking = self.shortage(sequence, found)
@@ -193,7 +203,7 @@ class BlockManager:
             self.release(sequence)
 
     def missing_of(self, sequence: Sequence) -> tuple[PrefixNames, int]:
-        """The names of its blocks before its last token, and how many of the first are found."""
+        """The names of the full blocks before the last token, and the number that are cached."""
         names, token_ids = self.names_of(sequence), sequence.token_ids
         num_known = self.count_cached(sequence) // self.block_size
         packed = token_ids[: len(names) * self.block_size].tobytes()
@@ -201,13 +211,13 @@ class BlockManager:
         return PrefixNames(self.root_of(sequence), digests, packed), num_known
 
     def count_cached(self, sequence: Sequence) -> int:
-        """Of its tokens, those that need not be computed now."""
+        """Count the tokens of the sequence that the cache has."""
         found = self._find_chain(sequence, self._table(sequence))
         return self._longest(sequence, found) * self.block_size
 
     def slide(self, sequence: Sequence, start: int) -> None:
-        """Give back the blocks that no token from `start` on sees. Launched steps may still read
-        them: whoever gets them writes them in a later step. And keep its state where that is due.
+        """Give back the blocks that no token from `start` on sees, and keep the state if it is due.
+        Launched steps may still read these blocks: their next owner writes them in a later step.
         """
         table = self._table(sequence)
         for group in self._sliding:
@@ -220,9 +230,7 @@ class BlockManager:
             self._keep_states(sequence, table, start)
 
     def shortage(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
-        """The scarcest pool, and how many free blocks it lacks for `grow`: none if that is not
-        positive.
-        """
+        """The scarcest pool, and the number of free blocks that it lacks; at most 0 if enough."""
         table = self._table(sequence)
         shortages = [-pool.num_free for pool in self._pools]
         for group, blocks in enumerate(table.groups):
@@ -234,10 +242,11 @@ class BlockManager:
         return shortages.index(most), most
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give the sequence blocks for `num_tokens`; False, and no change, if too few are free.
+        """Give the sequence blocks for `num_tokens`. If too few are free, change nothing and return
+        False.
 
-        In a group with a window or chunks it gets no more than a step needs that begins where it
-        slid to last, and the rest as it slides on.
+        In a group with a window or chunks, it gets at most the blocks of one step after its last
+        `slide`, and the rest after the next ones.
         """
         if self.shortage(sequence, num_tokens)[1] > 0:
             return False
@@ -256,12 +265,14 @@ class BlockManager:
         return True
 
     def loads_of(self, sequence: Sequence) -> abc.Sequence[Load]:
-        """What is to be copied into its blocks before it runs."""
+        """List the copies that go into the sequence's blocks before it runs."""
         table = self._tables.get(sequence)
         return () if table is None else table.loads
 
     def awaits_loads(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
-        """Whether what one of these is to have copied is of a sequence too: it finds that later."""
+        """True if a load for one of `others` is also for this sequence's prefix, so that this
+        sequence will find it cached.
+        """
         table = self._table(sequence)
         for loads in map(self.loads_of, others):
             if loads and sequence.num_tokens > (loads[0].prefix.index + 1) * self.block_size:
@@ -271,24 +282,25 @@ class BlockManager:
         return False
 
     def finish_loads(self, sequence: Sequence) -> None:
-        """It is copied: others find it in these blocks."""
+        """Cache what was copied into the sequence's blocks, for others to find."""
         table = self._table(sequence)
         for load in table.loads:
-            # Another may have computed the same meanwhile. And a state is the sequence's to change.
+            # Another sequence may have computed the block. A loaded state is not cached: it will
+            # change.
             is_new = load.prefix.block_ids[load.group] == NO_BLOCK
             if is_new and not self._groups[load.group].has_state:
                 self.prefixes.name(load.prefix, load.group, load.block_id, load.prefix.doubt)
         table.loads = []
 
     def is_wrong(self, sequence: Sequence) -> bool:
-        """Whether a sequence has blocks that are wrong, or were computed on such."""
+        """Tell whether a sequence has wrong blocks, or blocks computed from wrong ones."""
         table = self._tables.get(sequence)
         if table is None:
             return False
         return is_wrong(table.doubt) or (table.prefix is not None and is_wrong(table.prefix.doubt))
 
     def use_prefix(self, sequence: Sequence) -> None:
-        """It will be computed again: have copies of what is cached of it."""
+        """Have the cached blocks of a sequence copied to host memory, because it will run again."""
         if not self.prefixes.has_copies:
             return
         prefix, found = self._table(sequence).prefix, list[Prefix]()
@@ -298,8 +310,9 @@ class BlockManager:
         self.prefixes.use(found[::-1])
 
     def chunk_limit(self, sequence: Sequence, limit: int) -> int:
-        """How many of `limit` more tokens of a sequence a step may compute: its state must be there
-        where it is kept, and images may have to be whole. 0 if an image comes next that is longer.
+        """The largest number of tokens, up to `limit`, that a step may compute of a sequence. The
+        step ends where the state is kept and, for some models, does not divide an image. 0 if the
+        next image is longer.
         """
         start = sequence.num_computed
         if self._states and self._enable_prefix_caching:
@@ -309,22 +322,21 @@ class BlockManager:
         return limit
 
     def least_chunk(self, sequence: Sequence, start: int) -> int:
-        """How many of a sequence's tokens from `start` on a step computes at least."""
+        """The fewest tokens from `start` on that a step can compute of a sequence."""
         return max(1, sequence.image_at(start)) if self._keeps_images_whole else 1
 
     @property
     def has_state_copies(self) -> bool:
-        """Whether the next step begins with copies of states."""
         return bool(self._state_copies)
 
     def take_state_copies(self) -> list[tuple[int, int]]:
-        """The copies of states that the next step begins with: from which block to which."""
+        """Take the copies of states that the next step makes first, as (source, target) blocks."""
         copies, self._state_copies = self._state_copies, []
         return copies
 
     def suffices(self, sequence: Sequence, others: abc.Iterable[Sequence]) -> bool:
-        """Whether a sequence without blocks had enough for all its tokens, none of them cached, if
-        `others` had none.
+        """Tell whether a sequence could get blocks for all its tokens if nothing were cached and
+        `others` gave their blocks back.
         """
         free = [pool.num_free for pool in self._pools]
         for other in others:
@@ -337,8 +349,8 @@ class BlockManager:
     def cache_full_blocks(self, sequences: Iterable[Sequence]) -> None:
         """Cache the sequences' full blocks under their prefixes, for others to find.
 
-        Steps run in launch order, and each writes keys and values before it reads any: a block may
-        be cached as soon as the step that fills it is planned.
+        A block may be cached as soon as the step that fills it is planned, because steps run in
+        launch order and write keys and values before they read any.
         """
         if not self._enable_prefix_caching:
             return
@@ -351,7 +363,9 @@ class BlockManager:
                 self._cache_blocks(sequence, table, count // block_size)
 
     def release(self, sequence: Sequence) -> None:
-        """Take all blocks back. The last are reused first: a prefix's start lives longest."""
+        """Take all blocks back. The first blocks are reused last, so a prefix's start lives
+        longest.
+        """
         table = self._tables.get(sequence)
         if table is None:
             return
@@ -363,13 +377,20 @@ class BlockManager:
         self._new_blocks.pop(sequence, None)
         if table.prefix is not None:
             self.prefixes.leave(table.prefix)
-        # Its hashes are kept: the tokens are the same when it comes again.
+        # The hashes stay: the tokens are the same when the sequence runs again.
         self._tables[sequence] = self._empty_table(table.hashes)
 
     def forget(self, sequence: Sequence) -> None:
-        """Take all blocks back of a sequence that has ended."""
+        """Take back all blocks of a sequence that has ended."""
+        table = self._tables.get(sequence)
+        if table is not None and table.prefix is not None:
+            self.retention.note_end(sequence.request, table.prefix)
         self.release(sequence)
         self._tables.pop(sequence, None)
+
+    def retain(self, last: Prefix, until_s: float, priority: int) -> None:
+        """Have a prefix's blocks copied. They are reused after all blocks that are not retained."""
+        self.prefixes.use(self.retention.retain(last, until_s, priority))
 
     # ---- tables ----
 
@@ -390,18 +411,15 @@ class BlockManager:
         return new
 
     def _missing(self, group: int, blocks: GroupBlocks, num_tokens: int) -> int:
-        """How many blocks it lacks for `num_tokens`; at most so many that it has no more than
-        `_most`.
-        """
+        """Count the blocks that a sequence lacks for `num_tokens`, up to `_most` in all."""
         if self._groups[group].has_state:
-            # A state that is kept for others is not written.
+            # A step never writes a state that is kept for others.
             has_own = blocks.ids and blocks.ids[0] not in self._pool_of[group].cached
             return 0 if has_own else 1
         count = min(self.blocks_for(num_tokens), blocks.first + self._most[group])
         return max(0, count - len(blocks.ids))
 
     def _take_for_loads(self, sequence: Sequence, table: BlockTable) -> None:
-        """Take the blocks that copies in host memory go to."""
         new_blocks = self._new_of(sequence)
         for load in table.loads:
             if load.block_id != NO_BLOCK:
@@ -412,11 +430,10 @@ class BlockManager:
                 ids.append(load.block_id)
                 new_blocks[load.group].append(load.block_id)
             else:
-                # What it got so far is what was found.
+                # New blocks so far belong to the found prefix, so the indices agree.
                 ids[load.index] = new_blocks[load.group][load.index] = load.block_id
 
     def _first_visible(self, group: int, start: int) -> int:
-        """The first block that the token at `start` sees."""
         return self._groups[group].first_visible(start) // self.block_size
 
     def _take(self, pool: BlockPool) -> int:
@@ -428,11 +445,10 @@ class BlockManager:
     # ---- prefixes ----
 
     def root_of(self, sequence: Sequence) -> bytes:
-        """Where its chain begins."""
         return root_of(sequence, self._weights_hash)
 
     def names_of(self, sequence: Sequence) -> list[tuple[bytes, tuple[int, ...]]]:
-        """Of each full block without the last token, the chained hash and the tokens."""
+        """The chained hash and the tokens of each full block before the last token."""
         count = (sequence.num_tokens - 1) // self.block_size
         table = self._table(sequence)
         self._hash_blocks(sequence, table, count)
@@ -442,12 +458,11 @@ class BlockManager:
         return block_tokens(sequence, index, self.block_size)
 
     def _hash_blocks(self, sequence: Sequence, table: BlockTable, count: int) -> None:
-        """Hash its first `count` blocks, where that has not been done."""
         extend_hashes(table.hashes, sequence, count, self.block_size, self._weights_hash)
 
     def _find_chain(self, sequence: Sequence, table: BlockTable) -> list[Prefix]:
-        """The known prefixes of its tokens, from the shortest on, as far as groups that need every
-        block have them; without the last token, so that one is left to be computed.
+        """The known prefixes of the sequence, shortest first, up to the first block that a group
+        with full attention lacks. The last token is left to be computed.
         """
         count = (sequence.num_tokens - 1) // self.block_size
         self._hash_blocks(sequence, table, count)
@@ -458,7 +473,7 @@ class BlockManager:
         return self.prefixes.find(self.root_of(sequence), names)
 
     def _longest(self, sequence: Sequence, found: list[Prefix]) -> int:
-        """The most blocks of a found prefix behind which a sequence can go on."""
+        """The length in blocks of the longest found prefix that the sequence can continue."""
         longest = self.prefixes.longest(found)
         while self._keeps_images_whole:
             end = sequence.end_outside_images(longest * self.block_size) // self.block_size
@@ -480,12 +495,12 @@ class BlockManager:
             pool.refer(kept)
             blocks.ids = [kept]
             if not pool.num_free and pool.num_references(kept) == 1:
-                # There is no room for a copy: it takes the state itself, which nobody else uses.
+                # No block is free for a copy, and no other sequence uses the state: take its block.
                 self.prefixes.forget(pool.cached.pop(kept))
                 self._new_of(sequence)[group].append(kept)
             return
         blocks.first = self._first_visible(group, len(found) * self.block_size)
-        # What is not seen is not looked at, but counts in the order of tokens.
+        # Blocks that no token sees need no ids, only placeholders.
         blocks.ids = [0] * blocks.first
         for prefix in found[blocks.first :]:
             block_id = prefix.block_ids[group]
@@ -497,7 +512,7 @@ class BlockManager:
         self._new_of(sequence)[group] += blocks.ids
 
     def _cache_blocks(self, sequence: Sequence, table: BlockTable, count: int) -> None:
-        """Cache its first `count` blocks, as far as they are not."""
+        """Cache the sequence's first `count` blocks."""
         self._hash_blocks(sequence, table, count)
         prefix = before = table.prefix
         if prefix is None:
@@ -516,8 +531,8 @@ class BlockManager:
         """Cache a block of each group. Returns the prefix that they end."""
         prefix = self.prefixes.child(parent, table.hashes[index], self._tokens(sequence, index))
         for group, blocks in enumerate(table.groups):
-            # Two sequences may compute the same block at once: the first stays cached. And a block
-            # may have been given back before its last token was known.
+            # If two sequences compute the same block, the first one stays cached. A block may be
+            # given back before its last token is known.
             is_there = index >= blocks.first and not self._groups[group].has_state
             if prefix.block_ids[group] == NO_BLOCK and is_there:
                 doubt = parent.doubt if is_proven(table.doubt) else table.doubt
@@ -527,24 +542,20 @@ class BlockManager:
     # ---- states ----
 
     def _mark(self, sequence: Sequence, table: BlockTable, num_known: int) -> None:
-        """Have its state kept at its last full block, and where it parts from what is known."""
+        """Note that the state is kept after the last full block and where the known prefix ends."""
         last = (sequence.num_tokens - 1) // self.block_size
         others = {num_known * self.block_size, last * self.block_size}
         table.boundaries = Boundaries(self._state_spacing, others)
 
     def _begin_state(self, group: int, blocks: GroupBlocks, own: int) -> None:
-        """Give a sequence the block `own` for its state: a copy of the kept one that it found, if
-        any.
-        """
+        """Give a sequence a block for its state, with a copy of the kept state if it found one."""
         if blocks.ids:
             self._copy_state(blocks.ids[0], own)
             self._pool_of[group].release(blocks.ids)
         blocks.ids = [own]
 
     def _keep_states(self, sequence: Sequence, table: BlockTable, start: int) -> None:
-        """Keep the state of its first `start` tokens, all of which are computed by launched steps,
-        if there is a free block for it.
-        """
+        """Keep the state after `start` tokens, which are in launched steps, if a block is free."""
         count = start // self.block_size
         if not self._enable_prefix_caching or len(sequence.token_ids) < start:
             return

@@ -1,4 +1,4 @@
-"""The blocks of one size: which are free, who refers to how many, and what is cached in them."""
+"""A pool of KV blocks of one size: free blocks, references, and cached contents."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from penstock_shard.kv_cache.prefix_tree import Prefix
 
 
 class CachedBlock(NamedTuple):
-    """What a block holds: the last tokens of a prefix, for the layers of a group.
-
-    `insertion` counts all that was ever cached.
+    """The contents of a block: the last tokens of a prefix, for the layers of a group. `insertion`
+    is a running number of cached blocks.
     """
 
     prefix: Prefix
@@ -21,59 +20,108 @@ class CachedBlock(NamedTuple):
 
 
 class BlockPool:
-    """Gives out the blocks 0 .. num_blocks - 1. A block is free (nobody refers to it) or
-    referenced. What is cached in it is found after it is freed too, until its memory is needed:
-    blocks in which nothing is cached are reused first, then the least recently freed.
+    """Gives out blocks 0 .. num_blocks - 1. A block is free or referenced. A freed block stays
+    cached until it is reused. Blocks in which nothing is cached are reused first, then the least
+    recently freed, and retained blocks last.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.cached: dict[int, CachedBlock] = {}
         self._references = [0] * num_blocks
-        # Free blocks, the next to be reused first. Values are unused.
+        # Free blocks in the order of reuse. Values are unused.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        # The free blocks that are retained, in the order of reuse; and all retained blocks.
+        self._free_retained: OrderedDict[int, None] = OrderedDict()
+        self._retained: set[int] = set()
+        # Blocks reused although they were retained.
+        self.retained_taken_total = 0
 
     @property
     def num_free(self) -> int:
+        return len(self._free) + len(self._free_retained)
+
+    @property
+    def num_free_unretained(self) -> int:
         return len(self._free)
 
+    @property
+    def num_retained(self) -> int:
+        return len(self._retained)
+
+    def is_retained(self, block_id: int) -> bool:
+        return block_id in self._retained
+
+    def retain(self, block_id: int) -> None:
+        """Have a block reused only after all blocks that are not retained, until `let_go`."""
+        self._retained.add(block_id)
+        if block_id in self._free:
+            del self._free[block_id]
+            self._free_retained[block_id] = None
+
+    def let_go(self, block_id: int) -> None:
+        """End a block's retention, as if it had been freed now."""
+        self._retained.discard(block_id)
+        if block_id in self._free_retained:
+            del self._free_retained[block_id]
+            self._free[block_id] = None
+
+    def uncache(self, block_id: int) -> None:
+        del self.cached[block_id]
+        self._retained.discard(block_id)
+        if block_id in self._free_retained:
+            del self._free_retained[block_id]
+            self._free[block_id] = None
+        if block_id in self._free:
+            self._free.move_to_end(block_id, last=False)
+
     def take(self) -> tuple[int, CachedBlock | None]:
-        """A free block, and what was cached in it until now."""
-        block_id, _ = self._free.popitem(last=False)
+        """Take a free block. Returns it, and what was cached in it."""
+        if self._free:
+            block_id, _ = self._free.popitem(last=False)
+        else:
+            block_id, _ = self._free_retained.popitem(last=False)
+            self.retained_taken_total += 1
+        self._retained.discard(block_id)
         self._references[block_id] = 1
         return block_id, self.cached.pop(block_id, None)
 
     def refer(self, block_id: int) -> None:
-        """One more refers to a block, which may be free."""
+        """Add a reference to a block, which may be free."""
         if self._references[block_id] == 0:
-            del self._free[block_id]
+            free = self._free if block_id in self._free else self._free_retained
+            del free[block_id]
         self._references[block_id] += 1
 
     def touch(self, block_id: int) -> None:
-        """Of those to which nobody refers, it is reused last."""
-        if block_id in self._free:
-            self._free.move_to_end(block_id)
+        """Move a free block to the end of its queue, retained or not, so that it is reused last."""
+        for free in (self._free, self._free_retained):
+            if block_id in free:
+                free.move_to_end(block_id)
 
     def num_references(self, block_id: int) -> int:
-        """How many refer to a block."""
         return self._references[block_id]
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """One less refers to each of them."""
+        """Remove one reference from each block."""
         for block_id in block_ids:
             self._references[block_id] -= 1
             if self._references[block_id] == 0:
-                self._free[block_id] = None
                 if block_id not in self.cached:
-                    # It holds nothing that anybody could find.
+                    self._retained.discard(block_id)
+                    self._free[block_id] = None
                     self._free.move_to_end(block_id, last=False)
+                elif block_id in self._retained:
+                    self._free_retained[block_id] = None
+                else:
+                    self._free[block_id] = None
 
     def check_integrity(
         self,
         counted: list[int],
         places_of: Callable[[Prefix], list[int]] = lambda prefix: prefix.block_ids,
     ) -> None:
-        """Compare with references counted from the block tables, and names with what prefixes have.
+        """Compare references with `counted`, from the block tables, and names with the prefixes.
 
         Raises:
             AssertionError: the counts do not agree; the text has the numbers.
@@ -84,9 +132,11 @@ class BlockPool:
             f"kept {[self._references[i] for i in wrong[:8]]}"
         )
         referenced = sum(1 for count in counted if count)
-        assert referenced + len(self._free) == self.num_blocks, (
-            f"{referenced} referenced + {len(self._free)} free != {self.num_blocks} blocks"
+        assert referenced + self.num_free == self.num_blocks, (
+            f"{referenced} referenced + {self.num_free} free != {self.num_blocks} blocks"
         )
+        assert self._free_retained.keys() <= self._retained, "blocks are set apart for nothing"
+        assert self._retained <= self.cached.keys(), "blocks are retained that hold nothing"
         misnamed = [
             block_id
             for block_id, (prefix, group, _) in self.cached.items()

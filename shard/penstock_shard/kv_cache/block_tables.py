@@ -1,4 +1,4 @@
-"""What a sequence has of blocks in each cache group, and what is still to be copied into them."""
+"""The blocks of a sequence in each cache group, and the copies that are still to go into them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
 
 @dataclass(slots=True)
 class GroupBlocks:
-    """The blocks of one sequence in one group, by index in the order of its tokens. Those below
+    """The blocks of one sequence in one group, in the order of its tokens. Blocks below index
     `first` were given back, or never taken.
     """
 
@@ -21,8 +21,8 @@ class GroupBlocks:
 
 @dataclass(slots=True)
 class Load:
-    """A copy in host memory that a sequence needs in a block of its own: at `index` in the order of
-    its tokens; `block_id` is `NO_BLOCK` until it has one.
+    """A copy in host memory to load into the sequence's block number `index`; `block_id` is
+    `NO_BLOCK` until the sequence has that block.
     """
 
     prefix: Prefix
@@ -35,17 +35,16 @@ class Load:
 
 @dataclass(slots=True)
 class BlockTable:
-    """What one sequence has."""
+    """The blocks of one sequence."""
 
     groups: list[GroupBlocks]
-    # Chained hashes of the full blocks of its tokens, as far as they were needed.
+    # Chained hashes of the sequence's full blocks, computed as they are needed.
     hashes: list[bytes]
-    # Where its states are kept.
     boundaries: Boundaries
-    # What is to be copied from host memory before it runs.
+    # Copies to load from host memory before the sequence runs.
     loads: list[Load] = field(default_factory=list)
-    # How many of its full blocks are cached, or were found there; and the prefix of these.
+    # The number of its full blocks that are cached, and the prefix that they make.
     num_cached: int = 0
     prefix: Prefix | None = None
-    # Of the blocks that it found.
+    # Doubt about the cached blocks that the sequence uses.
     doubt: Doubt | None = None

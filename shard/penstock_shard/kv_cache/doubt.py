@@ -1,5 +1,5 @@
-"""Blocks of which it is not known yet whether they are right: what a peer sent, and what was
-computed on top of that.
+"""Doubt about blocks that may be wrong: a peer sent them, or they were computed from a peer's
+blocks.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ class HasCopies(Protocol):
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Doubt:
-    """Of the blocks of one fetch; `before` is that of what precedes them, if it is not settled.
+    """Doubt about the blocks of one fetch; `before` is the doubt about the blocks before them.
 
-    `is_lie` is None while it is open. Not a lie: they are what is computed here, and so is all that
-    precedes them.
+    `is_lie` is None until it is settled. It is False if these blocks, and all before them, equal
+    what this shard computes.
     """
 
     source: str
     before: Doubt | None = None
     is_lie: bool | None = None
-    # Copies in host memory, by prefix and group: of the blocks, and of what was computed on them.
+    # Copies in host memory of these blocks and of blocks computed from them, by prefix and group.
     copies: list[tuple[HasCopies, int]] = field(default_factory=list)
 
     def chain(self) -> list[Doubt]:
-        """It and those before it, as far as they are not known to be right."""
+        """List this doubt and those before it, up to the first known to be right."""
         found: list[Doubt] = []
         doubt: Doubt | None = self
         while doubt is not None and doubt.is_lie is not False:
@@ -39,18 +39,19 @@ class Doubt:
 
 
 def is_proven(doubt: Doubt | None) -> bool:
-    """Whether blocks with this doubt are right."""
+    """Tell whether blocks with this doubt are known to be right."""
     return doubt is None or doubt.is_lie is False
 
 
 def is_wrong(doubt: Doubt | None) -> bool:
-    """Whether blocks with this doubt are a lie, or rely on one."""
+    """Tell whether blocks with this doubt are known to be wrong, or follow wrong ones."""
     return doubt is not None and any(each.is_lie for each in doubt.chain())
 
 
 def may_follow(before: Doubt | None, doubt: Doubt | None) -> bool:
-    """Whether blocks with one doubt may be used behind those with another: none that are wrong; and
-    none that are right behind others of which that is not known, or what is computed behind them
-    would seem right too.
+    """Tell whether blocks with `doubt` may be used after blocks with `before`.
+
+    Wrong blocks may not. Right blocks may not follow blocks in doubt, because blocks computed from
+    both would seem right.
     """
     return not is_wrong(doubt) and (is_proven(before) or not is_proven(doubt))

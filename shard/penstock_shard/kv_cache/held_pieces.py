@@ -1,7 +1,7 @@
-"""What of the pieces that a shard holds has changed, to be told to those who choose a shard.
+"""Changes to the prefix pieces that a shard holds, for the choice of a shard.
 
-Only names are noted, and only of prefixes that end a piece; where a piece is, is looked at when the
-change is taken. Of several cache groups those count of which a prefix needs every block.
+Only names are noted; the tier is looked up when a change is taken. The tier depends only on the
+cache groups in which a prefix needs every block; without such a group, on the first.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_pool import BlockPool
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix, PrefixTree
 
-# So many are looked at in a turn, which takes a millisecond at most.
+# Pieces looked at in a turn: at most a millisecond.
 _MOST_TAKEN = 1024
 
 
 class Disk(Protocol):
-    """Where copies are that the prefix tree knows nothing of."""
+    """Copies on disk, which the prefix tree does not know."""
 
     @property
     def has_changes(self) -> bool:
-        """Whether `take_changes` gives any."""
+        """True if `take_changes` would return some."""
 
     def has(self, group: int, digest: bytes) -> bool:
-        """Whether there is a copy."""
+        """Tell whether the disk has a block."""
 
     def take_changes(self, most: int) -> list[tuple[int, bytes]]:
-        """Blocks that came or went since, at most so many: index in its prefix, and hash."""
+        """Take at most `most` blocks that were written or deleted: the index in the prefix, and the
+        hash.
+        """
 
 
 class HeldPieces:
-    """Owns the names of what changed and was not taken yet: no more than a step changes, as all are
-    taken after each.
-    """
+    """Owns the names of changed pieces that were not taken yet. They are taken after each step."""
 
     def __init__(
         self,
@@ -44,36 +44,35 @@ class HeldPieces:
         pools: abc.Sequence[BlockPool],
         block_size: int,
     ) -> None:
-        """`pools` are those of the device's blocks."""
+        """Follow the prefixes of a tree; `pools` are the device's blocks."""
         self._tree = tree
         self._pool_of = [pools[group.pool] for group in groups]
         whole = [i for i, each in enumerate(groups) if each.reach is None and not each.has_state]
         self._groups = whole or [0]
         self._each = piece_blocks(block_size)
         self._changed: dict[bytes, None] = {}
-        # Those in blocks that a step in flight fills.
+        # Names of pieces with blocks that a step in flight fills.
         self._uncomputed: list[bytes] = []
         self.disk: Disk | None = None
 
     @property
     def has_changes(self) -> bool:
-        """Whether there is something to take without another step."""
+        """True if there is something to take without another step."""
         return bool(self._changed) or (self.disk is not None and self.disk.has_changes)
 
     @property
     def has_untold(self) -> bool:
-        """Whether there is something to take, now or after another step."""
+        """True if there is something to take, now or after another step."""
         return bool(self._uncomputed) or self.has_changes
 
     def note(self, prefix: Prefix) -> None:
-        """A block of this prefix, or a copy of one, came or went."""
+        """Note that a block of this prefix, or a copy, was added or removed."""
         if (prefix.index + 1) % self._each == 0:
             self._changed[prefix.digest] = None
 
     def take(self, computed: int) -> dict[int, int]:
-        """Where pieces are now that changed since, by name; at most `_MOST_TAKEN`. A block counts
-        from when the step that fills it is over: steps that are have computed what was cached up to
-        the insertion `computed`.
+        """Take the tiers of changed pieces, by name; at most `_MOST_TAKEN`. Only blocks up to the
+        insertion `computed` are computed; changes of later blocks wait.
         """
         if self.disk is not None and self.disk.has_changes:
             for index, digest in self.disk.take_changes(_MOST_TAKEN):
@@ -93,7 +92,7 @@ class HeldPieces:
         return taken
 
     def _is_computed(self, prefix: Prefix, computed: int) -> bool:
-        """Whether its blocks on the device, if any, are filled."""
+        """Tell whether the prefix's blocks on the device, if any, are filled."""
         for group in self._groups:
             block_id = prefix.block_ids[group]
             if block_id != NO_BLOCK and self._pool_of[group].cached[block_id].insertion > computed:
@@ -101,7 +100,7 @@ class HeldPieces:
         return True
 
     def _tier(self, digest: bytes, prefix: Prefix | None) -> Tier:
-        """The slowest of those where its blocks of each group are."""
+        """The slowest tier of the prefix's blocks, over the groups."""
         return max(self._tier_in(group, digest, prefix) for group in self._groups)
 
     def _tier_in(self, group: int, digest: bytes, prefix: Prefix | None) -> Tier:

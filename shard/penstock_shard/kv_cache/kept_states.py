@@ -1,9 +1,9 @@
-"""Where states of sequences are kept for others to begin at. Plain integers, no torch.
+"""The positions at which a sequence's states are kept for other sequences.
 
-A state is the sum of all tokens before it, and cannot be cut back: a prefix with layers that have
-one is taken up only where its state was kept. States are kept at multiples of a spacing, at the
-last full block of a prompt, and where a prompt parts from another: steps end there. A kept state is
-a copy, made before the step after the one that wrote it.
+A state sums up all tokens before it and cannot be shortened. So a sequence can continue a cached
+prefix only where a state was kept: at multiples of a spacing, after the last full block of a
+prompt, and where a prompt leaves the known prefix. Steps end at these positions. A kept state is a
+copy, made after the step that wrote the state and before the next.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Boundaries:
     """The numbers of tokens of one sequence after which its state is kept."""
 
     spacing: int
-    # Besides multiples of the spacing.
+    # Positions that are not multiples of the spacing.
     others: abc.Collection[int] = ()
 
     def has(self, count: int) -> bool:

@@ -1,8 +1,8 @@
-"""Which prefixes are found, in which blocks, and where copies of these are. Plain integers.
+"""Cached prefixes: their blocks on the device, and copies of the blocks.
 
-Where host memory has slots for copies, a block is copied when its prefix is found a second time, or
-when who computed it is preempted. A prefix is found wherever its blocks are, and stays found when
-the device needs their memory.
+If host memory has slots for copies, a block is copied when its prefix is used again, or when the
+sequence that computed it is preempted. A prefix is found by its blocks or by their copies, so it
+stays cached when the device reuses the blocks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from penstock_shard.kv_cache.doubt import Doubt, is_wrong, may_follow
 from penstock_shard.kv_cache.held_pieces import HeldPieces
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix, PrefixTree
 
-# No more blocks wait to be copied: a copy that is not made is computed again.
+# The largest number of blocks that wait to be copied. A block that is not copied is computed again
+# later.
 _MOST_WISHES = 65_536
-# So many of those that wait are looked at in a turn.
+# The largest number of waiting blocks that one turn looks at.
 _LOOKED_AT = 256
 
 
 @dataclass(slots=True)
 class Save:
-    """A block that is to be copied; `insertion` is of when it was cached."""
+    """A block to be copied; `insertion` as in `CachedBlock`."""
 
     prefix: Prefix
     group: int
@@ -36,16 +37,14 @@ class Save:
 
 
 class HasBlocks(Protocol):
-    """A prefix, of which blocks of some groups are somewhere."""
+    """A prefix that may have a block, or a copy of it, in each group."""
 
     def has(self, group: int) -> bool:
-        """Whether that of a group is."""
+        """Tell whether the group's block or a copy of it exists."""
 
 
 class PrefixCache:
-    """Owns the names of what is cached in blocks and copied into slots; the pools say which of
-    these are free.
-    """
+    """Owns the names of cached blocks and of copies in slots; the pools say which are free."""
 
     def __init__(
         self,
@@ -54,7 +53,7 @@ class PrefixCache:
         block_size: int,
         host_pools: abc.Sequence[BlockPool] = (),
     ) -> None:
-        """`host_pools` are slots for copies of the blocks of each pool."""
+        """Cache blocks of `pools`; `host_pools` are the slots for copies of each pool's blocks."""
         self._groups = groups
         self._host_pools = host_pools
         self._pools = pools
@@ -62,25 +61,25 @@ class PrefixCache:
         self._states = [i for i, group in enumerate(groups) if group.has_state]
         self._sliding = [i for i, group in enumerate(groups) if group.reach is not None]
         some = {*self._sliding, *self._states}
-        # Groups of which a prefix needs every block.
+        # Groups in which a prefix needs every block.
         self._whole = [i for i in range(len(groups)) if i not in some]
         self._tree = PrefixTree(len(groups))
         self.held = HeldPieces(self._tree, groups, pools, block_size)
-        # How many times a block has been cached so far.
+        # Blocks cached so far.
         self.num_insertions = 0
-        # Blocks to be copied, by prefix and group, and those of them whose memory is needed: it is
-        # theirs until the next step is launched.
+        # Blocks to copy, by prefix and group; and evicted blocks, which keep their contents until
+        # the next step is launched.
         self._wishes: dict[tuple[int, int], Save] = {}
         self._evictions: list[Save] = []
         self._watches: set[tuple[int, int]] = set()
-        # How many need each slot, by pool and number, to stay as it is.
+        # The number of users that pin each slot, by pool and slot.
         self._pins: Counter[tuple[int, int]] = Counter()
 
     # ---- finding ----
 
     def find(self, root: bytes, names: Iterable[tuple[bytes, tuple[int, ...]]]) -> list[Prefix]:
-        """The known prefixes behind a root, from the shortest on, as far as groups that need every
-        block have them. A name is a block's chained hash and its tokens.
+        """The known prefixes after a root, shortest first, up to the first block that a group with
+        full attention lacks. A name is a block's chained hash and its tokens.
         """
         found: list[Prefix] = []
         parent = self._tree.find(None, root)
@@ -97,8 +96,11 @@ class PrefixCache:
         return found
 
     def longest(self, found: abc.Sequence[HasBlocks]) -> int:
-        """How many of them to use: after as many, the next token has all blocks that it sees."""
-        # For each group and each number of prefixes, how many of the last have a block.
+        """The length of the longest found prefix after which the next token has all blocks that it
+        sees.
+        """
+        # For each group and each number of prefixes, the length of the run of blocks that ends
+        # there.
         runs = [(group, _runs(group, found)) for group in self._sliding]
         count = len(found)
         while count and (
@@ -109,42 +111,47 @@ class PrefixCache:
         return count
 
     def first_visible(self, group: int, count: int) -> int:
-        """The first block that the token behind so many blocks sees."""
+        """The first block that the token after `count` blocks sees."""
         return self._groups[group].first_visible(count * self._block_size) // self._block_size
 
     @property
     def slides(self) -> bool:
-        """Whether a prefix is found without all of its blocks."""
+        """True if a prefix can be found without all of its blocks."""
         return bool(self._sliding or self._states)
 
     @property
     def num_groups(self) -> int:
         return len(self._groups)
 
+    def pool_of(self, group: int) -> int:
+        return self._groups[group].pool
+
     def first_needed(self, group: int, count: int) -> int:
-        """The first block of a group that a prefix of so many needs."""
+        """The first block that a prefix of `count` blocks needs in a group."""
         return count - 1 if self._groups[group].has_state else self.first_visible(group, count)
 
     def is_useful(self, prefix: HasBlocks) -> bool:
-        """Whether it has those of groups that need every block."""
+        """Tell whether a prefix has its blocks of all groups that need every block."""
         return all(prefix.has(group) for group in self._whole)
 
     # ---- naming ----
 
     def root(self, digest: bytes, *, is_salted: bool = False) -> Prefix:
-        """The prefix without tokens at which a chain begins."""
+        """Return the prefix without tokens at which a chain begins."""
         found = self._tree.find(None, digest)
         return found or self._tree.add(None, digest, is_salted=is_salted)
 
     def child(self, parent: Prefix, digest: bytes, token_ids: tuple[int, ...]) -> Prefix:
-        """The prefix of one more block."""
+        """Return the prefix that is one block longer than `parent`."""
         known = self._tree.find(parent, digest, token_ids)
         if known is not None:
             return known
         return self._tree.add(parent, digest, token_ids, is_salted=parent.is_salted)
 
     def name(self, prefix: Prefix, group: int, block_id: int, doubt: Doubt | None = None) -> None:
-        """The block is cached under the prefix. `doubt` is that of what it was computed on."""
+        """Cache a block under a prefix. `doubt` is the doubt about the blocks that it was computed
+        from.
+        """
         if max(prefix.slots, default=NO_BLOCK) == NO_BLOCK or is_wrong(prefix.doubt):
             prefix.doubt = doubt
         prefix.block_ids[group] = block_id
@@ -156,23 +163,23 @@ class PrefixCache:
             self._wish(prefix, group)
 
     def uncache(self, prefix: Prefix, group: int) -> None:
-        """Nobody finds the block of a prefix, nor its copy: they are wrong."""
+        """Uncache a prefix's block and its copy, which are wrong."""
         block_id = prefix.block_ids[group]
         if block_id != NO_BLOCK:
-            del self._pools[self._groups[group].pool].cached[block_id]
+            self._pools[self._groups[group].pool].uncache(block_id)
             self._withdraw(prefix, group)
             self.forget(CachedBlock(prefix, group, 0))
         if prefix.slots[group] != NO_BLOCK:
             self.drop(prefix, group)
 
     def uncache_those(self, is_meant: Callable[[Prefix], bool]) -> None:
-        """As `uncache`, of all prefixes that are meant."""
+        """Uncache the blocks and copies of all prefixes for which `is_meant` is true."""
         for prefix, group in self.cached_blocks():
             if is_meant(prefix):
                 self.uncache(prefix, group)
 
     def forget(self, cached: CachedBlock) -> None:
-        """The block is no longer cached."""
+        """Note that a block is no longer cached."""
         cached.prefix.block_ids[cached.group] = NO_BLOCK
         self.held.note(cached.prefix)
         if self._wishes:
@@ -182,50 +189,49 @@ class PrefixCache:
         self._tree.prune(cached.prefix)
 
     def uncache_since(self, since: int) -> None:
-        """Forget what was named after `num_insertions` was `since`: it was never computed."""
+        """Uncache blocks cached after `num_insertions` was `since`, as they were not computed."""
         for pool in self._pools:
             for block_id, cached in list(pool.cached.items()):
                 if cached.insertion > since:
-                    del pool.cached[block_id]
+                    pool.uncache(block_id)
                     self._withdraw(cached.prefix, cached.group)
                     self.forget(cached)
 
     def _withdraw(self, prefix: Prefix, group: int) -> None:
-        """It is not copied, as it is wrong."""
+        """Do not copy a block, as it is wrong."""
         save = self._wishes.pop((id(prefix), group), None)
         if save is not None:
             self.leave(save.prefix)
 
     def leave(self, prefix: Prefix) -> None:
-        """A user of the prefix is gone."""
         self._tree.leave(prefix)
 
     # ---- copies in host memory ----
 
     @property
     def has_copies(self) -> bool:
-        """Whether there is room for copies."""
+        """True if host memory has room for copies."""
         return bool(self._host_pools)
 
     @property
     def most_copies(self) -> int:
-        """So many blocks of each group have room."""
+        """The number of blocks of each group that host memory has room for."""
         sharers = Counter(group.pool for group in self._groups)
         return min(self._host_pools[pool].num_blocks // count for pool, count in sharers.items())
 
     @property
     def num_copies(self) -> int:
-        """Slots with copies."""
+        """The number of slots with copies."""
         return sum(len(pool.cached) for pool in self._host_pools)
 
     @property
     def has_wishes(self) -> bool:
-        """Whether blocks wait to be copied."""
+        """True if blocks wait to be copied."""
         return bool(self._wishes or self._evictions)
 
     def use(self, prefixes: abc.Sequence[Prefix]) -> None:
-        """These were found again, or will be: have copies of their blocks. The first stay longest,
-        as the later ones are of no use without them.
+        """Have blocks copied, because their prefixes are used again. The first copies stay longest,
+        as later ones are useless without them.
         """
         if not self._host_pools:
             return
@@ -237,7 +243,9 @@ class PrefixCache:
                     self._wish(prefix, group)
 
     def watch(self, prefix: Prefix, group: int) -> None:
-        """Have a copy made of a block of this prefix, which has a user, once one is computed."""
+        """Have a group's block of this prefix copied once it is computed. The prefix must have a
+        user.
+        """
         self._watches.add((id(prefix), group))
 
     def unwatch(self, prefix: Prefix, group: int) -> None:
@@ -248,26 +256,26 @@ class PrefixCache:
         if key in self._wishes or len(self._wishes) >= _MOST_WISHES:
             return
         cached = self._pools[self._groups[group].pool].cached[block_id]
-        # It must outlive its blocks.
+        # The prefix must outlive its blocks.
         prefix.num_users += 1
         self._wishes[key] = Save(prefix, group, block_id, cached.insertion)
 
     def cached_blocks(self) -> list[tuple[Prefix, int]]:
-        """The prefixes and groups of all that is cached in blocks, or copied."""
+        """List the prefix and group of every cached block and every copy."""
         pools = (*self._pools, *self._host_pools)
         cached = (each for pool in pools for each in pool.cached.values())
-        # Once each: a block and its copy have the same name.
+        # List a block and its copy, which have the same name, once.
         return list(dict.fromkeys((each.prefix, each.group) for each in cached))
 
     def save_of(self, prefix: Prefix, group: int) -> Save:
-        """A cached block that steps have computed is to be copied; as those of `take_saves`."""
+        """Have a cached block copied that is computed; returns what `take_saves` would."""
         prefix.num_users += 1
         return Save(prefix, group, prefix.block_ids[group], 0)
 
     def take_saves(self, most: int, computed: int) -> list[Save]:
-        """Blocks to be copied before the next launch, `most` of them besides those that are reused
-        by it. Their prefixes have a user more, which leaves by `keep` or `leave`. Steps that are
-        over have computed what was cached up to the insertion `computed`.
+        """Take the blocks to copy before the next launch: first evicted blocks, then others, up to
+        `most` in all. Blocks after the insertion `computed` are not computed yet. Each prefix gets
+        one more user, until `leave`.
         """
         due = [save for save in self._evictions if save.insertion <= computed]
         for save in self._evictions:
@@ -282,11 +290,11 @@ class PrefixCache:
         return due
 
     def has_free_slot(self, pool: int) -> bool:
-        """Whether not all slots of a pool are pinned."""
+        """Tell whether a pool has a slot that is not pinned."""
         return self._host_pools[pool].num_free > 0
 
     def take_slot(self, group: int) -> int:
-        """The slot that is used least, without what it held, for what `keep` then tells of."""
+        """Empty the least recently used slot and return it; `keep` fills it."""
         return self._take_slot(self._groups[group].pool)
 
     def _take_slot(self, number: int) -> int:
@@ -298,7 +306,7 @@ class PrefixCache:
         return slot
 
     def keep(self, prefix: Prefix, group: int, slot: int) -> None:
-        """A slot that held nothing has a copy now."""
+        """Note that an empty slot has a copy now."""
         pool = self._host_pool(group)
         prefix.slots[group] = slot
         pool.cached[slot] = CachedBlock(prefix, group, 0)
@@ -306,7 +314,7 @@ class PrefixCache:
         pool.touch(slot)
 
     def drop(self, prefix: Prefix, group: int) -> None:
-        """The copy is none: nobody finds it any more."""
+        """Uncache a copy and free its slot."""
         pool, slot = self._host_pool(group), prefix.slots[group]
         self._forget_copy(pool.cached.pop(slot))
         pool.refer(slot)
@@ -314,19 +322,18 @@ class PrefixCache:
 
     @property
     def num_slots(self) -> list[int]:
-        """How many there are in each pool."""
         return [pool.num_blocks for pool in self._host_pools]
 
     def has_wishes_for(self, prefixes: Iterable[Prefix]) -> bool:
-        """Whether blocks of these wait to be copied."""
+        """Tell whether blocks of these prefixes wait to be copied."""
         groups = range(len(self._groups))
         return bool(self._wishes) and any(
             (id(prefix), group) in self._wishes for prefix in prefixes for group in groups
         )
 
     def slots_of(self, found: abc.Sequence[Prefix], num_known: int) -> list[tuple[int, int]]:
-        """Where copies are of all that the next token sees, but for blocks of whole prefixes before
-        `num_known`: pools and slots, parents first.
+        """List the pool and slot of each copy that the next token sees, parents first. In groups
+        that need every block, the first `num_known` blocks are left out.
         """
         slots = []
         for index, prefix in enumerate(found):
@@ -342,7 +349,7 @@ class PrefixCache:
         return slots
 
     def pin(self, pool: int, slot: int) -> None:
-        """A slot stays as it is until `unpin`."""
+        """Keep a slot's contents until `unpin`."""
         self._host_pools[pool].refer(slot)
         self._pins[pool, slot] += 1
 
@@ -351,7 +358,7 @@ class PrefixCache:
         self._pins[pool, slot] -= 1
 
     def take_pinned(self, pool: int) -> int:
-        """The slot that is used least, without what it held, pinned."""
+        """Empty the least recently used slot, pin it and return it."""
         slot = self._take_slot(pool)
         self.pin(pool, slot)
         return slot
@@ -365,7 +372,7 @@ class PrefixCache:
         return self._host_pools[self._groups[group].pool]
 
     def check_integrity(self, users: Iterable[Prefix]) -> None:
-        """As `PrefixTree.check_integrity`, and of slots nobody has one."""
+        """Do as `PrefixTree.check_integrity`, and recount the slots' pins."""
         waiting = (*self._wishes.values(), *self._evictions)
         self._tree.check_integrity([*users, *(save.prefix for save in waiting)])
         for number, pool in enumerate(self._host_pools):

@@ -1,25 +1,25 @@
-"""Names of prefixes: which tokens follow which, and in which blocks their keys and values are."""
+"""The tree of known prefixes: their tokens, and the blocks with their keys and values."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from penstock_shard.kv_cache.doubt import Doubt
 
-# Stands for a block where there is none.
+# Stands for a missing block or slot.
 NO_BLOCK = -1
 
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """All tokens up to the end of a block.
+    """The tokens up to the end of a block.
 
-    Hashes may collide or be forged, so what identifies a prefix is its parent, as an object, and
-    the tokens of its last block; `digest`, the chained hash, only finds it. `block_ids` has for
-    each cache group the block with the keys and values of these last tokens, or `NO_BLOCK`, and
-    `slots` where host memory has a copy. One without tokens, where a chain begins, has neither.
+    Hashes may collide or be forged, so the parent, as an object, and the tokens of the last block
+    identify a prefix; `digest`, the chained hash, only finds it. For each cache group, `block_ids`
+    has the block with the last tokens' keys and values, and `slots` the slot of its copy in host
+    memory, or `NO_BLOCK`. A root, the prefix without tokens, has neither.
     """
 
     digest: bytes
@@ -27,31 +27,40 @@ class Prefix:
     token_ids: tuple[int, ...]
     block_ids: list[int]
     slots: list[int]
-    # The number of blocks before its last.
+    # The number of blocks before the last one.
     index: int
-    # Whether its root has a salt.
+    # True if its root has a salt.
     is_salted: bool = False
-    # Whether its blocks are right; None: they are.
+    # Doubt about its blocks; None if they are right.
     doubt: Doubt | None = field(default=None, repr=False)
-    # Longer prefixes that have it as their parent, and sequences that may add such.
+    # Counts children, sequences that may add children, and others that need this prefix.
     num_users: int = field(default=0, repr=False)
+    # Counts retained entries that end with this prefix, and its retained children.
+    num_retained: int = field(default=0, repr=False)
 
     def has(self, group: int) -> bool:
-        """Whether its last tokens' keys and values of this group are anywhere."""
+        """Tell whether the device or host memory has its block of a group."""
         return self.block_ids[group] != NO_BLOCK or self.slots[group] != NO_BLOCK
+
+    def chain(self) -> Iterator[Prefix]:
+        """Yield this prefix and its ancestors, longest first, without the root."""
+        prefix: Prefix | None = self
+        while prefix is not None and prefix.parent is not None:
+            yield prefix
+            prefix = prefix.parent
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are none at all."""
-        # NO_BLOCK is below all others.
+        """True if it has neither blocks nor copies."""
+        # NO_BLOCK is negative.
         return max(self.block_ids, default=NO_BLOCK) < 0 and max(self.slots, default=NO_BLOCK) < 0
 
 
 class PrefixTree:
-    """Owns the prefixes of which blocks are cached or copied, and those that lead to them.
+    """Owns the prefixes whose blocks are cached or copied, and their ancestors.
 
-    A prefix outlives its own blocks while a longer one has some: with a window, early blocks are
-    not needed to go on behind later ones.
+    A prefix outlives its blocks while a longer prefix has some. With a window, a sequence that
+    continues the longer prefix does not need the early blocks.
     """
 
     def __init__(self, num_groups: int) -> None:
@@ -64,14 +73,14 @@ class PrefixTree:
     def find(
         self, parent: Prefix | None, digest: bytes, token_ids: tuple[int, ...] = ()
     ) -> Prefix | None:
-        """The prefix of these tokens behind `parent`; without one, where a chain begins."""
+        """Find the prefix that adds these tokens to `parent`; without `parent`, a root."""
         prefix = self._by_digest.get(digest)
         if prefix is None or prefix.parent is not parent or prefix.token_ids != token_ids:
             return None
         return prefix
 
     def named(self, digest: bytes) -> Prefix | None:
-        """The prefix of this hash, whatever leads to it."""
+        """Find the prefix with this hash, whatever its parent and tokens are."""
         return self._by_digest.get(digest)
 
     def add(
@@ -82,7 +91,7 @@ class PrefixTree:
         *,
         is_salted: bool = False,
     ) -> Prefix:
-        """Add a prefix that `find` does not find, in place of any other of its hash."""
+        """Add a prefix that `find` does not find. It replaces any other with its hash."""
         num_blocks = 0 if parent is None else self._num_groups
         nowhere = [NO_BLOCK] * num_blocks
         index = -1 if parent is None else parent.index + 1
@@ -93,8 +102,8 @@ class PrefixTree:
         return prefix
 
     def prune(self, prefix: Prefix) -> None:
-        """Forget it, and what led to it alone, if it has neither users nor blocks. Called once when
-        it loses the last of either.
+        """Forget a prefix without users and blocks, and the ancestors that only it used. Call it
+        once, when the prefix loses its last user or block.
         """
         while not prefix.num_users and prefix.is_empty:
             if self._by_digest.get(prefix.digest) is prefix:
@@ -105,20 +114,20 @@ class PrefixTree:
             prefix.num_users -= 1
 
     def leave(self, prefix: Prefix) -> None:
-        """A user is gone."""
+        """Remove one user of a prefix."""
         prefix.num_users -= 1
         self.prune(prefix)
 
     def check_integrity(self, users: Iterable[Prefix]) -> None:
-        """Recount users: those given, and longer prefixes.
+        """Recount the users of each prefix; `users` has the used prefix of each that is no child.
 
         Raises:
-            AssertionError: a prefix has fewer than were counted, or nothing needs it.
+            AssertionError: a prefix has fewer users than were counted, or nothing needs it.
         """
         counted = Counter(map(id, users))
         counted.update(id(each.parent) for each in self._by_digest.values() if each.parent)
         for prefix in self._by_digest.values():
-            # One that was replaced may still be counted by its parent.
+            # The parent of a replaced prefix may still count it.
             found = counted[id(prefix)]
             assert prefix.num_users >= found, f"{prefix}: {found} users, {prefix.num_users} kept"
             needed = prefix.num_users or not prefix.is_empty

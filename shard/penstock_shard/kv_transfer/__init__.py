@@ -1,1 +1,1 @@
-"""Copies of KV blocks outside the device, from where they come back when they are needed."""
+"""Copies of KV blocks in host memory, on disk and at peers."""

@@ -1,7 +1,7 @@
 """Host memory with copies of KV blocks: records in slots, each with a name and checksums.
 
-The server makes the memory and each engine maps it, so that what is in it outlives an engine. One
-that was killed in the middle of a write leaves a record whose checksum is wrong, or none.
+The server makes the memory and each engine maps it, so the copies outlive an engine. An engine that
+is killed during a write leaves a record with a wrong checksum, or none.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from dataclasses import dataclass
 
 from penstock_shard.ipc.runner_info import RunnerInfo
 
-# Part of the name of what is in the memory: raise it when blocks' bytes mean something else.
+# Part of the namespace: raise it when the meaning of blocks' bytes changes.
 _LAYOUT_VERSION = 2
 _MAGIC = b"penstock KV\0"
 _DIGEST_BYTES = 16
 _PREAMBLE_BYTES = 4096
 _ALIGNMENT_BYTES = 64
-# State of the slot; CRC-32 of what follows in the header; of the block; group, index,
-# whether it is salted.
+# In order: the slot's state; CRC-32 of the rest of the header; CRC-32 of the block; group; index;
+# salted or not; digest; parent's digest.
 _FIELDS = struct.Struct(f"<IIIIII{_DIGEST_BYTES}s{_DIGEST_BYTES}s")
 _CHECKED_FROM = struct.calcsize("<II")
 _TOKEN_BYTES = 4
-# There is no record; there is one; there is one that a peer sent, and nothing says yet that it did
-# not lie.
+# No record; a record; a record that a peer sent and that may still be wrong.
 _EMPTY, _PRESENT, _UNPROVEN = range(3)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordName:
-    """What a copied block is: of which cache group, and of which prefix the last tokens. `index` is
-    the number of blocks before it; `digest` and `parent` are the chained hashes of the prefix and
-    of the one without the block, with none before it the root. It is salted if the root is.
+    """The name of a copied block: its cache group, and the prefix that it ends.
+
+    `index` is the number of blocks before it. `digest` is the chained hash of the prefix, and
+    `parent` the hash of the prefix without this block, or of the root. The name is salted if the
+    root is.
     """
 
     group: int
@@ -46,8 +47,8 @@ class RecordName:
 
 
 def namespace_of(info: RunnerInfo) -> bytes:
-    """Where it is the same, blocks of the same name have the same bytes; empty where nothing
-    ensures that.
+    """A hash of everything, except the name, that decides a block's bytes; empty if some of it is
+    unknown.
     """
     if not info.numerics_fingerprint:
         return b""
@@ -57,10 +58,10 @@ def namespace_of(info: RunnerInfo) -> bytes:
 
 
 class Arena:
-    """Slots of a piece of memory, for each pool of blocks as many as it has in proportion."""
+    """Slots in a piece of memory, divided among the pools in proportion to their blocks."""
 
     def __init__(self, memory: memoryview, info: RunnerInfo) -> None:
-        """What `memory` holds is kept if it is of the same namespace and layout.
+        """Use `memory`; records in it of the same namespace and layout are kept.
 
         Raises:
             ValueError: it has no room for a block of each pool; the text names the bytes needed.
@@ -98,16 +99,15 @@ class Arena:
         self._memory[: len(preamble)] = preamble
 
     def pool_of(self, group: int) -> int:
-        """The pool whose slots have blocks of a group."""
         return self._pool_of[group]
 
     def record_in(self, pool: int, slot: int) -> memoryview:
-        """The record in a slot as it lies there; empty if there is none."""
+        """The bytes of the record in a slot; empty if there is none."""
         name = self.name_in(pool, slot)
         return self._memory[:0] if name is None else self.record(slot, name.group)
 
     def write(self, slot: int, name: RecordName, fill: Callable[[memoryview], None]) -> None:
-        """Replace what is in a slot of the group's pool; `fill` writes the block's bytes."""
+        """Write a record into a slot of the group's pool; `fill` writes the block's bytes."""
         pool = self._pool_of[name.group]
         self.clear(pool, slot)
         header, block = self._parts(pool, slot, name.group)
@@ -115,12 +115,12 @@ class Arena:
         _FIELDS.pack_into(header, 0, 0, 0, zlib.crc32(block), *_fields(name))
         struct.pack_into(f"<{len(name.token_ids)}I", header, _FIELDS.size, *name.token_ids)
         struct.pack_into("<I", header, 4, zlib.crc32(header[_CHECKED_FROM:]))
-        # Last: until now there is no record.
+        # Written last: until now the slot has no record.
         struct.pack_into("<I", header, 0, _PRESENT)
 
     def read(self, slot: int, name: RecordName) -> memoryview | None:
-        """The bytes of the block in a slot of the group's pool, until it is written again; None if
-        it is not the one of this name, or is damaged.
+        """The block in a slot of the group's pool, valid until the slot is written again. None if
+        the record has another name or is damaged.
         """
         pool = self._pool_of[name.group]
         if self.name_in(pool, slot) != name:
@@ -130,12 +130,12 @@ class Arena:
         return block if zlib.crc32(block) == checksum else None
 
     def name_in(self, pool: int, slot: int) -> RecordName | None:
-        """The name of what is in a slot; None if there is no record. Its block may be damaged."""
+        """The name of the record in a slot; None without a record. Its block may be damaged."""
         name = self.name_of(self._parts(pool, slot)[0])
         return None if name is None or self._pool_of[name.group] != pool else name
 
     def names(self) -> Iterator[tuple[int, RecordName]]:
-        """All records: slots, and the names of what is in them."""
+        """Yield the slot and the name of each record."""
         for pool, count in enumerate(self.num_slots):
             for slot in range(count):
                 name = self.name_in(pool, slot)
@@ -145,7 +145,7 @@ class Arena:
     # ---- records outside the memory ----
 
     def name_of(self, header: memoryview) -> RecordName | None:
-        """The name in a record's header; None if it is damaged, or there is none."""
+        """The name in a record's header; None if there is no record or the header is damaged."""
         if len(header) < self.header_bytes:
             return None
         state, checksum, _, group, *rest, digest, parent = _FIELDS.unpack_from(header)
@@ -161,26 +161,24 @@ class Arena:
         return RecordName(group, index, digest, parent, token_ids, bool(is_salted))
 
     def record_bytes(self, group: int) -> int:
-        """The length of a record: its header and the block."""
         return self.header_bytes + self._block_bytes[group]
 
     @property
     def most_record_bytes(self) -> int:
-        """The length of the longest record."""
         return self.header_bytes + max(self._block_bytes)
 
     def record(self, slot: int, group: int) -> memoryview:
-        """What is in a slot of the group's pool, until it is written again."""
+        """The bytes of a slot of the group's pool, valid until it is written again."""
         start = self._start(self._pool_of[group], slot)
         return self._memory[start : start + self.record_bytes(group)]
 
     def checksum(self, slot: int, group: int) -> int:
-        """Of the block in a slot of the group's pool, which has a record."""
+        """The checksum of the block in a slot of the group's pool, which has a record."""
         checksum: int = _FIELDS.unpack_from(self.record(slot, group))[2]
         return checksum
 
     def is_whole(self, record: memoryview, name: RecordName) -> bool:
-        """Whether a record is the one of this name, and undamaged."""
+        """Tell whether a record has this name and is undamaged."""
         if len(record) != self.record_bytes(name.group) or self.name_of(record) != name:
             return False
         checksum: int = _FIELDS.unpack_from(record)[2]
@@ -189,27 +187,25 @@ class Arena:
     def put(
         self, slot: int, group: int, record: bytes | memoryview, *, is_proven: bool = True
     ) -> None:
-        """Replace what is in a slot of the group's pool by a record that is whole."""
+        """Put an intact record into a slot of the group's pool."""
         pool = self._pool_of[group]
         self.clear(pool, slot)
         start, end = self._start(pool, slot), self._start(pool, slot) + len(record)
         self._memory[start + 4 : end] = record[4:]
-        # Last: until now there is no record.
+        # Written last: until now the slot has no record.
         self.mark(pool, slot, is_proven=is_proven)
 
     # ---- slots ----
 
     def clear(self, pool: int, slot: int) -> None:
-        """Have no record in a slot."""
         struct.pack_into("<I", self._memory, self._start(pool, slot), _EMPTY)
 
     def mark(self, pool: int, slot: int, *, is_proven: bool) -> None:
-        """Whether what is in a slot is known to be what is computed here."""
+        """Mark a slot's record as equal to what this shard computes, or as not checked."""
         state = _PRESENT if is_proven else _UNPROVEN
         struct.pack_into("<I", self._memory, self._start(pool, slot), state)
 
     def is_proven(self, pool: int, slot: int) -> bool:
-        """As it was marked."""
         state: int = struct.unpack_from("<I", self._memory, self._start(pool, slot))[0]
         return state == _PRESENT
 
@@ -219,7 +215,7 @@ class Arena:
     def _parts(
         self, pool: int, slot: int, group: int | None = None
     ) -> tuple[memoryview, memoryview]:
-        """The header, and the bytes of a block of a group."""
+        """The header of a slot, and the bytes of a group's block."""
         start = self._start(pool, slot)
         block = start + self.header_bytes
         size = 0 if group is None else self._block_bytes[group]

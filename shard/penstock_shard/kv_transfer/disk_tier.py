@@ -1,5 +1,5 @@
-"""Copies of KV blocks on a disk, below those in host memory: read and written by a thread, so that
-no step waits for a disk, however slow, full or broken that is.
+"""Copies of KV blocks on a disk, below host memory. A thread reads and writes them, so that no step
+waits for a disk, however slow, full or broken.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from penstock_shard.kv_transfer.segments import Key, Segments
 
 logger = logging.getLogger(__name__)
 
-# Records that wait to be written; and that were read, and wait to be taken.
+# The bound on bytes of records that wait to be written, and of read records that wait to be taken.
 _MOST_BYTES = 64 * 2**20
-# After an error nothing is written for so long, and no more often than this there is a line of it.
+# Seconds without writes after an error, and the least time between two log lines about errors.
 _PAUSE_S = 30.0
-# One that takes longer is not asked for more.
+# A disk that takes longer for one task gets no more reads.
 _HUNG_S = 1.0
-# At least so often what is too old is looked for.
+# The longest time between two searches for records that are too old.
 _EXPIRE_S = 60.0
 
 
 @dataclass(eq=False, slots=True)
 class Read:
-    """A record that is wanted; `record` is there if it was read and is whole. One that is discarded
-    is wanted no more.
+    """A wanted record. `record` is None until it is read, or if the disk has no intact one. A
+    discarded record is not wanted any more.
     """
 
     name: RecordName
@@ -39,7 +39,7 @@ class Read:
 
 
 class DiskTier:
-    """Segments in a directory, and the thread that alone touches its files."""
+    """The segments in a directory; only its thread touches the files."""
 
     def __init__(
         self,
@@ -50,30 +50,30 @@ class DiskTier:
         max_bytes: int = _MOST_BYTES,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`on_done` is called, in the thread, when `take` has something new, when all is written,
-        or when what is there has changed by itself. Of what waits to be written or taken there are
-        `max_bytes`.
+        """Start the thread. It calls `on_done` when `take` has something new, when all records are
+        written, or when records were found or expired. At most `max_bytes` of records wait to be
+        written, and at most `max_bytes` to be taken.
         """
         self._segments = segments
         self._on_done = on_done
         self._with_salted = with_salted
         self._max_bytes = max_bytes
         self._clock = clock
-        # Guards what follows, and tells the thread of news.
+        # Guards the following fields and wakes the thread.
         self._news = threading.Condition()
         self._reads: deque[Read] = deque()
         self._writes: deque[tuple[RecordName, bytes]] = deque()
-        # Names of `_writes`: what is written twice is of no use.
+        # Keys of records that wait or are being written, so that none is written twice.
         self._written: set[Key] = set()
         self._write_bytes = 0
         self._done: deque[Read] = deque()
         self._done_bytes = 0
         self._is_closed = False
-        # When the thread began what it does; None while it waits.
+        # The clock time at which the thread began its task; None while it waits.
         self._busy_since_s: float | None = None
         self._complained_s = self._paused_until_s = -_PAUSE_S
-        # Blocks since the engine's start: written, read, found to be damaged, and not written as
-        # the disk was too slow or failed.
+        # Blocks since the engine's start: written, read, found damaged, and not written because the
+        # disk was too slow or failed.
         self.saved_total = 0
         self.loaded_total = 0
         self.damaged_total = 0
@@ -83,42 +83,42 @@ class DiskTier:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the disk has."""
         return self._segments.num_records
 
     @property
     def hangs(self) -> bool:
-        """Whether what the thread does takes long: nothing should wait for it."""
+        """True if the thread's task takes so long that nothing should wait for it."""
         since_s = self._busy_since_s
         return since_s is not None and self._clock() - since_s > _HUNG_S
 
     @property
     def has_room(self) -> bool:
-        """Whether less waits to be written than half of what may."""
+        """True if less than half of `max_bytes` waits to be written."""
         return 2 * self._write_bytes < self._max_bytes
 
     @property
     def is_writing(self) -> bool:
-        """Whether anything waits to be written, or is being written."""
+        """True if anything waits to be written, or is being written."""
         return bool(self._written)
 
     def has(self, group: int, digest: bytes) -> bool:
-        """Whether the disk has the block, though maybe damaged."""
+        """Tell whether the disk has a block, which may be damaged."""
         return self._segments.has((group, digest))
 
     @property
     def has_changes(self) -> bool:
-        """Whether `take_changes` gives any."""
         return bool(self._segments.changes)
 
     def take_changes(self, most: int) -> list[tuple[int, bytes]]:
-        """Blocks that came or went since, at most so many: index in its prefix, and hash."""
         changes = self._segments.changes
-        # Only this thread takes; the other may drop the oldest meanwhile, but only of a full deque.
+        # Only this thread takes changes. The other thread drops the oldest only if the deque is
+        # full.
         return [changes.popleft() for _ in range(min(most, len(changes)))]
 
     def save(self, name: RecordName, record: Callable[[], bytes]) -> None:
-        """Have a record written, unless it is there, must not be, or too much waits already."""
+        """Have a record written, unless the disk has it or must not have it, or too much waits
+        already.
+        """
         key = name.group, name.digest
         if (name.is_salted and not self._with_salted) or self._segments.has(key):
             return
@@ -135,13 +135,13 @@ class DiskTier:
             self._news.notify()
 
     def read(self, read: Read) -> None:
-        """Have a record read: `take` returns it, whether it was found or not."""
+        """Queue a read of a record. `take` returns the read later, also if nothing was found."""
         with self._news:
             self._reads.append(read)
             self._news.notify()
 
     def take(self, most: int) -> list[Read]:
-        """What was read since, at most so many."""
+        """Take at most `most` reads that are done."""
         taken: list[Read] = []
         with self._news:
             while self._done and len(taken) < most:
@@ -151,7 +151,7 @@ class DiskTier:
         return taken
 
     def close(self) -> None:
-        """End the thread, when what it does is done; what waits is dropped."""
+        """End the thread after its current task; waiting tasks are dropped."""
         with self._news:
             self._is_closed = True
             self._news.notify()
@@ -175,7 +175,7 @@ class DiskTier:
             task()
 
     def _next(self) -> Callable[[], None] | None:
-        """What to do: reads first, as somebody waits for them. None when closed."""
+        """Wait for a task: reads first, as sequences wait for them. None when closed."""
         end_s = time.monotonic() + _EXPIRE_S
         with self._news:
             self._busy_since_s = None
@@ -225,7 +225,7 @@ class DiskTier:
             self._on_done()
 
     def _try(self, act: Callable[[], None]) -> bool:
-        """Whether it went well; a line, now and then, if not."""
+        """Run `act`. False after an OSError, which is logged now and then."""
         try:
             act()
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Blocks that other shards ask for: copied to host memory, and kept there until they are read."""
+"""Blocks that other shards ask for: copied to host memory and kept there until they are read."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from penstock_shard.kv_cache.doubt import is_proven
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
 
-# Of each pool's slots, the share that one export may keep from being reused.
+# One export may pin one slot in this many of a pool.
 _SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """A prefix as far as host memory has copies of its blocks that are known to be right."""
+    """A prefix with only its copies in host memory that are known to be right."""
 
     prefix: Prefix
 
@@ -26,7 +26,7 @@ class _Copied:
 
 
 class Exports:
-    """Answers from what is here: nothing is computed, or fetched, for another shard."""
+    """Answers requests for blocks. Nothing is computed or fetched for another shard."""
 
     def __init__(
         self, prefixes: PrefixCache, block_size: int, send: Callable[[Exported], None]
@@ -40,23 +40,22 @@ class Exports:
 
     @property
     def num_waiting(self) -> int:
-        """Those that wait for copies."""
         return len(self._waiting)
 
     def begin(self, export: Export) -> None:
-        """Have copies made of what is asked for; `advance` answers when they are."""
+        """Have the wanted blocks copied; `advance` answers once they are."""
         chain = self._find(export.prefix)
         self._prefixes.use(chain[: self._prefixes.longest(chain)])
         self._waiting[export.number] = export
 
     def end(self, number: int) -> None:
-        """It was read, or nobody reads it any more."""
+        """End an export that the peer read, or that no peer will read."""
         self._waiting.pop(number, None)
         for pool, slot in self._pinned.pop(number, ()):
             self._prefixes.unpin(pool, slot)
 
     def advance(self) -> None:
-        """Answer those whose copies are made."""
+        """Answer the exports whose copies are made."""
         for export in list(self._waiting.values()):
             chain = self._find(export.prefix)
             chain = chain[: self._prefixes.longest(chain)]
@@ -66,7 +65,7 @@ class Exports:
 
     def _answer(self, export: Export, chain: list[Prefix]) -> None:
         prefixes = self._prefixes
-        # Some may be on the device alone: more were asked for than there is room for.
+        # Some blocks may have no copy, if host memory has no room for all.
         chain = chain[: self._num_copied(chain)]
         slots = prefixes.slots_of(chain, export.num_known)
         most = prefixes.num_slots
@@ -84,7 +83,7 @@ class Exports:
         self._send(Exported(export.number, slots))
 
     def _num_copied(self, chain: list[Prefix]) -> int:
-        """How many of them can be used with what is copied of them."""
+        """Count the prefixes of `chain` that can be used by their copies alone."""
         copied = takewhile(self._prefixes.is_useful, map(_Copied, chain))
         return self._prefixes.longest(list(copied))
 

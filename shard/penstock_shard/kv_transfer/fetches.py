@@ -1,4 +1,4 @@
-"""Blocks that come from other shards: compared with what was asked for, then found like copies."""
+"""Blocks from other shards: compared with the request, then cached like copies."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from penstock_shard.kv_transfer.arena import Arena, RecordName
 from penstock_shard.kv_transfer.exports import names_of
 from penstock_shard.kv_transfer.import_checks import ImportChecks
 
-# Of each pool's slots, the share that the server may write into.
+# The server may write into one slot in this many of a pool.
 _SHARE = 8
 
 
 @dataclass(slots=True)
 class FetchProgress:
-    """What was asked for, without the first `num_known` blocks; and the longest prefix of it of
-    which something came, which has a user more until `Fetches.end`.
+    """The wanted blocks, after the first `num_known`; and the longest prefix of which a block
+    arrived, which has one more user until `Fetches.end`.
     """
 
     root: bytes
@@ -34,7 +34,7 @@ class FetchProgress:
 
 
 class Fetches:
-    """Takes over slots that the server has written, and gives it others for them."""
+    """Takes over slots that the server has written, and gives the server other slots."""
 
     def __init__(
         self,
@@ -49,12 +49,12 @@ class Fetches:
         self._prefixes = prefixes
         self._block_size = block_size
         self._send = send
-        # Blocks since the engine's start: taken over; damaged, or not what was asked for.
+        # Blocks since the engine's start: taken over; refused as damaged or not asked for.
         self.fetched_total = 0
         self.refused_total = 0
 
     def give_slots(self) -> None:
-        """Give the server its first slots: one of each pool at least, if that is not all of it."""
+        """Give the server its first slots: at least one of each pool with two or more slots."""
         slots = [
             (pool, self._prefixes.take_pinned(pool))
             for pool, count in enumerate(self._arena.num_slots)
@@ -64,7 +64,9 @@ class Fetches:
 
     @property
     def most_blocks(self) -> int:
-        """So many of each group have room at once, beside those that come; 0 if none can come."""
+        """The largest number of blocks of each group that one fetch can bring; 0 if it can bring
+        none.
+        """
         if min(self._arena.num_slots) < 2:
             return 0
         return self._prefixes.most_copies * (_SHARE - 1) // _SHARE
@@ -78,21 +80,21 @@ class Fetches:
         return FetchProgress(names.root, blocks, num_known, prefix, doubt)
 
     def end(self, progress: FetchProgress) -> None:
-        """Nothing more comes. The last block that came is computed here too, where what precedes it
-        is enough for that.
+        """End a fetch. The last block that arrived, if it is in doubt, will be computed and
+        compared.
         """
         if progress.prefix.doubt is progress.doubt:
             self._checks.watch(progress.prefix, progress.doubt)
         self._prefixes.leave(progress.prefix)
 
     def take(self, progress: FetchProgress | None, slots: list[Slot]) -> None:
-        """Take over what came, parents first. None: nobody waits for it any more."""
+        """Take over written slots, parents first. Without `progress`, no request wants them."""
         given = [self._take(progress, pool, slot) for pool, slot in slots]
         if given:
             self._send(InboundSlots(given))
 
     def _take(self, progress: FetchProgress | None, pool: int, slot: int) -> Slot:
-        """Returns the slot that the server has in its place."""
+        """Take over one slot. Returns the slot that the server gets instead."""
         name = self._arena.name_in(pool, slot)
         if progress is None or name is None or not self._is_asked_for(progress, name):
             self.refused_total += progress is not None
@@ -110,7 +112,9 @@ class Fetches:
         return pool, other
 
     def _doubt(self, prefix: Prefix, group: int, doubt: Doubt) -> None:
-        """Until its fetch is settled; where nothing would ever settle it, not at all."""
+        """Put a block in doubt until its fetch is settled. With groups that slide or keep states,
+        no check would settle the doubt, so count the block as proven.
+        """
         if self._prefixes.slides:
             pool = self._arena.pool_of(group)
             self._arena.mark(pool, prefix.slots[group], is_proven=True)

@@ -1,4 +1,4 @@
-"""Copies blocks of a runner to host memory and back."""
+"""Copies a runner's blocks to host memory and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock_shard.worker.base import Runner
 
 
 class HostTier:
-    """The arena of an engine; which prefixes have a copy there is known to the prefix cache."""
+    """The copies in an engine's arena. The prefix cache knows which prefixes have copies."""
 
     def __init__(
         self,
@@ -24,21 +24,21 @@ class HostTier:
         runner: Runner,
         disk: DiskTier | None = None,
     ) -> None:
-        """What is copied there goes on to `disk`."""
+        """Copy to `arena`, and from there to `disk`."""
         self._arena = arena
         self._disk = disk
         self._prefixes = prefixes
         self._runner = runner
-        # None without peers.
+        # None if there are no peers.
         self.checks: ImportChecks | None = None
-        # Blocks since the engine's start: copied there, copied back, found to be damaged.
+        # Blocks since the engine's start: copied out, copied back, found damaged.
         self.saved_total = 0
         self.loaded_total = 0
         self.damaged_total = 0
 
     def restore(self) -> int:
-        """Have all found that an earlier engine has left, as far as what leads to it is there too;
-        how many blocks.
+        """Cache the copies that an earlier engine left, if all blocks before them have copies too.
+        Returns their number.
         """
         known: dict[bytes, Prefix] = {}
         records = sorted(self._proven(), key=lambda record: record[1].index)
@@ -58,7 +58,7 @@ class HostTier:
         return len(found)
 
     def _proven(self) -> Iterator[tuple[int, RecordName]]:
-        """Records, but for those of which nobody knows any more which peer sent them."""
+        """Yield proven records; clear others, because their peers are unknown after a restart."""
         for slot, name in self._arena.names():
             pool = self._arena.pool_of(name.group)
             if self._arena.is_proven(pool, slot):
@@ -67,9 +67,7 @@ class HostTier:
                 self._arena.clear(pool, slot)
 
     def load(self, load: Load) -> bool:
-        """Copy a block back; False if its copy is gone, or is damaged: then nobody finds it any
-        more.
-        """
+        """Copy a block back. False if its copy is gone or damaged; a damaged one is dropped."""
         prefix, group = load.prefix, load.group
         if prefix.slots[group] != load.slot:
             return False
@@ -80,15 +78,15 @@ class HostTier:
             return False
         self._runner.write_block(group, load.block_id, block)
         self.loaded_total += 1
-        # The disk may have deleted it by its age, but it is in use.
+        # The disk may have deleted this block as too old, but it is still used.
         self.write(prefix, group)
         return True
 
     def save(self, save: Save) -> None:
-        """Copy a block, which a step that is over has computed."""
+        """Copy a block that a collected step computed."""
         prefix, group, block_id = save.prefix, save.group, save.block_id
         pool = self._arena.pool_of(group)
-        # It may have turned out to be wrong, and another be there that is not.
+        # The block may have been found wrong and replaced by a right one.
         is_it = prefix.block_ids[group] in (NO_BLOCK, block_id) and not is_wrong(prefix.doubt)
         if is_it and prefix.slots[group] == NO_BLOCK and self._prefixes.has_free_slot(pool):
             slot = self._prefixes.take_slot(group)
@@ -106,7 +104,7 @@ class HostTier:
         self._prefixes.leave(prefix)
 
     def adopt(self, prefix: Prefix, group: int, record: bytes) -> None:
-        """Have a copy that came from elsewhere, whole and of this name. The prefix has a user."""
+        """Put an intact record of this block into a slot. The prefix has a user."""
         is_free = self._prefixes.has_free_slot(self._arena.pool_of(group))
         if prefix.slots[group] == NO_BLOCK and is_free:
             slot = self._prefixes.take_slot(group)
@@ -115,14 +113,13 @@ class HostTier:
             prefix.doubt = None if is_wrong(prefix.doubt) else prefix.doubt
 
     def write(self, prefix: Prefix, group: int) -> None:
-        """Have a copy written to disk, if there are both; not one that may be wrong."""
+        """Have a copy written to disk, if there is a disk, and a copy that is known to be right."""
         slot = prefix.slots[group]
         if self._disk is not None and slot != NO_BLOCK and is_proven(prefix.doubt):
             self._disk.save(name_of(prefix, group), lambda: bytes(self._arena.record(slot, group)))
 
 
 def name_of(prefix: Prefix, group: int) -> RecordName:
-    """The name of a prefix's block."""
     assert prefix.parent is not None
     named = prefix.index, prefix.digest, prefix.parent.digest, prefix.token_ids
     return RecordName(group, *named, prefix.is_salted)

@@ -1,9 +1,10 @@
-"""Whether peers send what is computed: some of their blocks are computed here too, and compared.
+"""Checks of peers' blocks: the last block of each fetch is computed by this shard too, and
+compared.
 
-The last block of each fetch is: what its deeper layers hold depends on all blocks before it, so one
-that was changed anywhere shows there. Shards of one namespace compute the same bytes, so any
-difference is a peer that lies, or a machine that errs. Not found is a whole that fits together: the
-blocks of another prompt which has the same last tokens.
+Its deeper layers depend on all blocks before it, so a change in any of them changes the last block.
+Shards of one namespace compute the same bytes, so any difference means that a peer lies or a
+machine errs. The check does not detect consistent blocks of another prompt with the same last
+tokens.
 """
 
 from __future__ import annotations
@@ -17,35 +18,35 @@ from penstock_shard.kv_cache.prefix_cache import PrefixCache
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
 from penstock_shard.kv_transfer.arena import Arena
 
-# Blocks that wait to be computed; sequences that end before leave some behind.
+# Blocks that may wait to be computed. Sequences that end early never compute theirs.
 _MOST_WATCHES = 256
 
 
 class ImportChecks:
-    """Settles doubts of what peers sent."""
+    """Settles doubts about blocks that peers sent."""
 
     def __init__(self, arena: Arena, prefixes: PrefixCache, on_lie: Callable[[str], None]) -> None:
-        """`on_lie` is called with the address of a peer whose blocks are wrong, once nobody finds
-        any of them, nor what was computed on them.
+        """Call `on_lie` with the address of a peer whose blocks are wrong, once they and all blocks
+        computed from them are uncached.
         """
         self._arena = arena
         self._prefixes = prefixes
         self._on_lie = on_lie
-        # Checksums of blocks that are to be computed, and whose truth they tell. Their prefixes
-        # have a user more.
+        # For each block to be computed: the checksum of the peer's block, and the doubt to settle.
+        # Each prefix has one more user.
         self._watches: dict[tuple[Prefix, int], tuple[int, Doubt]] = {}
-        # All that may be open, by source.
+        # Doubts that may be open, by source.
         self._doubts: defaultdict[str, WeakSet[Doubt]] = defaultdict(WeakSet)
 
     def begin(self, source: str) -> Doubt:
-        """Of the blocks of a fetch."""
+        """Make the doubt about a fetch's blocks."""
         doubt = Doubt(source)
         self._doubts[source].add(doubt)
         return doubt
 
     def note_copy(self, prefix: Prefix, group: int) -> None:
-        """A block was put into a slot: if it is in doubt, no later engine finds it until that is
-        settled.
+        """Mark a new copy as unproven if it is in doubt: until that is settled, a later engine must
+        not use it.
         """
         doubt = prefix.doubt
         if doubt is not None and not is_proven(doubt):
@@ -54,7 +55,9 @@ class ImportChecks:
             doubt.copies.append((prefix, group))
 
     def watch(self, prefix: Prefix, doubt: Doubt) -> None:
-        """Have the blocks of a prefix computed, though a peer has sent them, and compared then."""
+        """Watch the last blocks of a prefix that a peer sent: they are computed here too and
+        compared.
+        """
         for group, slot in enumerate(prefix.slots):
             if slot == NO_BLOCK or (prefix, group) in self._watches:
                 continue
@@ -67,7 +70,7 @@ class ImportChecks:
             self._forget(next(iter(self._watches)))
 
     def compare(self, prefix: Prefix, group: int, slot: int) -> None:
-        """A block was computed, and is copied into a slot."""
+        """Compare a block that was computed and copied into a slot, if it is watched."""
         if (prefix, group) not in self._watches:
             return
         checksum, doubt = self._watches[prefix, group]
@@ -92,9 +95,7 @@ class ImportChecks:
             each.copies.clear()
 
     def _disown(self, doubt: Doubt) -> None:
-        """Who of several sent the lie is not known: nothing is kept of any of them that is not
-        proven.
-        """
+        """Drop all unproven blocks of all peers in the chain, because the liar is not known."""
         sources = {each.source for each in doubt.chain()}
         for source in sources:
             for each in self._doubts.pop(source, ()):

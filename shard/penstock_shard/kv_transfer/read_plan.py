@@ -1,4 +1,4 @@
-"""Which blocks of a prefix to fetch from elsewhere: as far as it can be used when they are here."""
+"""Plans which blocks of a prefix to read from disk or a peer, up to the longest usable prefix."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
 from penstock_shard.kv_cache.prefix_tree import Prefix
 
-# Whether a place has the block of a group and a chained hash.
+# Tells whether a place has a block, by its group and its chained hash.
 HasBlock = Callable[[int, bytes], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The full blocks of a sequence without its last token: the root, and each block's chained hash
-    and tokens.
+    """The full blocks before a sequence's last token: the root, and each block's chained hash and
+    tokens.
     """
 
     root: bytes
@@ -26,8 +26,8 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """Blocks to fetch, from the shortest prefix on. The last prefix has a user more, who ends with
-    `PrefixCache.leave`. There are `num_found` blocks without them, `num_blocks` with them.
+    """Blocks to read, shortest prefix first. They lengthen the usable prefix from `num_found` to
+    `num_blocks` blocks. The last prefix has one more user, until `PrefixCache.leave`.
     """
 
     last: Prefix
@@ -38,7 +38,7 @@ class ReadPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A prefix, known here or not."""
+    """A prefix that this shard knows, or not."""
 
     known: Prefix | None
     digest: bytes
@@ -50,7 +50,7 @@ class _Candidate:
 
 
 def plan_reads(prefixes: PrefixCache, chain: Chain, has_block: HasBlock) -> ReadPlan | None:
-    """None if a prefix is no longer with what `has_block` has."""
+    """Plan to read the blocks that `has_block` finds; None if they make no longer prefix usable."""
     found = prefixes.find(chain.root, chain.names)
     num_found = prefixes.longest(found)
     candidates: list[_Candidate] = []

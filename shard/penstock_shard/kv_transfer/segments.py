@@ -1,8 +1,8 @@
 """Files with records of KV blocks, in a directory that one process at a time has.
 
-Records are appended to the newest file, a segment; the oldest is deleted when there are too many
-bytes, or when it is too old: nothing is moved or changed. A record is as it lies in host memory,
-with its checksums, so no write is waited for: what a crash tears or empties is found by these.
+Records are appended to the newest file, a segment. The oldest segment is deleted if it is too old
+or the directory too large; nothing is moved or changed. A record has the same bytes as in host
+memory. Its checksums reveal what a crash damages, so no write is synced.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from penstock_shard.device.cache_directory import ensure_safe_directory
 from penstock_shard.kv_transfer.arena import Arena, RecordName
 
 _MAGIC = b"penstock KV\0"
-# Before the records of a segment: its namespace, and CRC-32 of all that.
+# The header of a segment: magic, namespace, and CRC-32 of both.
 _HEADER = struct.Struct("<12s16sI")
 _SUFFIX = ".kv"
-# Bytes and age of a segment are this part of those of all.
+# One segment takes at most 1/16 of the bytes, and records of at most 1/16 of the age limit.
 _PARTS = 16
 _LOCK_WAIT_S = 5.0
-# So many changes wait to be taken; of more the oldest are forgotten.
+# Changes that wait to be taken; if there are more, the oldest are forgotten.
 _MOST_CHANGES = 2**20
 
-# What names a block: its group and its chained hash.
+# A block's group and its chained hash.
 Key = tuple[int, bytes]
 
 
 class DirectoryTaken(Exception):
-    """Another process has the directory."""
+    """The directory is locked by another process."""
 
 
 def lock_directory(path: Path, wait_s: float = _LOCK_WAIT_S) -> int:
-    """A descriptor that has the directory until it is closed; makes it. An engine that is ending
-    is waited for. Raises DirectoryTaken; OSError where it cannot be used, or others may write to
-    it.
+    """Make and lock a directory, until the returned descriptor is closed. Waits up to `wait_s` for
+    an engine that is ending. Raises DirectoryTaken; OSError if the directory cannot be used or
+    others may write to it.
     """
     ensure_safe_directory(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -60,8 +60,8 @@ def lock_directory(path: Path, wait_s: float = _LOCK_WAIT_S) -> int:
 
 @dataclass(slots=True)
 class _Segment:
-    """A file; `created_ms`, since the epoch, is its name. What it has is found by `keys`; another
-    namespace's has none.
+    """A file, named by its creation time in milliseconds since the epoch. `keys` lists its
+    records; it is empty if the file belongs to another namespace.
     """
 
     path: Path
@@ -72,8 +72,8 @@ class _Segment:
 
 
 class Segments:
-    """The files of a directory, and where each record of a namespace is. One thread reads and
-    writes; any may ask `has`.
+    """The files of a directory, and the place of each record of a namespace. One thread reads and
+    writes; any may call `has`.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Segments:
         with_salted: bool = False,
         clock: Clock = time.time,
     ) -> None:
-        """`arena` knows records. Salted ones are not found without `with_salted`.
+        """List the files. `arena` parses records. Salted ones are ignored without `with_salted`.
 
         Raises:
             ValueError: `max_bytes` is less than a segment with the largest record.
@@ -105,31 +105,28 @@ class Segments:
         self._with_salted = with_salted
         self._clock = clock
         self._segments = sorted(_files(directory), key=lambda segment: segment.created_ms)
-        # The newest, if it is this process's: no record is behind a torn one.
+        # The newest segment, if this process made it and no write to it failed.
         self._open: _Segment | None = None
-        # With the offset of a record the index of its block.
+        # For each record: its segment, its offset, and the index of its block.
         self._places: dict[Key, tuple[_Segment, int, int]] = {}
-        # Records that came or went, by index and hash; any thread may take them.
+        # Records that were added or removed, by index and hash; any thread may take them.
         self.changes: deque[tuple[int, bytes]] = deque(maxlen=_MOST_CHANGES)
 
     @property
     def num_records(self) -> int:
-        """How many can be found."""
         return len(self._places)
 
     @property
     def num_bytes(self) -> int:
-        """Of all files."""
         return sum(segment.num_bytes for segment in self._segments)
 
     def has(self, key: Key) -> bool:
-        """Whether there is a record; it may be damaged."""
+        """Tell whether a record exists, which may be damaged."""
         return key in self._places
 
     def scan(self) -> None:
-        """Find the records that are there, newest segments first, by their headers alone: a damaged
-        or torn one is the last of its segment. Raises OSError, that of the first segment that
-        cannot be read, once all others are.
+        """Find the records, newest segments first, by their headers alone. A segment is read up to
+        its first torn or damaged record. Raises the first OSError after all segments are tried.
         """
         failure: OSError | None = None
         for segment in reversed(self._segments):
@@ -164,8 +161,8 @@ class Segments:
             offset += self._arena.record_bytes(name.group)
 
     def read(self, name: RecordName) -> bytes | None:
-        """A record that is whole; None if it is not there, or is damaged: then it is found no more.
-        Raises OSError.
+        """Read a record; None if it is missing or damaged. A damaged one is forgotten. Raises
+        OSError.
         """
         segment, offset, _ = self._places.get(_key(name), (None, 0, 0))
         if segment is None:
@@ -178,12 +175,12 @@ class Segments:
         return None
 
     def append(self, name: RecordName, record: bytes) -> None:
-        """Write a record, and delete what is beyond the bound then. Raises OSError; then it is not
-        there.
+        """Write a record, after deleting segments until it fits. Raises OSError if it is not
+        written.
         """
         segment = self._open
         if segment is None or not self._takes(segment, len(record)):
-            # Nothing is behind a record that an error tears.
+            # An error below leaves no open segment: nothing may follow a torn record.
             self._open = None
             self._make_room(_HEADER.size + len(record))
             segment = self._create()
@@ -196,20 +193,22 @@ class Segments:
         self._open = segment
 
     def expire(self) -> None:
-        """Delete what is too old, or from a time to come, as a clock was set. Raises OSError."""
+        """Delete segments that are too old or, after a change of the clock, equally far in the
+        future. Raises OSError.
+        """
         now_ms = self._now_ms()
         for segment in list(self._segments):
             if abs(now_ms - segment.created_ms) > self._age_ms:
                 self._delete(segment)
 
     def _takes(self, segment: _Segment, num_bytes: int) -> bool:
-        """Whether another record belongs into a segment."""
+        """Tell whether a segment takes a record of `num_bytes`."""
         is_young = self._now_ms() - segment.created_ms <= self._age_ms // _PARTS
         fits = segment.num_bytes + num_bytes <= self._segment_bytes
         return is_young and fits and self._max_bytes >= self.num_bytes + num_bytes
 
     def _make_room(self, num_bytes: int) -> None:
-        """Delete segments of other namespaces, then the oldest, until so many bytes fit."""
+        """Delete segments of other namespaces, then the oldest, until `num_bytes` fit."""
         while self._segments and self.num_bytes + num_bytes > self._max_bytes:
             self._delete(min(self._segments, key=lambda each: (each.is_ours, each.created_ms)))
 
@@ -223,7 +222,7 @@ class Segments:
         try:
             self._write(segment, self._header)
         except OSError:
-            # On a full disk each try would leave another.
+            # Otherwise each try on a full disk would leave an empty file.
             self._delete(segment)
             raise
         return segment
@@ -232,7 +231,7 @@ class Segments:
         try:
             append(segment.path, data)
         finally:
-            # Where it failed, a part of it may be there.
+            # A write that failed may have left a part.
             segment.num_bytes = segment.path.stat().st_size
 
     def _delete(self, segment: _Segment) -> None:
@@ -266,7 +265,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 def _files(directory: Path) -> Iterator[_Segment]:
-    """The segments of a directory; other files are left alone."""
+    """Yield the segments of a directory; other files are ignored."""
     for path in directory.iterdir():
         if path.suffix == _SUFFIX and path.stem.isdecimal() and path.exists():
             yield _Segment(path, int(path.stem), path.stat().st_size)

@@ -1,1 +1,1 @@
-"""What loads made of the files of models, kept on disk for the next start."""
+"""Results of model loads, kept on disk for the next start."""

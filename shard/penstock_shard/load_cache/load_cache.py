@@ -1,7 +1,7 @@
-"""Values that loads made, in files of a directory that is bounded in bytes.
+"""Results of loads, in files of a directory that is bounded in bytes.
 
-The files are torch's. They are read as data: of what is in one, nothing is made but tensors and
-objects of the types that are named. And a file that somebody else may have written is ignored.
+The files are torch's. Reading a file makes only tensors and objects of named types. A file that
+other users may have written is ignored.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from penstock_shard.errors import first_line
 
 _SUFFIX = ".load"
 _NOT_KEPT = "this load is not kept for the next start"
-# What torch raises for a file that is damaged, or that names what is not there.
+# Errors that torch raises for a file that is damaged or names missing objects.
 _DAMAGED = (ArithmeticError, EOFError, LookupError, RuntimeError, TypeError, ValueError)
 _OF_ZIP = (zipfile.BadZipFile, zlib.error)
 _NOT_OURS = (*_DAMAGED, AttributeError, ImportError, UnpicklingError, *_OF_ZIP)
-# No write takes so long: what is left of one that was killed.
+# No write takes so long, so an older partial file is left from a killed process.
 _ABANDONED_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadCache:
-    """The files of a directory, of which the least recently used go beyond `max_bytes`. `types` has
-    the classes that values may consist of, and functions that make some. `progress` gets a line
-    where a file cannot be used.
+    """Kept values in a directory of at most `max_bytes`; the least recently used are removed.
+    `types` has the classes that values may consist of, and functions that make such objects.
+    `progress` gets a line if a file cannot be used.
     """
 
     directory: Path
@@ -48,15 +48,15 @@ class LoadCache:
     progress: Callable[[str], None]
 
     def read(self, key: str) -> Any:
-        """What is kept under the key; None if nothing usable is. Raises what making it raises, as
-        where kernels that it needs cannot be built.
+        """Read the value of a key; None if there is no usable value. Raises what making the value
+        raises, for example if kernels cannot be built.
         """
         path = self._path(key)
         try:
             if not ensure_safe(path) or not path.is_file():
                 return None
             with zipfile.ZipFile(path) as file:
-                # Torch does not look whether bytes of tensors are those that were written.
+                # torch does not check the bytes of tensors.
                 if file.testzip() is not None:
                     raise zipfile.BadZipFile
             with torch.serialization.safe_globals(list(self.types)):
@@ -67,13 +67,13 @@ class LoadCache:
         except _NOT_OURS:
             self.progress(f"a kept load is not used: {path}: is damaged, or none of this version")
             return None
-        # It may be another's, as root's.
+        # The file may belong to root.
         with contextlib.suppress(OSError):
             os.utime(path)
         return value
 
     def write(self, key: str, value: object, nbytes: int) -> None:
-        """Keep a value of about so many bytes, if there is room for it."""
+        """Keep a value of about `nbytes` bytes, if there is room for it."""
         if nbytes > self.max_bytes:
             self.progress(f"{_NOT_KEPT}: its {nbytes} bytes are more than --load-cache")
             return
@@ -91,12 +91,12 @@ class LoadCache:
                 replace_file(made, path)
             finally:
                 made.unlink(missing_ok=True)
-        # torch raises the second where a disk fills up.
+        # torch raises RuntimeError if the disk fills up.
         except (OSError, RuntimeError) as error:
             self.progress(f"{_NOT_KEPT}: {first_line(error)}")
 
     def _make_room(self, nbytes: int) -> None:
-        """Remove files until so many bytes fit, those first that were not read for longest."""
+        """Remove the least recently read files until `nbytes` bytes fit."""
         for path in self.directory.glob("*.part"):
             if time.time() - path.stat().st_mtime > _ABANDONED_S:
                 path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""A name for all that a load depends on: what is kept under it may take the load's place.
+"""A key of all that a load depends on, so that a value kept under it can replace the load.
 
-The files are known by what the system says of them, not by their bytes: a file cannot be changed
-without a new time of change, and reading all of a model takes as long as loading it.
+The key has the system's description of a file, not its bytes. A changed file has a new time of
+change, and reading a whole model takes as long as loading it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from penstock_shard.device.cache_directory import code_hash, file_identity
 from penstock_shard.device.cpu_threads import default_threads
 from penstock_shard.kernels.build_cpu import kernel_hash, wanted_levels
 
-# The groups of flags of which no load reads any. One that it does not read costs a load, no more.
+# Flag groups that never affect loading. Keeping one in the key would only cost a load.
 _APART = {"server", OBSERVING, "fake runner (no torch, no weights)"}
 _PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags")
 
 
 def load_key(config: ShardConfig, model_dir: Path) -> str:
-    """32 hex digits (blake2b-128). Raises OSError for a file that cannot be looked at, ModelError
-    for an index that cannot be read, KernelBuildError for kernels that do not run here.
+    """Return 32 hex digits (blake2b-128). Raises OSError for a file that cannot be examined,
+    ModelError for an index that cannot be read, KernelBuildError for kernels that do not run here.
     """
     total = hashlib.blake2b(digest_size=16)
     for part in _parts(config, model_dir):
@@ -56,7 +56,7 @@ def _flags(config: ShardConfig) -> Iterator[str]:
 
 
 def _processor() -> str:
-    """What torch's functions may round by."""
+    """Describe the processor, on which torch's rounding may depend."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

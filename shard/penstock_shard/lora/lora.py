@@ -1,14 +1,14 @@
-"""LoRA adapters: what each adds to the outputs of a model's products, token by token.
+"""LoRA adapters: their additions to the outputs of a model's products, token by token.
 
-An adapter has an index, from 1 on; each token of a step has the index of its adapter, or 0. Two
-implementations compute the same. `LoopedDelta` loops over the adapters in the step, each on its own
-tokens, with the products of the ops: where those give a row the same bits in any batch, so does
-this. `StackedDelta` keeps all adapters in two tensors, computes all of them for every token, and
-masks out all but the token's own: shapes depend on no adapter, so the host never waits for the
-device. It costs `adapters * rank` more columns a product.
+An adapter has an index, from 1 on; each token of a step has its adapter's index, or 0. Two
+implementations give equal results. `LoopedDelta` loops over the step's adapters, each on its own
+tokens, with the ops' products: it is batch-invariant if these products are. `StackedDelta` keeps
+all adapters in two tensors, computes all of them for every token, and masks out all but the token's
+own. Its shapes depend on no adapter, so the host never waits for the device, at the cost of
+`adapters * rank` more columns in each product.
 
-With tensor parallelism, a rank with some rows of a weight uses the same rows of B, and a rank with
-some columns uses the same columns of A: its addition is then part of the sum over ranks.
+With tensor parallelism, a rank with some rows of a weight uses the same rows of B. A rank with some
+columns uses the same columns of A, and its addition is part of the sum over ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RANK_MULTIPLE = 16
 
 @dataclass(frozen=True, slots=True)
 class LoraLimits:
-    """The most adapters that may be loaded at once, and the highest LoRA rank."""
+    """The largest number of adapters loaded at once, and the highest LoRA rank."""
 
     max_adapters: int
     max_rank: int
@@ -40,21 +40,21 @@ class LoraLimits:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to one weight [N, K]: `b @ a`; a [r, K], b [N, r], float32. `b` includes
-    the scale.
+    """An adapter's addition to one weight [N, K]: `b @ a`; a [r, K], b [N, r], float32. `b`
+    includes the scale.
     """
 
     a: Tensor
     b: Tensor
 
 
-# By module name.
+# Maps module names to matrices.
 AdapterWeights = Mapping[str, LowRank]
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A rank's share of a weight [N, K]: ranges of rows, in order, and of these some columns."""
+    """A rank's share of a weight [N, K]: ranges of rows, in order, and a range of columns."""
 
     # N and K of the whole weight.
     shape: tuple[int, int]
@@ -62,22 +62,22 @@ class Share:
     columns: slice = field(default_factory=lambda: slice(None))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The share of `tensor`, which is the whole weight or its bias [N]."""
+        """Return the share of `tensor`, the whole weight or its bias [N]."""
         parts = [tensor[rows] for rows in self.rows]
         part = parts[0] if len(parts) == 1 else torch.cat(parts)
         return part[:, self.columns] if part.dim() == 2 else part
 
     def of_pair(self, pair: LowRank) -> LowRank:
-        """The part of a whole model's adapter that goes with this share."""
+        """Return the part of a whole model's adapter for this share."""
         return LowRank(pair.a[:, self.columns], Share(self.shape, self.rows).of(pair.b))
 
 
-# By module name; modules that are not listed are whole on every rank.
+# By module name. Modules that are not listed are whole on every rank.
 Shares = Mapping[str, Share]
 
 
 class TokenAdapters:
-    """The adapter index of each token of a step: int64 [T], 0 for none. Made once a step."""
+    """The adapter index of each token of a step: int64 [T], 0 for none. It is made once a step."""
 
     def __init__(self, indices: Tensor) -> None:
         self.indices = indices
@@ -98,7 +98,6 @@ class TokenAdapters:
         return mask
 
     def of(self, rows: Tensor) -> TokenAdapters:
-        """The indices of some of the tokens."""
         return TokenAdapters(self.indices[rows])
 
 
@@ -112,10 +111,10 @@ class Part:
 
 
 class Delta(Protocol):
-    """What adapters add to one product."""
+    """Adds the adapters' results to those of one linear layer."""
 
     def add(self, x: Tensor, y: Tensor, tokens: TokenAdapters) -> None:
-        """Add to y [T, N] what each token's adapter computes from x [T, K]."""
+        """Add the result of each token's adapter, on x [T, K], to y [T, N]."""
 
     def place(self, index: int, pairs: Mapping[str, LowRank]) -> None:
         """Set the adapter's matrices, by module name. An adapter without matrices for this
@@ -123,12 +122,12 @@ class Delta(Protocol):
         """
 
     def drop(self, index: int) -> None:
-        """Remove the adapter at `index`, which no token has any more."""
+        """Remove the adapter at `index`, which no token uses any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """One adapter's matrices for a product: the A of all its parts as one, and each part's B."""
+    """An adapter's matrices for a product: the A of all its parts as one, and each part's B."""
 
     down: Matrix
     # For each part: its columns in the result of `down`, and its B.
@@ -136,7 +135,7 @@ class _Placed:
 
 
 class LoopedDelta:
-    """A `Delta`: see the module's docstring."""
+    """A `Delta` that computes one adapter after the other."""
 
     def __init__(self, parts: Sequence[Part], ops: Ops) -> None:
         self._parts = parts
@@ -172,13 +171,13 @@ class LoopedDelta:
 
 
 class StackedDelta:
-    """A `Delta`: see the module's docstring."""
+    """A `Delta` that computes all adapters at once."""
 
     def __init__(
         self, parts: Sequence[Part], in_features: int, limits: LoraLimits, ops: Ops
     ) -> None:
         self._parts = parts
-        # With exact ops, products must be exact too: a row's bits depend on that row alone.
+        # Exact ops need exact products here too: a row's bits depend only on that row.
         self._exact = ops.exact
         self._num_adapters = limits.max_adapters
         self._rank = padded_rank(limits.max_rank)
@@ -196,7 +195,7 @@ class StackedDelta:
 
     def add(self, x: Tensor, y: Tensor, tokens: TokenAdapters) -> None:
         down = self._product(x, self._a).view(len(x), len(self._parts), self._width)
-        # Filled, not multiplied by 0: another adapter may give NaN or infinity.
+        # Fill with 0 instead of multiplying, because another adapter may give NaN or infinity.
         down = down.masked_fill(tokens.mask(self._num_adapters, self._rank).unsqueeze(1), 0.0)
         for number, (part, up) in enumerate(zip(self._parts, self._b, strict=True)):
             if self._exact:
@@ -233,25 +232,25 @@ class StackedDelta:
 
 
 def padded_rank(rank: int) -> int:
-    """The rank, rounded up to the multiple that an adapter's place is sized for."""
+    """The rank, rounded up to a multiple of `_RANK_MULTIPLE`."""
     return -(-rank // _RANK_MULTIPLE) * _RANK_MULTIPLE
 
 
 class LoraBank:
-    """All products of a model that take adapters, and the adapters placed there."""
+    """The products of a model that take adapters, and the placed adapters."""
 
     def __init__(
         self, limits: LoraLimits, ops: Ops, *, stacked: bool, shares: Shares | None = None
     ) -> None:
-        """`stacked` chooses `StackedDelta` over `LoopedDelta`; `shares` are this rank's shares of
+        """Use `StackedDelta` if `stacked`, else `LoopedDelta`. `shares` are this rank's shares of
         the divided modules.
         """
         self.limits = limits
         self._shares = shares or {}
         self._ops = ops
         self._stacked = stacked
-        # Adapters' values must be finite in this dtype: tokens of other adapters are multiplied
-        # with them too, and the results masked out.
+        # The dtype of adapters' values, in which they must be finite, because tokens of other
+        # adapters are multiplied with them too.
         self.dtype = ops.dtype if stacked else torch.float32
         self._deltas: list[Delta] = []
         # This rank's share of each module that takes adapters.
@@ -259,8 +258,8 @@ class LoraBank:
         self.nbytes = 0
 
     def open(self, modules: Sequence[tuple[str, int]], in_features: int) -> Delta:
-        """Let a product take adapters. `modules` are the names of its modules and the number of
-        outputs that each has on this rank.
+        """Let a product take adapters. `modules` are the names of its modules and their numbers of
+        outputs on this rank.
         """
         parts = []
         start = 0
@@ -283,22 +282,19 @@ class LoraBank:
         return {module: share.shape[::-1] for module, share in self._open.items()}
 
     def place(self, index: int, weights: AdapterWeights) -> None:
-        """Set an adapter of the whole model, which passed `check_fit`, at an index that no token
-        has.
-        """
+        """Set an adapter of the whole model, which passed `check_fit`, at an unused index."""
         own = {module: self._open[module].of_pair(pair) for module, pair in weights.items()}
         for delta in self._deltas:
             delta.place(index, own)
 
     def drop(self, index: int) -> None:
-        """Remove the adapter at an index that no token has any more."""
         for delta in self._deltas:
             delta.drop(index)
 
 
 def check_fit(bank: LoraBank, files: AdapterFiles) -> None:
-    """Raises ModelError for modules that the model lacks or that have another shape, and for a LoRA
-    rank over the limit.
+    """Check an adapter. Raises ModelError if the model lacks one of its modules or has another
+    shape, or if its LoRA rank is over the limit.
     """
     limit, modules = bank.limits.max_rank, bank.modules
     trained_on = repr(files.base_model[:80]) if files.base_model else "another model"

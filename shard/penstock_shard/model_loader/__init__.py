@@ -1,1 +1,1 @@
-"""From --model to a runner that is ready."""
+"""Turns --model into a runner that is ready."""

@@ -25,8 +25,8 @@ class ModelAdapters:
     def __init__(
         self, bank: LoraBank, find: Callable[[str], Path], whole: MirroredModel | None = None
     ) -> None:
-        """`find` gives the directory of a source. With several ranks, `bank` is this rank's, and
-        `whole` passes changes to the others.
+        """`find` returns the directory of a source. With several ranks, `bank` belongs to this
+        rank, and `whole` passes changes to the other ranks.
         """
         self._bank = bank
         self._find = find
@@ -37,6 +37,9 @@ class ModelAdapters:
         check_fit(self._bank, files)
         weights = read_weights(files, self._bank.dtype)
         return ReadAdapter(files.content_hash, files.rank, weights)
+
+    def discard(self, adapter: ReadAdapter) -> None:
+        """Do nothing, because only the adapter object holds the weights."""
 
     def place(self, index: int, adapter: ReadAdapter) -> None:
         assert isinstance(adapter.weights, dict)
@@ -53,7 +56,7 @@ class ModelAdapters:
 def adapter_store(
     config: ShardConfig, bank: LoraBank | None, model: CausalModel
 ) -> ModelAdapters | None:
-    """The adapters of a model, over all its ranks; None if none are served."""
+    """Return the adapters of a model, over all its ranks; None if none are served."""
     if bank is None:
         return None
     whole = model if isinstance(model, MirroredModel) else None
@@ -61,7 +64,9 @@ def adapter_store(
 
 
 def read_weights(files: AdapterFiles, dtype: torch.dtype = torch.float32) -> dict[str, LowRank]:
-    """The weights of each module. Raises ModelError for a value that is not finite in `dtype`."""
+    """Read the weights of each module. Raises ModelError for a value that is not finite in
+    `dtype`.
+    """
     try:
         with safe_open(files.path / WEIGHTS, framework="pt") as tensors:
             weights = {

@@ -1,4 +1,4 @@
-"""How many KV blocks to have, of each pool."""
+"""The number of KV blocks in each pool."""
 
 from __future__ import annotations
 
@@ -9,37 +9,39 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
 from penstock_shard.ipc.runner_info import CacheGroup, blocks_each, pools_for
 
-# Without flags a cpu shard takes this much for KV blocks, more only to hold one sequence of full
-# length, and never more than this share of free memory.
+# Without flags, a cpu shard takes this many bytes for KV blocks, or more if one sequence of full
+# length needs more, but at most this share of free memory.
 _CPU_KV_BYTES = 256 * 2**20
 _CPU_SHARE = 0.5
-# More are only taken to hold one sequence: the records of a block take half a kilobyte of the host,
-# which is all that a block without layers takes.
+# A pool gets more blocks than this only if one sequence needs them. The host's records of a block
+# take 512 bytes, and a block without layers takes nothing else.
 _MOST_BLOCKS = 2**20
 RECORD_BYTES = 512
-# Pools hold equally many sequences of this many times what the widest window holds. With more, long
-# sequences would find blocks for their windows where short ones find none; with fewer, the reverse.
-# A state is as a window of nothing but the step's own tokens.
+# Pools are sized for an equal number of sequences, each this many times as long as the widest
+# window. With longer ones, short sequences would run out of blocks first; with shorter ones, long
+# sequences would. A state counts as a window of only the step's own tokens.
 _REFERENCE_WINDOWS = 4
-# For each such sequence there is room for so many states that are kept for others, beside its own.
+# For each such sequence there is room for its own state and this many kept states.
 KEPT_STATES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The size of a KV block of each pool, and what sequences need."""
+    """The size of a KV block of each pool, and the blocks that sequences need."""
 
     block_size: int
-    # For each pool.
+    # A block's bytes in each pool.
     block_bytes: tuple[int, ...]
     max_model_len: int
     groups: tuple[CacheGroup, ...] = (CacheGroup(),)
     max_chunk_tokens: int = 2**31
-    # Where layers have states: how many are wanted before more blocks are.
+    # If layers have states: the number of states to make before memory goes to further blocks.
     num_states: int = 1
 
     def blocks_for(self, num_tokens: int) -> list[int]:
-        """The blocks of each pool that a sequence of so many tokens has at once, at the most."""
+        """Return the most blocks of each pool that a sequence of `num_tokens` tokens has at
+        once.
+        """
         counts = [0] * len(self.block_bytes)
         for group in self.groups:
             most = group.most_blocks(self.max_chunk_tokens, self.block_size)
@@ -47,7 +49,6 @@ class KVShape:
         return counts
 
     def bytes_of(self, pools: Sequence[int]) -> int:
-        """Bytes of so many blocks of each pool."""
         return sum(count * size for count, size in zip(pools, self.block_bytes, strict=True))
 
     @property
@@ -61,12 +62,12 @@ class KVShape:
         return self.bytes_of(self.blocks_for(self.max_model_len))
 
     def sequences_in(self, pools: Sequence[int]) -> int:
-        """How many sequences of full length pools of these sizes hold."""
+        """Return the number of sequences of full length in pools of these sizes."""
         one = self.blocks_for(self.max_model_len)
         return min(size // count for size, count in zip(pools, one, strict=True))
 
     def tokens_in(self, num_bytes: int) -> int:
-        """The longest sequence, in whole blocks, that so many bytes hold."""
+        """Return the longest sequence, in whole blocks, that fits into `num_bytes`."""
         fits, too_long = 0, -(-self.max_model_len // self.block_size) + 1
         while too_long - fits > 1:
             middle = (fits + too_long) // 2
@@ -82,9 +83,9 @@ class KVShape:
         return self.bytes_of([0 if count else 1 for count in pools_for(1, self.groups)])
 
     def divide(self, num_bytes: int, *, only_blocks: bool = False) -> list[int]:
-        """Blocks of each pool in so many bytes, which hold one sequence of full length. States come
-        next, up to `num_states`; what is left is divided as sequences of the reference need it, or
-        between KV blocks alone.
+        """Divide `num_bytes`, which suffice for one sequence of full length, into blocks of each
+        pool. After that sequence, states get memory, up to `num_states`. The rest is divided as for
+        a reference sequence, or only among KV blocks.
         """
         pools, length = self.blocks_for(self.max_model_len), self.max_model_len
         left = num_bytes - self.bytes_of(pools)
@@ -103,12 +104,12 @@ class KVShape:
 
 
 def choose_pools(shape: KVShape, config: ShardConfig, free_bytes: int, on_cpu: bool) -> list[int]:
-    """Number of KV blocks of each pool: what the flags say, else what memory allows. Blocks that no
+    """Return the number of KV blocks of each pool: by the flags, else by memory. Blocks that no
     request needs keep prefixes.
 
     `free_bytes` is the most that KV blocks may take. Raises ModelError if not even one sequence of
-    max_model_len fits, or on cpu if the flags ask for more than is free: the system gives memory
-    only when it is first written, so too large an allocation would get the process killed later.
+    max_model_len fits, or on cpu if the flags ask for more than is free: the system commits memory
+    only on the first write, and would kill the process later.
     """
     one = shape.bytes_per_sequence
     more_states = max(0, shape.num_states - 1) * shape.state_bytes
@@ -151,14 +152,13 @@ def _too_short(shape: KVShape, num_bytes: int, flag: str) -> str:
 
 
 def no_room(shape: KVShape, pools: Sequence[int], free_bytes: int, flag: str) -> str:
-    """The error message for KV blocks that do not fit."""
     most = max(0, free_bytes // shape.bytes_of(pools_for(1, shape.groups)))
     num_blocks, mebibytes = blocks_each(pools, shape.groups), shape.bytes_of(pools) >> 20
     return f"KV cache: no room for {num_blocks} blocks ({mebibytes} MiB): {most} fit; lower {flag}"
 
 
 def describe_blocks(shape: KVShape, pools: Sequence[int], config: ShardConfig, on_cpu: bool) -> str:
-    """One line for the log: how much there is, and on cpu how to get more than the default."""
+    """Return one line for the log: the size, and on cpu how to get more than the default."""
     num_blocks, mebibytes = blocks_each(pools, shape.groups), shape.bytes_of(pools) >> 20
     size = f"{num_blocks} blocks of {shape.block_size} tokens"
     states = [pools[group.pool] for group in shape.groups if group.has_state]

@@ -1,4 +1,4 @@
-"""Self-checks of a loaded model: whether what it computes is right, and the same in any batch."""
+"""Self-checks of a loaded model: its results are right, and the same in any batch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _CHECK_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class CheckResults:
-    """What checks found of a model that may be served."""
+    """Results of the checks of a model that may be served."""
 
-    # Tokens of a KV block.
+    # The number of tokens of a KV block.
     block_size: int
     batch_invariant: bool
     # Estimated duration of the largest step.
@@ -37,7 +37,7 @@ class CheckResults:
 def check_model(
     config: ShardConfig, loaded: LoadedModel, progress: Callable[[str], None]
 ) -> CheckResults:
-    """Raises ModelError if the model computes wrongly, or does not go with the flags."""
+    """Check the model. Raises ModelError if it computes wrongly, or does not fit the flags."""
     block_size = _block_size(config, loaded)
     checks = _Checks(config, loaded, block_size, progress)
     checks.attention()
@@ -94,8 +94,8 @@ class _Checks:
         length = min(_CHECK_TOKENS, self.loaded.max_model_len)
         half = max(1, length // 2)
         paged: list[list[Tensor]] = [[], []]
-        # A cache in the activations' dtype, as the model's own attention does not round keys and
-        # values any further.
+        # The cache has the activations' dtype, because the model's own attention does not round
+        # keys and values.
         with self._steps(2, length, self.loaded.ops.dtype) as steps:
             sequences = [steps.sequence(length) for _ in paged]
             for start, end in ((0, half), (half, length)):
@@ -112,28 +112,27 @@ class _Checks:
         check_logits(name, own_logits, found_logits, self._precision())
 
     def _precision(self) -> str:
-        """The type that decides the tolerance for logits."""
         weights = self.loaded.ops.weights
-        # With these products round activations too.
+        # Products with these weights round activations too.
         if weights in ("int8", "int4", "fp8", "bfloat16"):
             return weights
         return dtype_name(self.loaded.ops.dtype)
 
     def numbers(self) -> float:
-        """Random tokens must give finite logits: half precision may overflow in some models.
+        """Check that random tokens give finite logits: half precision may overflow in some models.
 
-        Returns how long the largest step would take if all its tokens took as long as these.
+        Returns the time of the largest step, estimated from the time of these tokens.
         """
         length = min(_CHECK_TOKENS, self.loaded.max_model_len)
         device = self.loaded.model.device
         with self._steps(1, length, self.loaded.kv_dtype) as steps:
             rows = [(steps.sequence(length), 0, length)]
             if device.type != "cpu":
-                # Warm up: allocation and compilation in the first run are not part of a step.
+                # Warm up, because a step does not allocate and compile as the first run does.
                 torch.isfinite(steps.run(rows)).all().item()
             started_s = time.perf_counter()
             logits = steps.run(rows)
-        # Also waits for the device.
+        # This also waits for the device.
         are_finite = bool(torch.isfinite(logits).all())
         seconds = time.perf_counter() - started_s
         if not are_finite:
@@ -150,7 +149,7 @@ class _Checks:
         )
 
     def _full_precision(self) -> str:
-        """How to change the flags so that all is computed in float32."""
+        """Return the flags to change so that everything is computed in float32."""
         changes = []
         if self.config.quantization is not None:
             changes.append("no --quantization")
@@ -161,7 +160,7 @@ class _Checks:
         return " and ".join(changes)
 
     def invariance(self) -> bool:
-        """Whether results are the same however steps are cut; tested only if they should be."""
+        """True if results do not depend on how steps are divided; tested only for exact ops."""
         loaded = self.loaded
         if not loaded.ops.exact:
             return False
@@ -184,7 +183,6 @@ class _Checks:
     def _steps(
         self, count: int, length: int, kv_dtype: torch.dtype
     ) -> AbstractContextManager[RandomSteps]:
-        """Trial steps with a cache for `count` sequences of this length."""
         loaded = self.loaded
         num_blocks = count * -(-length // self.block_size)
         return random_steps(loaded.model, loaded.vocab_size, self.block_size, num_blocks, kv_dtype)

@@ -1,11 +1,10 @@
-"""A hash of all that the bits of logits and drawn tokens depend on: shards with the same
+"""A hash of everything that the bits of logits and drawn tokens depend on. Shards with the same
 fingerprint give the same bits.
 
-Sources of kernels are hashed, as the smallest change of one may change a rounding; for Triton with
-the code that launches them. Our other Python code is not, so that shards of two versions may
-continue each other's requests: MODEL_REVISION and SAMPLER_REVISION stand for it, and
-`tests/comparison` finds results that differ where neither was raised. Libraries are in it by their
-versions.
+The sources of kernels are hashed, because any change may change a rounding. For Triton, so is the
+code that launches them. MODEL_REVISION and SAMPLER_REVISION stand for our other Python code, so
+that shards of two versions may continue each other's requests; `tests/comparison` finds results
+that differ without a new revision. Libraries are hashed by their versions.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from penstock_shard.worker.sampling.sampler import SAMPLER_REVISION
 _DIGEST_BYTES = 16
 # Longer than any vector register, and a multiple of none.
 _NUM_VALUES = 4099
-# The outermost one, however deep this module is within.
+# The outermost package, at any depth of this module.
 _PACKAGE = Path(__file__).parents[__name__.count(".") - 1]
 _HAS_KERNELS = re.compile(r"^\s*@triton\.", re.MULTILINE)
-# Functions called by the sampler, rotary tables and modelling code whose rounding depends on the
-# processor's instructions. Torch passes some to a library that chooses code by processor vendor, so
-# torch's own report of the instruction set does not suffice.
+# Functions of the sampler, rotary tables and modelling code whose rounding depends on the
+# processor. For some, torch calls a library that chooses code by vendor, so torch's report of the
+# instruction set is not enough.
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
     "log": lambda x: torch.log(x.abs() + 1),
@@ -67,8 +66,8 @@ def fingerprint(
     parallel_size: int = 1,
     images: str = "",
 ) -> str:
-    """32 hex digits (blake2b-128). `parallel_size` is part of it, as the sum over several ranks
-    rounds differently than on one; `images` is that of the encoder of a model that sees.
+    """Return 32 hex digits (blake2b-128). `parallel_size` is included, because sums over several
+    ranks round differently; `images` is the fingerprint of the image encoder, if any.
     """
     parts = (
         weights_hash,
@@ -80,7 +79,7 @@ def fingerprint(
         torch_bits(),
         # Our decoder takes configuration defaults and rotary tables from transformers.
         importlib.metadata.version("transformers"),
-        # Decides which tokens a constraint allows.
+        # The library decides which tokens a constraint allows.
         importlib.metadata.version("llguidance"),
         str(MODEL_REVISION),
         str(SAMPLER_REVISION),
@@ -91,17 +90,19 @@ def fingerprint(
 
 
 def _kernels(ops: Ops) -> tuple[str, ...]:
-    """Hash of the kernels, with the compiler's version and the device for Triton's."""
+    """Return a hash of the kernels, and for Triton's kernels also Triton's version and the
+    device.
+    """
     if isinstance(ops, CpuOps) and ops.weights == "bfloat16" and ops.kernels.uses_tiles:
         return (kernel_hash(), "tiles")
-    # On a GPU layers are computed by Triton's kernels, whatever computes attention.
+    # On a GPU, Triton's kernels compute the layers with any attention backend.
     if ops.device.type == "cpu" and ops.backend.name != "triton":
         return (kernel_hash(),)
     return (_triton_hash(), importlib.metadata.version("triton"), *_device(ops.device))
 
 
 def _triton_hash() -> str:
-    """Hash of the sources of all Triton kernels and of the code that launches them."""
+    """Hash the sources of all Triton kernels and of the code that launches them."""
     total = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for path in triton_sources(_PACKAGE):
         total.update(path.read_bytes() + b"\0")
@@ -109,9 +110,9 @@ def _triton_hash() -> str:
 
 
 def triton_sources(folder: Path) -> list[Path]:
-    """The modules below `folder` that import Triton, or a module with kernels in it.
+    """Return the modules below `folder` that import Triton, or a module with kernels in it.
 
-    Raises ModelError if there are no kernels, as nothing would then tell others from them.
+    Raises ModelError if there are no kernels, because the hash would then not depend on them.
     """
     texts = {path: path.read_text() for path in sorted(folder.rglob("*.py"))}
     kernels = [path.stem for path, text in texts.items() if _HAS_KERNELS.search(text)]
@@ -131,7 +132,7 @@ def _device(device: torch.device) -> tuple[str, ...]:
 
 
 def torch_bits(device: torch.device | None = None) -> str:
-    """Hash (blake2b-128, 32 hex digits) of what torch's functions give for fixed values on this
+    """Hash (blake2b-128, 32 hex digits) the results of torch's functions for fixed values on this
     device, by default the cpu.
     """
     total = hashlib.blake2b(digest_size=_DIGEST_BYTES)
@@ -144,7 +145,7 @@ def torch_bits(device: torch.device | None = None) -> str:
 
 @functools.cache
 def _fixed_values() -> tuple[Tensor, Tensor]:
-    """Values between -8 and 8, in float32 and float64, which both are used."""
+    """Return values between -8 and 8, in float32 and in float64, because we use both dtypes."""
     generator = random.Random(1)
     values = [generator.uniform(-8, 8) for _ in range(_NUM_VALUES)]
     return torch.tensor(values, dtype=torch.float32), torch.tensor(values, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Eos ids and sampling defaults of a model, from generation_config.json."""
+"""The eos ids and sampling defaults of a model, from generation_config.json."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def generation_defaults(
     vocab_size: int,
     progress: Callable[[str], None],
 ) -> tuple[tuple[int, ...], dict[str, float]]:
-    """The model's eos ids, and its default sampling values. `stated` are the ids of its
-    configuration, None if it has none.
+    """Return the model's eos ids, and its default sampling values. `stated` are the eos ids of its
+    configuration, or None.
 
     A line of `progress` names each value that cannot be served. Raises ModelError if the file
     cannot be read.
@@ -36,8 +36,8 @@ def generation_defaults(
 def _eos_token_ids(
     generation: dict[str, Any], configured: tuple[int, ...] | None, vocab_size: int
 ) -> tuple[tuple[int, ...], list[int]]:
-    """Eos ids from generation_config.json, else from the configuration, () if none has any; and
-    apart those outside the vocabulary, as banning them before min_tokens would index out of range.
+    """Return eos ids from generation_config.json, else from the configuration, else (); and
+    separately the ids outside the vocabulary, which would be out of range when they are banned.
     """
     stated = as_ids(generation.get("eos_token_id"))
     if stated is None:
@@ -47,8 +47,8 @@ def _eos_token_ids(
 
 
 def as_ids(value: Any) -> tuple[int, ...] | None:
-    """The ids that a configuration states as a list or as one; None if it states none. Raises
-    ModelError for what is no id.
+    """Return the ids of a configuration's list or single value; None if there is none. Raises
+    ModelError for values that are no ids.
     """
     if value is None:
         return None
@@ -60,13 +60,13 @@ def as_ids(value: Any) -> tuple[int, ...] | None:
 
 
 def _stated_sampling(generation: dict[str, Any]) -> dict[str, object]:
-    """Sampling values that generation_config.json states and this runner honours."""
+    """Return the sampling values in generation_config.json that this runner supports."""
     names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
     return {name: generation[name] for name in names if generation.get(name) is not None}
 
 
 def _read(model_dir: Path) -> dict[str, Any]:
-    """generation_config.json as it stands; empty if there is none.
+    """Read generation_config.json; {} if there is none.
 
     Raises ModelError if it is not a JSON object.
     """

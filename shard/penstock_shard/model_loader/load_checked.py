@@ -1,8 +1,8 @@
-"""Loads and checks a model, or takes what an earlier start kept of the same load.
+"""Loads and checks a model, or takes the kept results of an earlier start.
 
-Kept are models of our decoder on one CPU: their weights as kernels read them, what their
-configuration says of them, and what the checks found. A start that takes these does not import
-transformers, reads no weights and checks nothing again.
+Results are kept only for models of our decoder on one CPU: weights in the kernels' layout, facts,
+and the results of checks. A start that takes them imports no transformers, reads no weights and
+repeats no check.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from penstock_shard.ops import base as ops_base
 from penstock_shard.ops import cpu_ops, experts
 from penstock_shard.ops.cpu_ops import CpuOps
 
-# Modules with classes of what is kept.
+# Modules with the classes of kept objects.
 _OF_LOADS = (
     *(attention_base, attention_cpu, check_model, cpu, cpu_ops, decoder, embedding_table, experts),
     *(feed_forward, gated_delta_net, latent_heads, linear, loaded_model, ops_base, self_attention),
@@ -59,26 +59,28 @@ class CheckedLoad:
     loaded: LoadedModel
     weights_hash: str
     checks: CheckResults
-    # What progress said that is true of the next start too.
+    # Lines of progress that the next start repeats.
     lines: tuple[str, ...] = ()
 
 
 def load_checked(
     config: ShardConfig, model_dir: Path, progress: Callable[[str], None]
 ) -> CheckedLoad:
-    """Raises ModelError if the model cannot be loaded, or would be served wrongly."""
+    """Load and check, or take a kept load. Raises ModelError if the model cannot be loaded, or
+    would be served wrongly.
+    """
     cache = LoadCache(load_directory(), config.load_cache_bytes, _kept_types(), progress)
     key = _key(config, model_dir) if _may_keep(config) else ""
     if key and (kept := _read(cache, key)) is not None:
         return _take(config, kept, progress)
-    # Imported here, as it imports transformers, which takes seconds.
+    # Imported here because it imports transformers, which takes seconds.
     from penstock_shard.model_loader.load_whole import load_whole
 
     lines: list[str] = []
 
     def note(line: str) -> None:
         progress(line)
-        # But for how far something is.
+        # Lines with percentages are not kept.
         if not line.endswith("%"):
             lines.append(line)
 
@@ -94,7 +96,7 @@ def load_checked(
 
 
 def _kept_types() -> list[Callable[..., object]]:
-    """All that a kept load consists of, and what makes it."""
+    """Return all classes of a kept load, and the functions that make it."""
     classes = [
         value
         for module in _OF_LOADS
@@ -105,21 +107,21 @@ def _kept_types() -> list[Callable[..., object]]:
 
 
 def _may_keep(config: ShardConfig) -> bool:
-    """Whether a load with these flags may be kept, where the model is of our decoder."""
+    """Tell whether a load with these flags may be kept, if our decoder computes the model."""
     return (
         config.load_cache_bytes > 0
         and config.tensor_parallel_size == 1
         and config.load_format != "dummy"
-        # Places for adapters are made in the model.
+        # Memory for adapters is part of the model.
         and not config.serves_adapters
-        # It may do anything.
+        # The model's own code may do anything.
         and not config.trust_remote_code
         and resolve_device(config.device).type == "cpu"
     )
 
 
 def _key(config: ShardConfig, model_dir: Path) -> str:
-    """Empty where there is none: the load will say why."""
+    """Return the key of the load; '' if there is none, and then the load will report the reason."""
     try:
         return load_key(config, model_dir)
     except (OSError, ModelError, KernelBuildError):
@@ -127,7 +129,9 @@ def _key(config: ShardConfig, model_dir: Path) -> str:
 
 
 def _read(cache: LoadCache, key: str) -> CheckedLoad | None:
-    """None where there is none, or no kernels to compute it with, which the load will say."""
+    """Return the kept load; None if there is none, or no kernels for it, which the load will
+    report.
+    """
     try:
         kept = cache.read(key)
     except KernelBuildError:

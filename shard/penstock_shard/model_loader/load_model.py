@@ -1,8 +1,9 @@
-"""A model directory -> a model that computes: our decoder where it fits, else transformers' code.
+"""Turns a model directory into a model that computes: our decoder if it fits, else transformers'
+code.
 
-For our decoder the configuration describes the layers, so the attention backend is chosen before
-weights are read. A transformers module must be complete first: one token run through it shows what
-its layers ask of attention.
+For our decoder, the attention backend is chosen before weights are read, because the configuration
+describes the layers. A transformers module must be loaded first: one token run through it shows the
+attention parameters of its layers.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ from penstock_shard.models.transformers.packed_weights import pack_weights
 from penstock_shard.models.transformers.transformers_model import ATTENTION_NAME, TransformersModel
 from penstock_shard.ops.base import Ops, Rope
 
-# Raised by configuration values that our decoder cannot interpret: transformers' code then either
-# knows them or reports them.
+# Errors for configuration values that our decoder cannot interpret. transformers' code then knows
+# the values or reports them.
 _ODD_VALUES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 # Flags with which transformers modules keep their weights as ordinary tensors.
 _PLAINEST = "--attention-backend sdpa --dtype float32"
@@ -84,7 +85,7 @@ class ModelPart:
     model: Decoder | TransformersModel
     # This rank's share of each divided linear layer.
     shares: Shares = field(default_factory=dict)
-    # All ranks must call it once each has its part. Raises ModelError.
+    # All ranks call this check after each has loaded its part. Raises ModelError.
     check: Callable[[], None] = no_check
 
 
@@ -96,12 +97,12 @@ def load_model(
     ranks: Ranks | None = None,
 ) -> ModelPart:
     """Load the weights, and set the ops' attention backend to one that serves the model; `progress`
-    gets lines. With `ranks`, loads this rank's part. Raises ModelError, with one line, if that
+    gets lines. With `ranks`, load this rank's part. Raises ModelError, with one line, if the load
     fails.
     """
     checkpoint = None if files.dummy else _open(files, ops, progress)
-    # From here on there is a text model alone, with ordinary weights: `_open` has dealt with
-    # quantization_config, and with what else is in the files of a model of images and text.
+    # From here on, the model is a text model with ordinary weights. `_open` has handled
+    # quantization_config, and the other parts of a model of images and text.
     has_head = None if checkpoint is None else "lm_head.weight" in checkpoint.shapes
     config = text_config(plain_config(files.config), has_head=has_head)
     files = dataclasses.replace(files, config=config)
@@ -145,8 +146,9 @@ def _checkpoint(files: ModelFiles, ops: Ops, progress: Callable[[str], None]) ->
 
 
 def _check_not_exact(ops: Ops, reason: Exception) -> None:
-    """Raises ModelError where transformers' code would break the promise of exact ops."""
-    # Its products are our exact ones only where weights are packed; on tensors they are torch's.
+    """Raise ModelError if transformers' code would break the promise of exact ops."""
+    # Its products are our exact products only if weights are packed. On tensors, torch computes
+    # them.
     if ops.exact and ops.keeps_tensors:
         raise ModelError(
             f"--exact: this model runs through transformers' code ({reason}), whose results on "
@@ -169,7 +171,7 @@ class _Loading:
     # ---- our decoder ----
 
     def spec(self) -> DecoderSpec:
-        """The spec of the whole model. Raises NotOurs if our decoder does not compute it."""
+        """Return the spec of the whole model. Raises NotOurs if our decoder does not compute it."""
         files, checkpoint = self.files, self.checkpoint
         spec = decoder_spec(files.config, trust_remote_code=files.trust_remote_code)
         if spec.latent is not None and not serves_latents(self.ops, self.wish):
@@ -233,15 +235,14 @@ class _Loading:
         return ModelPart(model, shares, check)
 
     def _options(self) -> LoadOptions:
-        """How transformers is to load the module."""
         files, ops = self.files, self.ops
         checkpoint = None if self.checkpoint is None else self.checkpoint.for_transformers()
         dtype = ops.dtype
         if ops.device.type == "cpu" and not ops.keeps_tensors:
-            # Packing converts weights anyway: loaded in the file's dtype they stay in its mapping.
+            # Packing converts weights anyway. In the file's dtype they stay in the file's mapping.
             stored = None if checkpoint is None else checkpoint.main_dtype()
             dtype = stored or torch.float32
-        # With several ranks the whole model may not fit one device: it is divided on cpu first.
+        # With several ranks the whole model may not fit one device, so it is divided on cpu first.
         device = ops.device if self.ranks is None else torch.device("cpu")
         options = LoadOptions(device, dtype, files.trust_remote_code, files.dummy)
         if checkpoint is None or checkpoint.is_plain:
@@ -256,7 +257,9 @@ class _Loading:
     def _probed(
         self, module: PreTrainedModel, latent: Mapping[int, LatentHeads]
     ) -> TransformersModel:
-        """The module as a model; one token runs through it to show what its layers ask for."""
+        """Return the module as a model, after running one token through it to find its layers'
+        parameters.
+        """
         alone = contextlib.nullcontext() if self.ranks is None else self.ranks.apart()
         try:
             with probing(module) as apart, alone:
@@ -278,9 +281,8 @@ class _Loading:
 
 
 def _as_stored(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
-    """The spec where the checkpoint overrides the configuration, as in transformers: with a head
-    that differs from the embedding the two are not tied, and the embedding's scale is rounded to
-    the dtype of the weights.
+    """Return the spec with the checkpoint's facts. As in transformers, a head that differs from the
+    embedding is not tied to it, and the embedding's scale is rounded to the dtype of the weights.
     """
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     tied = spec.tied and (head not in checkpoint.shapes or checkpoint.equal(embedding, head))

@@ -1,7 +1,7 @@
-"""A model directory -> a `ModelRunner` that is ready.
+"""Turns a model directory into a `ModelRunner` that is ready.
 
-In this order: load the model and check it, or take what an earlier start kept of that; load what
-encodes its images; allocate memory; describe it.
+First load and check the model, or take the kept results of an earlier start. Then load the image
+encoder, allocate memory, and describe the model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from penstock_shard.worker.logits_processors.order import every_processor
 from penstock_shard.worker.model_runner import ModelRunner
 from penstock_shard.worker.outputs.all_outputs import every_output
 
-# Logits that a step keeps for prompt log-probabilities: as many rows as fit into this, or a few.
+# Bytes of logits that a step keeps for prompt log-probabilities; and the least number of rows.
 _SCORED_BYTES = 64 * 2**20
 _LEAST_SCORED = 16
 
@@ -69,8 +69,8 @@ def load_model_runner(
 
 
 def _with_images(load: CheckedLoad, config: ShardConfig, images: ImageEncoder) -> str:
-    """The fingerprint of a model that sees; empty if images are not always encoded alike. Raises
-    ModelError if none is encoded at all.
+    """Return the fingerprint of a model with an image encoder; empty if images are not always
+    encoded to the same bits. Raises ModelError if the encoder fails.
     """
     loaded = load.loaded
     with _encoder_errors():
@@ -81,7 +81,7 @@ def _with_images(load: CheckedLoad, config: ShardConfig, images: ImageEncoder) -
 
 @contextmanager
 def _encoder_errors() -> Iterator[None]:
-    """Raise as ModelError whatever the code of a processor or an encoder stumbles over."""
+    """Turn errors in the code of a processor or an encoder into ModelError."""
     try:
         yield
     except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
@@ -93,7 +93,7 @@ def _encoder_errors() -> Iterator[None]:
 def _image_encoder(
     config: ShardConfig, model_dir: Path, loaded: LoadedModel, progress: Callable[[str], None]
 ) -> ImageEncoder | None:
-    """Load the image encoder; None where images are not served, of which a line says why."""
+    """Load the image encoder; None if images are not served, with a line that says why."""
     is_dummy, model_type = config.load_format == "dummy", type_that_sees(model_dir)
     if config.image_cache_bytes == 0 or is_dummy or model_type is None:
         return None
@@ -103,7 +103,7 @@ def _image_encoder(
     if config.tensor_parallel_size > 1 or not isinstance(loaded.part, Decoder):
         progress("its images are not served: only our own decoder, on one device, takes them")
         return None
-    # Imported here, as it imports transformers, which a load that was kept does not need.
+    # Imported here because it imports transformers, which a kept load does not need.
     from penstock_shard.images.load_encoder import load_encoder
 
     progress("loading the image encoder")
@@ -121,7 +121,7 @@ def _info(
     prepared: PreparedModel,
     progress: Callable[[str], None],
 ) -> RunnerInfo:
-    """The runner's `RunnerInfo`. Raises ModelError if the model's files cannot be read."""
+    """Return the runner's info. Raises ModelError if files cannot be read."""
     loaded, checks, weights_hash = load.loaded, load.checks, load.weights_hash
     model, ops = loaded.model, loaded.ops
     eos_token_ids, defaults = generation_defaults(
@@ -152,7 +152,7 @@ def _info(
         attention_backend=describe_backend(ops.backend, ops.device),
         capabilities=CAPABILITIES | ({"embed"} if embedding else set()),
         embedding=embedding,
-        # On cpu the step itself needs the processor that would prepare the next one.
+        # On cpu the step needs the processor that would prepare the next step.
         max_scored_tokens=max(_LEAST_SCORED, _SCORED_BYTES // (4 * loaded.vocab_size)),
         max_steps_ahead=0 if model.device.type == "cpu" else 1,
         worst_step_s=checks.worst_step_s,
@@ -171,7 +171,7 @@ def _block_bytes(model: CausalModel) -> tuple[int, ...]:
 def _embedding(
     config: ShardConfig, model_dir: Path, model: CausalModel, progress: Callable[[str], None]
 ) -> EmbeddingDefaults | None:
-    """Find how to make embeddings; None for a model that serves none. Raises ModelError if files
+    """Return the way to make embeddings; None if the model serves none. Raises ModelError if files
     cannot be read, or if the flags ask for embeddings that the model cannot give.
     """
     found = pooling_of(model_dir, config.embeddings, progress)

@@ -1,4 +1,4 @@
-"""A model directory -> a loaded model, or one rank's part of it: the same on every rank."""
+"""Loads a model directory, or one rank's part of it, in the same way on every rank."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def _load(
     loaded = load_model(files, ops, progress, wish, ranks)
     part = loaded.model
     if ranks is not None:
-        # With exact products, sums over ranks must have the same bits in any batch too.
+        # If products are exact, sums over ranks must also have the same bits in any batch.
         ranks.in_order = ops.exact
-    # Before memory is measured, as places for adapters take some.
+    # Before memory is measured, because adapters take some.
     bank = _open_bank(config, loaded, ops, progress)
     return LoadedModel(
         part=part,
@@ -87,7 +87,7 @@ def _facts(config: PreTrainedConfig) -> ModelFacts:
 def _open_bank(
     config: ShardConfig, loaded: ModelPart, ops: Ops, progress: Callable[[str], None]
 ) -> LoraBank | None:
-    """Set aside places for adapters in a loaded model; None if the configuration serves none.
+    """Allocate memory for adapters in a loaded model; None if the configuration serves none.
 
     Raises ModelError if the model cannot have adapters.
     """
@@ -102,7 +102,7 @@ def _open_bank(
 
 
 def rank_device(config: ShardConfig, index: int) -> torch.device:
-    """The device of the rank with this index on its machine; sets it as torch's current device.
+    """Return the device of the rank with this index on its machine; make it torch's current device.
 
     Raises ModelError if the machine has too few devices.
     """
@@ -120,8 +120,8 @@ def rank_device(config: ShardConfig, index: int) -> torch.device:
 
 
 def _max_model_len(config: ShardConfig, hf_config: PreTrainedConfig) -> int:
-    """--max-model-len, or the positions the model states, or fewer where more would not be served
-    rightly. Raises ModelError if --max-model-len is more.
+    """Return --max-model-len, or the positions that the model states, or fewer if longer sequences
+    would be served wrongly. Raises ModelError if --max-model-len is more.
     """
     text = hf_config.get_text_config()
     unselected = most_unselected_tokens(text)
@@ -156,8 +156,8 @@ def _max_positions(config: ShardConfig, hf_config: PreTrainedConfig, text: PreTr
 
 
 def _yarn_positions(text: PreTrainedConfig) -> int:
-    """Context length that YaRN extends the original one to (Peng et al., 2023), 0 without YaRN. A
-    model may state the original one as max_position_embeddings, as documented for Qwen2.5.
+    """Return the context length after YaRN's extension (Peng et al., 2023); 0 without YaRN. A model
+    may state the original length as max_position_embeddings, as documented for Qwen2.5.
     """
     rope = getattr(text, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings")

@@ -1,6 +1,6 @@
-"""Loading of a runner from a configuration, and of the tokenizer files that a router needs.
+"""Loads a runner from a configuration, and the tokenizer files that a router needs.
 
-Imports torch only when a real model is asked for.
+Imports torch only if a real model is asked for.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from penstock_shard.worker.fake_runner import (
 __all__ = ["LoadedRunner", "ModelError", "load_runner"]
 
 _FAKE_BLOCK_SIZE = 16
-# Enough that the fake runner does not preempt by default.
+# The number of blocks, enough that the fake runner does not preempt by default.
 _FAKE_BLOCKS = 65_536
-# Several times what any vocabulary has: there is a list of all.
+# The fake runner has memory for a sequence of this many tokens, 8 bytes each.
+_FAKE_MOST_TOKENS = 2**24
+# Several times any vocabulary's size. It is bounded because the fake runner lists all ids.
 _MOST_TOKENS = 2**22
 
 
@@ -48,7 +50,7 @@ class LoadedRunner:
 
 
 def load_runner(config: ShardConfig, progress: Callable[[str], None]) -> LoadedRunner:
-    """Load what the configuration names.
+    """Load the runner and files that the configuration names.
 
     Raises:
         ModelError: one line that says what is wrong and what to do.
@@ -66,7 +68,7 @@ def load_runner(config: ShardConfig, progress: Callable[[str], None]) -> LoadedR
     try:
         from penstock_shard.model_loader.load_model_runner import load_model_runner
     except OSError as error:
-        # A library of a device that torch was built for is not here.
+        # The device library that torch was built for is missing.
         raise ImportError(str(error), name="torch") from error
 
     if "tokenizer.json" not in files:
@@ -79,10 +81,10 @@ def load_runner(config: ShardConfig, progress: Callable[[str], None]) -> LoadedR
 
 
 def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) -> FakeRunner:
-    """A runner over the tokenizer's ordinary ids: no special token is ever generated."""
+    """Return a runner that generates the tokenizer's ordinary ids and no special tokens."""
     model_config = read_object(model_dir / "config.json")
     try:
-        # That of a model of images and text has a part for each.
+        # A model of images and text has a configuration for each part.
         model_config = (model_config.get("text_config") or {}) | model_config
         ordinary, special = _ids_of(json.loads(files["tokenizer.json"]))
         eos = model_config.get("eos_token_id")
@@ -97,8 +99,11 @@ def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) 
         raise ModelError(
             f"{model_dir}: no usable tokenizer.json and config.json: {reason}"
         ) from error
-    if max_model_len < 1:
-        raise ModelError(f"{model_dir}: max_position_embeddings: {max_model_len} is less than 1")
+    if not 1 <= max_model_len <= _FAKE_MOST_TOKENS:
+        name = "max_model_len" if config.max_model_len else "max_position_embeddings"
+        raise ModelError(
+            f"{model_dir}: {name}: {max_model_len} is not from 1 to {_FAKE_MOST_TOKENS}"
+        )
     block_size = config.block_size or _FAKE_BLOCK_SIZE
     needed = -(-max_model_len // block_size)
     if config.kv_blocks is not None and config.kv_blocks < needed:
@@ -139,7 +144,9 @@ def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) 
 
 
 def _ids_of(tokenizer: dict[str, Any]) -> tuple[list[int], set[int]]:
-    """Ordinary ids, and those of added tokens. Raises ValueError for what is none."""
+    """Return ordinary ids, and ids of added tokens. Raises ValueError for values that are no
+    ids.
+    """
     special = {token["id"] for token in tokenizer.get("added_tokens", [])}
     vocab = tokenizer["model"]["vocab"]
     ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
@@ -159,6 +166,6 @@ def _fake_adapters(config: ShardConfig) -> FakeAdapters | None:
 
 
 def _fake_embedding(config: ShardConfig) -> EmbeddingDefaults:
-    """The fake runner serves embeddings whatever the model's files say."""
+    """Return the fake runner's embeddings, which it serves for any model."""
     pooling = Pooling.LAST if config.embeddings == "auto" else Pooling(config.embeddings)
     return EmbeddingDefaults(pooling, normalize=True, size=EMBEDDING_SIZE)

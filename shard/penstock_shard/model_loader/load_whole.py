@@ -1,6 +1,6 @@
-"""A model directory -> the whole model, over all its ranks, and its weights' hash.
+"""Loads the whole model of a directory, over all its ranks, and computes its weights' hash.
 
-Imports transformers, which a load that was kept does not need.
+Imports transformers, which a kept load does not need.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock_shard.models.loaded_model import LoadedModel
 def load_whole(
     config: ShardConfig, model_dir: Path, progress: Callable[[str], None]
 ) -> tuple[LoadedModel, str]:
-    """The model, over all its ranks, and its weights' hash."""
+    """Load the model over all its ranks; return it and its weights' hash."""
     group = None
     if config.tensor_parallel_size > 1:
         group = gather_group(config, model_dir, rank_device(config, 0), progress)
@@ -38,7 +38,7 @@ def load_whole(
 
 @contextmanager
 def _hashing(config: ShardConfig, model_dir: Path) -> Iterator[Future[str]]:
-    """Compute the weights' hash in a thread while they are loaded."""
+    """Compute the weights' hash in a thread while the weights are loaded."""
     stop = threading.Event()
     with ThreadPoolExecutor(max_workers=1) as pool:
         try:

@@ -1,7 +1,7 @@
 """Graphs of a loaded model: measures their memory, records them and checks their replays.
 
-If a model cannot be recorded, or a replay gives other logits than the model, steps are launched
-kernel by kernel, and a log line says so.
+Steps are launched kernel by kernel if the model cannot be recorded, or if a replay's logits differ
+from the model's. A log line then reports it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from penstock_shard.ipc.runner_info import blocks_each, pools_for
 from penstock_shard.models.cuda_graphs import Graphs, GraphShape
 from penstock_shard.selfcheck.random_steps import RandomSequence, RandomSteps
 
-# Least size assumed for a graph: those of small models take less than the driver can report.
+# The smallest size assumed for a graph, because the driver cannot report graphs of small models.
 _LEAST_GRAPH_BYTES = 2 * 2**20
-# The first is longer than the part of a sequence that one program of our decode attention reads.
+# The first sequence is longer than the part that one program of our decode attention reads.
 _CHECK_LENGTHS = (300, 40, 7, 23)
-# Kernels of a CPU read a sequence in one way, whatever its length.
+# CPU kernels read a sequence of any length in one way.
 _CHECK_LENGTHS_ON_DEMAND = (20, 17, 7, 3)
-# How far a replay's logits may be from the model's, in standard deviations of these: a different
-# number of rows is multiplied by different kernels.
+# Largest difference of a replay's logits from the model's, in standard deviations. They differ
+# because other kernels multiply another number of rows.
 _TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.15, torch.bfloat16: 0.5}
 
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """Sequences, and the logits of their last tokens: without an adapter, and then, if adapters are
-    served, with one.
+    """Sequences, and the logits of their last tokens: without an adapter and, if adapters are
+    served, with an adapter.
     """
 
     sequences: list[RandomSequence]
@@ -50,19 +50,19 @@ class GraphPreparation:
     vocab_size: int
     max_model_len: int
     progress: Callable[[str], None]
-    # Whether a row's bits are the same in any step: then a replay must give the same bits.
+    # True if a row's bits are the same in any step. Then a replay must give the same bits.
     is_exact: bool = False
-    # Whether each is recorded when a step first needs it.
+    # True if each graph is recorded when a step first needs it.
     on_demand: bool = False
 
     @property
     def what(self) -> str:
-        """What a line calls them."""
+        """The name of the graphs in log lines."""
         return "recorded decode steps" if self.on_demand else "CUDA graphs"
 
     def measure(self, block_size: int) -> int | None:
-        """Estimate the bytes of all graphs; None if the model cannot be recorded. Allocates a cache
-        and frees it again.
+        """Estimate the bytes of all graphs; None if the model cannot be recorded. It allocates a
+        cache and frees it again.
 
         Raises ModelError if there is too little memory for one graph.
         """
@@ -71,7 +71,7 @@ class GraphPreparation:
         self.graphs.allocate(pools, block_size, self.kv_dtype)
         try:
             total = self._taken_bytes(shapes[0], block_size)
-            # Measured apart, as graphs with adapters have more kernels.
+            # Measure both separately, because graphs with adapters have more kernels.
             for has_adapters in (False, True):
                 others = [shape for shape in shapes[1:] if shape.has_adapters is has_adapters]
                 if others:
@@ -91,18 +91,17 @@ class GraphPreparation:
         return total
 
     def _taken_bytes(self, shape: GraphShape, block_size: int) -> int:
-        """Bytes that one more graph takes."""
         before = used_bytes(self.graphs.device)
         self.graphs.capture([shape], block_size, [0] * len(self.graphs.cache_layout.groups))
         return used_bytes(self.graphs.device) - before
 
     def capture(self, block_size: int, pools: abc.Sequence[int]) -> bool:
-        """Record all graphs, over a cache that has one block of each pool, for padding, besides
-        `pools`; whether recording succeeded.
+        """Record all graphs; true if that succeeded. The cache has one block of each pool, for
+        padding, besides `pools`.
         """
         num_blocks = blocks_each(pools, self.graphs.cache_layout.groups)
         shapes = self.graphs.shapes(block_size)
-        # Computed before recording, since the same calls replay graphs afterwards.
+        # Compute these before recording, because afterwards the same calls replay graphs.
         has_adapters = any(shape.has_adapters for shape in shapes)
         expected = self._expected(block_size, num_blocks, has_adapters)
         started_s, before = time.perf_counter(), used_bytes(self.graphs.device)
@@ -114,7 +113,7 @@ class GraphPreparation:
         worst, bound = 0.0, 0.0
         if expected is not None:
             worst, bound = self._difference(expected, block_size, num_blocks)
-        # Not `worst > bound`, which a NaN would pass.
+        # `worst > bound` would let a NaN pass.
         if not worst <= bound:
             return self._give_up(f"logits differ from the model's by {worst:.2g} ({bound:.2g})")
         took = f"{time.perf_counter() - started_s:.1f} s"
@@ -133,7 +132,7 @@ class GraphPreparation:
         return False
 
     def _expected(self, block_size: int, num_blocks: int, has_adapters: bool) -> _Decodes | None:
-        """Decodes computed by the model itself; None if the cache has no room for any."""
+        """Compute decodes by the model itself; None if the cache has no room for any."""
         assert self.graphs.num_graphs == 0, "what is to be compared with would be a replay"
         steps = RandomSteps(self.graphs, self.vocab_size, block_size, num_blocks)
         wanted = _CHECK_LENGTHS_ON_DEMAND if self.on_demand else _CHECK_LENGTHS
@@ -143,15 +142,16 @@ class GraphPreparation:
         if not lengths:
             return None
         sequences = [steps.sequence(length) for length in lengths]
-        # No logits are wanted, but at least one row must be asked for.
+        # No logits are wanted, but `run` needs at least one row.
         steps.run([(sequence, 0, len(sequence.token_ids) - 1) for sequence in sequences], [0])
         return _Decodes(sequences, _decoded(steps, sequences, 1 + has_adapters))
 
     def _difference(
         self, decodes: _Decodes, block_size: int, num_blocks: int
     ) -> tuple[float, float]:
-        """The largest difference between logits of replayed decodes and those of the model, and the
-        bound that rounding explains. The cache already has the keys and values of earlier tokens.
+        """Return the largest difference between logits of replayed decodes and of the model, and
+        the largest difference that rounding explains. The cache already has the keys and values of
+        earlier tokens.
         """
         args = (self.vocab_size, block_size, num_blocks)
         replayed = RandomSteps(self.graphs, *args, graphs=self.graphs)
@@ -168,7 +168,9 @@ class GraphPreparation:
 def _decoded(
     steps: RandomSteps, sequences: abc.Sequence[RandomSequence], num_adapters: int
 ) -> list[Tensor]:
-    """Logits of the last tokens, for each adapter index below `num_adapters`; 0 is no adapter."""
+    """Return logits of the last tokens, for each adapter index below `num_adapters`; 0 is no
+    adapter.
+    """
     logits = []
     for index in range(num_adapters):
         for sequence in sequences:

@@ -1,4 +1,6 @@
-"""KV memory of a loaded model: measures what the largest step leaves free, and allocates blocks."""
+"""KV memory of a loaded model: measures the memory that the largest step leaves free, and allocates
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,11 @@ from penstock_shard.selfcheck.random_steps import (
 from penstock_shard.worker.logits_processors.order import every_processor
 from penstock_shard.worker.sampling.sampler import Sampler, SampleRows
 
-# Sequences with states of their own before memory is divided between states and blocks.
+# Sequences whose states are reserved before memory is divided between states and blocks.
 _MOST_STATES = 16
 _COSTLY = SamplingParams(top_k=2000, top_p=0.9, min_p=0.01, typical_p=0.9, presence_penalty=0.1)
 # Parameters that use our own kernels on a device, so that these are compiled at load: for the
-# model's logits, and for a row's own copy of them.
+# model's logits, and for a row's changed copy of them.
 _BY_KERNELS = (SamplingParams(top_p=0.9), SamplingParams(), SamplingParams(presence_penalty=0.1))
 
 
@@ -52,9 +54,9 @@ class MemoryPreparation:
     def allocate(
         self, graph_bytes: int | None, beside_bytes: int, progress: Callable[[str], None]
     ) -> list[int]:
-        """Allocate what the largest step leaves, less `beside_bytes`, and less `graph_bytes` and a
-        padding block of each pool if there are graphs. Returns the number of blocks of each pool,
-        and `progress` gets a line with their size.
+        """Allocate the memory that the largest step leaves, less `beside_bytes`, and with graphs
+        less `graph_bytes` and a padding block of each pool. Return the blocks of each pool;
+        `progress` gets a line with their size.
 
         Raises ModelError if there is too little memory.
         """
@@ -75,7 +77,7 @@ class MemoryPreparation:
         return pools
 
     def shape(self) -> KVShape:
-        """What blocks and sequences take."""
+        """Return the bytes of a block and the needs of a sequence."""
         layout, itemsize = self.loaded.model.cache_layout, self.loaded.kv_dtype.itemsize
         return KVShape(
             block_size=self.block_size,
@@ -95,11 +97,10 @@ class MemoryPreparation:
 
     @property
     def _most_tokens(self) -> int:
-        """The most tokens of a step."""
         return self.config.batched_tokens(str(self.loaded.model.device))
 
     def _least_free_bytes(self) -> int:
-        """Bytes for keys and values: the least over all ranks."""
+        """Return the bytes for keys and values: the smallest number of all ranks."""
         model = self.loaded.model
         if not isinstance(model, MirroredModel):
             return self._free_bytes()
@@ -107,10 +108,12 @@ class MemoryPreparation:
         return model.least_free(self._free_bytes(), self.config.gpu_memory_utilization)
 
     def _free_bytes(self) -> int:
-        """Bytes for keys and values on this rank, found by running the largest step once."""
+        """Return the bytes for keys and values on this rank, measured by running the largest step
+        once.
+        """
         loaded = self.loaded
         length = min(self._most_tokens, loaded.max_model_len)
-        # Each row writes the same blocks: only the size of the step matters here.
+        # Each row writes the same blocks, because only the size of the step matters here.
         num_blocks = -(-length // self.block_size)
         args = (loaded.vocab_size, self.block_size, num_blocks, loaded.kv_dtype)
         try:
@@ -131,10 +134,12 @@ class MemoryPreparation:
         return free_bytes(loaded.model.device, self.config.gpu_memory_utilization) - extra
 
     def _largest_step(self, steps: RandomSteps, length: int) -> None:
-        """Compute a step of the most tokens and the most rows of logits, and sample from these."""
+        """Compute a step with the most tokens and the most rows of logits, and sample from
+        these.
+        """
         tokens = self._most_tokens
         sequence = steps.sequence(length)
-        # If adapters are served, a step with any of them computes all their places.
+        # If adapters are served, a step with any adapter computes with all of them.
         sequence.adapter_index = 1 if self.config.serves_adapters else 0
         rows: list[Row] = [(sequence, 0, length)] * (tokens // length)
         if tokens % length:
@@ -144,7 +149,8 @@ class MemoryPreparation:
             torch.softmax(logits, dim=-1, dtype=torch.float64)
             return
         one_token = RandomSequence([0], [])
-        # Each row with penalties, all filters and log-probabilities; then the cheaper parameters.
+        # First sample each row with penalties, all filters and log-probabilities, then with the
+        # cheaper parameters.
         for sampling in (_COSTLY, *_BY_KERNELS):
             sampler = Sampler(every_processor())
             for slot in range(len(logits)):

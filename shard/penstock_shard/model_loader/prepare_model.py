@@ -1,4 +1,4 @@
-"""A checked model -> one that may serve: KV memory, and graphs."""
+"""Gives a checked model its KV memory and graphs, so that it may serve."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from penstock_shard.ops.cpu_ops import CpuOps
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """What was set up."""
+    """The memory and graphs of a model that may serve."""
 
-    # KV blocks of each pool, and what they are.
+    # KV blocks of each pool, and their shape.
     pools: list[int]
     kv_shape: KVShape
-    # Whether decode steps replay graphs.
+    # True if decode steps replay graphs.
     has_graphs: bool = False
 
 
@@ -32,12 +32,12 @@ def prepare_model(
     beside_bytes: int,
     progress: Callable[[str], None],
 ) -> PreparedModel:
-    """Measure, allocate, record; `beside_bytes` of memory are for what runs beside steps. Raises
-    ModelError if the model does not fit.
+    """Measure, allocate, record. `beside_bytes` of memory are reserved for other work than steps.
+    Raises ModelError if the model does not fit.
     """
     block_size = checks.block_size
     graphs = _graph_preparation(loaded, progress, is_exact=checks.batch_invariant)
-    # Measured before KV blocks are allocated, so that memory for graphs is left.
+    # Measure graphs before KV blocks are allocated, so that memory for graphs is left.
     graph_bytes = graphs.measure(block_size) if graphs else None
     memory = MemoryPreparation(config, loaded, block_size)
     pools = memory.allocate(graph_bytes, beside_bytes, progress)

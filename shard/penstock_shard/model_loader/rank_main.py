@@ -1,7 +1,7 @@
-"""The process of a rank other than 0: loads its part of a model, then does what rank 0 says.
+"""The process of a rank other than 0: loads its part of a model, then follows rank 0's messages.
 
-Started by rank 0's engine, or on other machines by `node`. It ends itself when rank 0 is gone, and
-when it ends, rank 0's engine ends too. Two threads: this one computes, one receives.
+Rank 0's engine starts this process; on other machines `node` does. If rank 0 or this process ends,
+the other ends too. The main thread computes, another thread receives.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ _RETRY_S = 1.0
 
 
 def main() -> int:
-    """Run until rank 0 is gone. Arguments: its address and port, and the numbers of a place."""
+    """Run until rank 0 is gone. The arguments are rank 0's address and port, and the numbers of a
+    `RankSpec`.
+    """
     # Service managers signal all processes at once; rank 0 decides when we end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -75,7 +77,7 @@ def _serve_or_say(
     place: RankSpec,
     address: str,
 ) -> int:
-    """`_serve`; if this rank fails, the last line of the log says why."""
+    """Run `_serve`; if this rank fails, the last line of the log says why."""
     try:
         return _serve(line, inbox, join, place, address)
     except ModelError as error:
@@ -95,13 +97,13 @@ def _serve(
 ) -> int:
     try:
         with report_missing(join.config):
-            # Imported here, so that rank 0 hears of us before torch is imported.
+            # Imported here, so that rank 0 gets our first message before torch is imported.
             from penstock_shard.distributed.parallel_model import follow
 
             loaded, ranks = _load(line, join, place, address)
     except ModelError as error:
-        # Sent before the connection closes, so that rank 0 gets the reason. It reads this message
-        # only while loading; after that an error simply ends this process.
+        # Sent before the connection closes, so that rank 0 gets the reason. Rank 0 reads this
+        # message only while it loads. After that, an error only ends this process.
         with contextlib.suppress(OSError):
             line.send(Failed(str(error)))
         return 1
@@ -114,7 +116,6 @@ def _serve(
 def _load(
     line: MessageSocket[ToRank], join: Join, place: RankSpec, address: str
 ) -> tuple[LoadedModel, Ranks]:
-    """Load this rank's part of the model, and report to rank 0."""
     from penstock_shard.checkpoint.weights_hash import hash_weights
     from penstock_shard.distributed.collectives import join as meet
     from penstock_shard.model_loader.choices.choose_graphs import choose_graphs
@@ -136,17 +137,17 @@ def _load(
 
 
 def _model_dir(join: Join) -> Path:
-    """The model's directory: rank 0's, or on a machine without it one of its own."""
+    """Return the model's directory: rank 0's directory or, on another machine, a local one."""
     path = Path(join.model_dir)
     return path if path.is_dir() else resolve_model(join.config, progress=_say_nothing).path
 
 
 def _say_nothing(text: str) -> None:
-    """No progress: rank 0 reports the same."""
+    """Report no progress, because rank 0 reports the same."""
 
 
 def _connect(address: str, port: int, *, patiently: bool) -> socket.socket | None:
-    """Connect; None if nobody listens. With `patiently`, retry until somebody does."""
+    """Connect; return None if no process listens. With `patiently`, retry until one listens."""
     while True:
         try:
             connection = socket.create_connection((address, port), timeout=10)
@@ -162,7 +163,7 @@ def _connect(address: str, port: int, *, patiently: bool) -> socket.socket | Non
 def _receive(line: MessageSocket[ToRank], inbox: queue.SimpleQueue[ToRank]) -> None:
     while (message := line.receive()) is not None:
         inbox.put(message)
-    # Rank 0 is gone, and nobody needs what is computed here.
+    # Rank 0 is gone, so no process needs the results.
     os._exit(0)
 
 

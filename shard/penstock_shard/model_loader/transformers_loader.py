@@ -1,4 +1,4 @@
-"""A model directory -> a transformers module in memory."""
+"""Loads a transformers module from a model directory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ _LEFTOVERS = re.compile(r"(inv_freq|attn\.bias|attention\.bias|masked_bias|posit
 
 
 def load_config(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
-    """The configuration of the text model. Raises ModelError if transformers cannot read it."""
+    """Read the configuration of the text model. Raises ModelError if transformers cannot read
+    it.
+    """
     what = f"{model_dir}: transformers {transformers.__version__} cannot read the configuration"
     with report_faults(what), _own_code(what):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
@@ -40,7 +42,7 @@ def load_config(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedConfig
 
 @contextmanager
 def _own_code(what: str) -> Iterator[None]:
-    """Name our flag where transformers asks for leave to run a model's own code."""
+    """Name our flag in the error if transformers asks for permission to run a model's own code."""
     try:
         yield
     except ValueError as error:
@@ -51,7 +53,7 @@ def _own_code(what: str) -> Iterator[None]:
 
 
 def resolve_dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
-    """The dtype of weights on a GPU: for "auto" the model's own."""
+    """Return the dtype of weights on a GPU; for "auto" the model's own dtype."""
     if name != "auto":
         return _DTYPES[name]
     own = config.get_text_config().dtype or config.dtype
@@ -62,28 +64,28 @@ def resolve_dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How `load_module` is to make the module."""
+    """Options of `load_module`."""
 
     device: torch.device
     dtype: torch.dtype
     trust_remote_code: bool = False
     # Random weights; only the configuration is read.
     dummy: bool = False
-    # What the model is made of in place of the directory's files: tensors by name, or anything
-    # that gives one when it is sliced with an ellipsis, as transformers does with each.
+    # Sources that replace the directory's files: tensors by name, or objects that give a tensor
+    # when they are sliced with an ellipsis, as transformers slices each tensor.
     tensors: Mapping[str, object] | None = None
-    # Tensors among these that need not be read.
+    # Names among `tensors` that need not be read.
     needless: frozenset[str] = frozenset()
-    # Their names in the files.
+    # The names of the text model's tensors in the files.
     names: TextNames = field(default_factory=TextNames)
 
 
 def load_module(model_dir: Path, config: PreTrainedConfig, options: LoadOptions) -> PreTrainedModel:
-    """The causal LM of a directory in eval mode, on its device.
+    """Load the causal LM of a directory in eval mode, on its device.
 
-    Raises ModelError if weights are missing, do not fit the configuration or the memory.
+    Raises ModelError if weights are missing, or do not fit the configuration or the memory.
     """
-    # The shard reports progress itself, and the checks below say what a warning would.
+    # The shard reports progress itself, and the checks below replace transformers' warnings.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     faults: tuple[type[Exception], ...] = (*library_faults(), RuntimeError, SafetensorError)
@@ -121,7 +123,7 @@ def _read(model_dir: Path, config: PreTrainedConfig, options: LoadOptions) -> Pr
         **source,
         config=config,
         dtype=options.dtype,
-        # Every class knows eager; the gate decides whether ours may take its place.
+        # Every class has eager attention; `unsupported.py` decides whether ours may replace it.
         attn_implementation="eager",
         trust_remote_code=options.trust_remote_code,
         use_safetensors=True,
@@ -148,7 +150,6 @@ def _read(model_dir: Path, config: PreTrainedConfig, options: LoadOptions) -> Pr
 
 
 def _class_of(config: PreTrainedConfig, options: LoadOptions) -> type[PreTrainedModel]:
-    """The class of a configuration's causal LM."""
     with torch.device("meta"):
         return type(
             AutoModelForCausalLM.from_config(config, trust_remote_code=options.trust_remote_code)
@@ -156,8 +157,9 @@ def _class_of(config: PreTrainedConfig, options: LoadOptions) -> type[PreTrained
 
 
 def _is_of_model(name: str, module: PreTrainedModel, options: LoadOptions) -> bool:
-    """Whether a tensor that is not read belongs to the model: to a layer that it has. Others are of
-    parts that it does without, as heads for training, unless such parts are left out already.
+    """Tell whether an unread tensor belongs to a layer of the model. Other unread tensors belong to
+    parts that the model does not need, such as heads for training, unless these parts are left out
+    already.
     """
     if _LEFTOVERS.search(name):
         return False

@@ -13,14 +13,14 @@ from torch import Tensor
 from penstock_shard.attention.base import AttentionBatch, LayerSpec
 from penstock_shard.attention.cache_groups import CacheLayout
 
-# Part of the numerics fingerprint. Raise it when our Python code changes the logits of the same
-# weights; the kernels' source and the version of transformers are in the fingerprint already.
+# Part of the numerics fingerprint, with the kernels' source and the version of transformers. Raise
+# it when our Python code changes the logits of the same weights.
 MODEL_REVISION = 4
 
 
 class ForwardOutput(NamedTuple):
-    """Logits [N, V] of the tokens in `logit_rows`; final hidden states [M, H], after the last norm,
-    of those in `hidden_rows`. The hidden states are valid until the next forward.
+    """Logits [N, V] of the tokens in `logit_rows`, and final hidden states [M, H], after the last
+    norm, of the tokens in `hidden_rows`. The hidden states are valid until the next forward.
     """
 
     logits: Tensor
@@ -29,10 +29,10 @@ class ForwardOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageInputs:
-    """What images bring into a step: `rows` [R, H] take the place of the embeddings of the tokens
-    `places`, int64 [R]; each of `deep` [R, H] is added to these behind one of the first layers.
-    Where tokens have positions on three axes, `angles` int64 [T, rotary_dim / 2] has the position
-    by which each frequency turns.
+    """Image inputs of a step. `rows` [R, H] replace the embeddings of the tokens at indices
+    `places`, int64 [R]. Tensor i of `deep` [R, H] is added to these tokens after layer i. If tokens
+    have positions on three axes, `angles` int64 [T, rotary_dim / 2] has the position for each
+    rotary frequency.
     """
 
     places: Tensor
@@ -52,27 +52,29 @@ class CausalModel(Protocol):
 
     @property
     def hidden_size(self) -> int:
-        """Size H of the final hidden states; 0 where the model cannot give them."""
+        """Size H of the final hidden states; 0 if the model cannot return them."""
 
     @property
     def cache_layout(self) -> CacheLayout:
-        """Which layers share block tables and memory."""
+        """The layers that share block tables and memory."""
 
     def allocate(self, pools: Sequence[int], block_size: int, dtype: torch.dtype) -> None:
-        """Allocate the KV cache of every layer, in place of the earlier one, in pools of so many
-        blocks.
+        """Allocate the KV cache of every layer, with the given number of blocks in each pool.
+        Replaces the earlier cache.
         """
 
     def free(self) -> None:
         """Drop the KV cache."""
 
     def block_parts(self, group: int, block_id: int) -> Sequence[Tensor]:
-        """The memory of a block of a cache group, each uint8 [bytes]: of its layers in order, keys
-        and then values, or the state.
+        """Return the memory of a group's block, uint8 [bytes] each: for each layer in order, its
+        keys and then its values, or its state.
         """
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy states of all layers that have one, in this order: from which block to which."""
+        """Copy states of all layers that have one, in this order: pairs of source block and target
+        block.
+        """
 
     def forward(
         self,
@@ -84,22 +86,23 @@ class CausalModel(Protocol):
         adapters: Tensor | None = None,
         images: ImageInputs | None = None,
     ) -> ForwardOutput:
-        """input_ids and positions int64 [T]; a batch for each cache group. logit_rows int64 [N] and
-        hidden_rows int64 [M] are ascending indices into the T tokens. Where N is T, logit_rows are
-        all tokens in order.
-        `adapters` int64 [T] has the index of each token's adapter, 0 for none; None where no token
-        has an adapter. `images` are given only to our own decoder.
+        """Run a step. input_ids and positions are int64 [T]; `batches` has one for each cache
+        group. logit_rows int64 [N] and hidden_rows int64 [M] are ascending indices into the T
+        tokens. If N is T, logit_rows are all tokens in order.
+
+        `adapters` int64 [T] has each token's adapter index, 0 for none; None if no token has an
+        adapter. `images` are given only to our own decoder.
         """
 
     def shortened(self) -> AbstractContextManager[None]:
-        """Inside the context, forward runs one layer of each kind, and maybe the last layer: for
-        checks of results and of memory, to which more layers of the same kinds add nothing.
+        """Inside the context, run one layer of each kind, and maybe the last layer. This suffices
+        for some checks of results and memory.
         """
 
 
 @runtime_checkable
 class WithOwnAttention(Protocol):
-    """A model whose code has an attention of its own, which ours stands in for."""
+    """A model whose code has its own attention; ours replaces it."""
 
     def own_logits(self, token_ids: Tensor) -> Tensor:
         """Logits [B, L, V] of token_ids [B, L], with the model's own attention and no cache."""

@@ -1,18 +1,18 @@
-"""Decode steps, whose rows have one token each, captured as graphs and replayed: the GPU then does
-not wait for kernel launches, nor a CPU for Python (`cpu_graphs`).
+"""Decode steps, whose rows have one token each, captured as graphs and replayed. So a GPU does not
+wait for kernel launches, and a CPU (`cpu_graphs`) not for Python.
 
 A graph computes a fixed number of rows over block tables of a fixed width, at fixed addresses.
-Smaller steps are filled up with padding rows, which see one token, in a block that no request has.
-All graphs share one memory pool, where the next replay overwrites the logits of the last: logits
-are valid until the next forward.
+Smaller steps are padded with rows that see one token, in a block that no request has. All graphs
+share one memory pool, where a replay overwrites the previous logits. So logits are valid until the
+next forward.
 
-Block tables come in several widths because backends launch work for every run of keys that a table
-has room for: with many rows, a table for the longest sequence would cost more than the attention.
+Block tables have several widths, because backends launch work for all keys that a table has room
+for. With many rows, a table for the longest sequence would cost more than the attention.
 
-Several rows may belong to one sequence, one for each of its last tokens (draft tokens). Both kinds
-of model write all keys and values of a layer to the cache before any row attends, and the
-`capturable` backends (triton, flash_attn, torch_varlen) read them from the cache alone: each row
-sees the tokens before it.
+Several rows may belong to one sequence, one for each of its last tokens (draft tokens). All models
+write a layer's keys and values to the cache before any row attends, and the `capturable` backends
+(triton, flash_attn, torch_varlen) read them only from the cache. So each row sees the tokens before
+it.
 """
 
 from __future__ import annotations
@@ -33,27 +33,29 @@ from penstock_shard.attention.cache_groups import CacheLayout
 from penstock_shard.models.base import CausalModel, ForwardOutput, ImageInputs
 from penstock_shard.models.step_inputs import InputLayout, StepInputs, attention_batches
 
-# (bound, step): up to `bound` rows, the number of rows is padded to a multiple of `step`. Steps of
-# more rows than the last bound, as draft tokens may make them, run without a graph: a graph would
-# save little beside what they compute.
+# (bound, step): up to `bound` rows, the number of rows is padded to a multiple of `step`. Steps
+# with drafts may have more rows than the last bound. They run without a graph, which would save
+# little.
 _STEPS = ((256, 8), (1024, 64))
-# The narrowest block table has room for this many tokens over all rows, or for this many a row,
-# whichever is more. Our exact attention launches a program for every 256 of them and KV head.
+# The narrowest block table has room for the first number of tokens over all rows, or the second in
+# each row, whichever is more. Our exact attention launches a program for every 256 tokens and KV
+# head.
 _NARROW_TOKENS = 2**16
 _NARROW_ROW_TOKENS = 1024
-# Each wider table has room for this many times the tokens of the one before. Only row counts that
-# are powers of two, and the largest, get wider tables and graphs with adapters: so adapters need
-# fewer graphs. Padding rows cost such a step little: its products read all adapters anyway.
+# Each wider table has room for 4 times the tokens of the one before. To save graphs, only the
+# largest row count and powers of two get wider tables and adapters. Padding costs a step with
+# adapters little, because its products read all adapters anyway.
 _WIDER = 4
-# Of graphs that are captured when they are needed, that which is captured and checked at load.
+# The row count of one graph that is captured and checked at load even if graphs are captured
+# lazily.
 _ROWS_AT_LOAD = 4
-# Numbers in `StepInputs.extra` for each row: its request's, and for a token id that only the device
-# knows yet, its request's and its index in the step.
+# Numbers in `StepInputs.extra` for each row: its request's slot; and for a token id that only the
+# device knows yet, that slot again and the token's index in the step.
 _EXTRA_PER_ROW = 3
 
 
 class GraphShape(NamedTuple):
-    """Number of rows, blocks in each row's table, and whether rows may have adapters."""
+    """Number of rows, number of blocks in each row's table, and true if rows may have adapters."""
 
     num_rows: int
     num_blocks: int
@@ -62,8 +64,8 @@ class GraphShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StaticInputs:
-    """The fixed inputs of a graph: the whole memory, its layout, and its parts as a forward takes
-    them. `rows` int64 are the tokens whose logits are computed: all.
+    """The fixed inputs of a graph: the whole memory, its layout, and its parts as forward takes
+    them. `rows` int64 are the tokens whose logits are computed, here all tokens.
     """
 
     memory: Tensor
@@ -95,10 +97,10 @@ class Graphs(CausalModel, Protocol):
 
 
 class Graph(Protocol):
-    """Captures and replays work of a device."""
+    """Captures and replays work on a device."""
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        """Run `work` once, then capture it. Returns the tensor that replays write to."""
+        """Run `work` once, then capture it. Return the tensor that replays write to."""
 
     def replay(self) -> None:
         """Run the captured work again, on the same memory."""
@@ -115,10 +117,10 @@ class CudaGraph:
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            # Compiles kernels and allocates workspaces now: neither can be captured.
+            # This first run compiles kernels and allocates workspaces, which cannot be captured.
             work()
             self._stream.synchronize()
-            # Not `torch.cuda.graph`, which collects garbage each time.
+            # `torch.cuda.graph` would collect garbage each time.
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = work()
@@ -133,12 +135,11 @@ class CudaGraph:
         self._graph.replay()
 
     def _abandon(self) -> None:
-        """End a capture that failed."""
         try:
             self._graph.capture_end()
         except RuntimeError:
-            # torch raises before it has told its allocator that the capture is over: without this
-            # the allocator would go on holding back memory for the pool, for ever.
+            # torch raises before it tells its allocator that the capture is over. Without these
+            # calls the allocator would reserve memory for the pool for ever.
             device = torch.cuda.current_device()
             torch._C._cuda_endAllocateToPool(device, self._pool)
             torch._C._cuda_releasePool(device, self._pool)
@@ -164,8 +165,8 @@ class _Captured:
 
 
 class GraphedModel:
-    """A `CausalModel` that replays decode steps from graphs once there are any; see
-    `penstock_shard.models.base`. Other steps run through the wrapped model as usual.
+    """A `CausalModel` that replays decode steps from captured graphs; see
+    `penstock_shard.models.base`. The wrapped model runs other steps.
     """
 
     def __init__(
@@ -178,9 +179,9 @@ class GraphedModel:
         serves_adapters: bool = False,
         exact_rows: bool = False,
     ) -> None:
-        """Graphs for steps of at most `max_rows` rows; with `serves_adapters`, also for steps whose
-        rows have adapters. With `exact_rows` a graph is captured for each number of rows, without
-        padding, when a step of so many is run first.
+        """Use graphs for steps of at most `max_rows` rows; with `serves_adapters`, also for steps
+        whose rows have adapters. With `exact_rows`, a graph without padding is captured for a
+        number of rows when the first step with that number runs.
         """
         self.device = model.device
         self._model = model
@@ -191,11 +192,11 @@ class GraphedModel:
         self._exact_rows = exact_rows
         self._make_graph: Callable[[], Graph] | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
-        # For each cache group.
+        # One block for each cache group.
         self._pad_blocks: Sequence[int] = ()
         self._block_size = 1
         self._captured: dict[GraphShape, _Captured] = {}
-        # Captured shapes without adapters, and with them; the smallest first.
+        # Captured shapes without adapters, and those with adapters; the smallest shape first.
         self._shapes: tuple[list[GraphShape], list[GraphShape]] = ([], [])
 
     @property
@@ -232,7 +233,7 @@ class GraphedModel:
     # ---- graphs ----
 
     def shapes(self, block_size: int) -> list[GraphShape]:
-        """The shapes to capture at load, the largest first."""
+        """Return the shapes to capture at load, the largest first."""
         most_blocks = -(-self._max_model_len // block_size)
         if self._exact_rows:
             return [GraphShape(min(_ROWS_AT_LOAD, self._max_rows), most_blocks)]
@@ -254,9 +255,8 @@ class GraphedModel:
     def capture(
         self, shapes: Sequence[GraphShape], block_size: int, pad_blocks: Sequence[int]
     ) -> None:
-        """Capture steps of these shapes, in addition to those captured already, over the present KV
-        cache. Padding rows use `pad_blocks`, one of each cache group. Raises RuntimeError for work
-        that cannot be captured.
+        """Capture steps of more shapes over the present KV cache. Padding rows use `pad_blocks`,
+        one block of each cache group. Raises RuntimeError for work that cannot be captured.
         """
         if self._make_graph is None:
             self._make_graph = self._make_pool()
@@ -273,7 +273,6 @@ class GraphedModel:
             self._shapes[shape.has_adapters].append(shape)
 
     def drop(self) -> None:
-        """Drop all graphs and free their memory."""
         self._captured, self._shapes, self._make_graph = {}, ([], []), None
         self._memory = torch.empty(0, dtype=torch.uint8)
 
@@ -284,8 +283,8 @@ class GraphedModel:
     def inputs(
         self, num_rows: int, num_blocks: int, has_adapters: bool = False
     ) -> StaticInputs | None:
-        """The inputs of the smallest graph that such a step fits; None if there is none. The caller
-        writes all of them: rows beyond the step's own are filled by `pad`.
+        """Return the inputs of the smallest graph that fits such a step; None if there is none. The
+        caller writes all of these inputs; `pad` fills the rows after the step's own rows.
         """
         if self._exact_rows:
             return self._exact_inputs(num_rows, has_adapters)
@@ -337,7 +336,7 @@ class GraphedModel:
         captured.graph.replay()
         logits = captured.logits
         if batches is captured.static.attention:
-            # Padding rows come last.
+            # The padding rows are the last rows.
             logits = logits[: len(logit_rows)]
         elif len(logit_rows) < len(logits):
             logits = logits.index_select(0, logit_rows)
@@ -361,7 +360,7 @@ class GraphedModel:
         return _Captured(graph, static, logits, logits.new_empty(0, self.hidden_size))
 
     def _static_inputs(self, shape: GraphShape) -> StaticInputs:
-        """Inputs of padding rows, until a step's own are written over them."""
+        """Return inputs of which all rows are padding rows."""
         count, num_blocks, _ = shape
         layout = self._layout(shape)
         memory = self._memory[: layout.num_bytes]
@@ -372,7 +371,7 @@ class GraphedModel:
             cu_keys[:] = np.arange(count + 1)
         memory.copy_(nobody)
         inputs = layout.tensors(memory)
-        # The host's bound for any step: no row has more tokens.
+        # An upper bound for any step, because no row can have more tokens.
         seq_lens = [[num_blocks * self._block_size] * count] * layout.num_groups
         attention = attention_batches(inputs, [1] * count, seq_lens, count, self._block_size)
         return StaticInputs(
@@ -426,8 +425,8 @@ class _BorrowedTensor:
 
 
 def _borrowed(tensor: Tensor) -> Tensor:
-    """A view of a contiguous tensor that does not keep its memory allocated, so that the pool can
-    use it for other graphs. Each replay of the tensor's graph writes it anew.
+    """Return a view of a contiguous tensor that does not keep its memory allocated, so that the
+    pool can use it for other graphs. Each replay of the tensor's graph writes it again.
     """
     memory = _BorrowedTensor(tensor, f"<i{tensor.dtype.itemsize}")
     return torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)

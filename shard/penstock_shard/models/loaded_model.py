@@ -1,4 +1,4 @@
-"""A rank's loaded model, with all that the code which checks, follows or runs it needs."""
+"""A rank's loaded model, with all that is needed to check it and to run steps."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from penstock_shard.ops.base import Ops
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What is told of a model beside how it computes, as its configuration states it."""
+    """Facts that a model's configuration states and routers need."""
 
-    # Its name, such as LlamaForCausalLM.
+    # The architecture's name, such as LlamaForCausalLM.
     architecture: str
     vocab_size: int
-    # May be outside the vocabulary; None if none are stated.
+    # The ids may be outside the vocabulary; None if the model states none.
     eos_token_ids: tuple[int, ...] | None
 
 
 def no_check() -> None:
-    """The check of a model that needs none."""
+    """Do nothing: stands for the check of a model that needs no check."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model, or one rank's part of it, and all that it is computed with."""
+    """A model, or one rank's part of it, and everything it is computed with."""
 
     # The model that holds this rank's weights and takes adapters.
     part: CausalModel
-    # Holds the adapters of `part`; None where it takes none.
+    # The adapters of `part`; None if it takes none.
     bank: LoraBank | None
-    # With several ranks, all must call it once each has its part. Raises ModelError.
+    # With several ranks, the check that all must call once each has its part. Raises ModelError.
     check: Callable[[], None]
-    # Runs steps: `part`, wrapped for CUDA graphs where decodes may be captured; on rank 0 of
-    # several, a `MirroredModel` over all ranks.
+    # The model that runs steps: `part`, wrapped for CUDA graphs if decodes may be captured; on rank
+    # 0 of several ranks, a `MirroredModel` over all ranks.
     model: CausalModel
-    # The same object as `model` where decodes may be captured, else None.
+    # The same object as `model` if decodes may be captured, else None.
     graphs: Graphs | None
     ops: Ops
     # Dtype of cached keys and values.
@@ -57,10 +57,12 @@ class LoadedModel:
         return self.facts.vocab_size
 
     def with_graphs(self, graphs: Graphs | None) -> LoadedModel:
-        """The same, with steps that are run by `graphs`, which wraps `part`."""
+        """Return a copy whose steps are run by `graphs`, which wraps `part`."""
         return dataclasses.replace(self, model=graphs or self.part, graphs=graphs)
 
     def over_ranks(self, whole: Graphs) -> LoadedModel:
-        """Rank 0's loaded model once all ranks have their parts; `whole` runs steps on all."""
+        """Return rank 0's loaded model once all ranks have their parts; `whole` runs steps on
+        all.
+        """
         graphs = None if self.graphs is None else whole
         return dataclasses.replace(self, model=whole, graphs=graphs)

@@ -1,4 +1,4 @@
-"""Lets the products of a loaded model take adapters, for our decoder and transformers' code."""
+"""Adds adapters to the products of a loaded model, for our decoder and transformers' code."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from penstock_shard.models.decoder.decoder import Decoder
 from penstock_shard.models.decoder.linear import Linear
 from penstock_shard.models.transformers.transformers_model import TransformersModel
 
-# Modules of a layer without adapters: routers, and experts, which see only some of the tokens; what
-# makes Mamba's time steps, whose code multiplies by the weight itself. And of latent attention what
-# makes keys and values of latents, as its products are not computed.
+# Modules that take no adapters: routers; experts, which see only some of the tokens; Mamba's
+# dt_proj, whose code uses the weight directly. In latent attention also kv_b_proj, whose product is
+# never computed.
 _CLOSED = {"dt_proj", "experts", "gate", "router"}
 
 
@@ -43,21 +43,20 @@ def _hook_products(model: TransformersModel, bank: LoraBank) -> None:
             if isinstance(module, nn.Linear) and not closed & set(name.split(".")):
                 out_features, in_features = module.weight.shape
                 delta = bank.open([(f"{prefix}.{name}", out_features)], in_features)
-                # Before the hooks of tensor parallelism, which combine the ranks' results.
+                # These hooks run before the hooks of tensor parallelism, which combine the ranks'
+                # results.
                 module.register_forward_hook(_adding(model, delta), prepend=True)
 
 
 def _adding(
     model: TransformersModel, delta: Delta
 ) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-    """A forward hook that adds what the tokens' adapters compute to the product."""
-
     def add(module: nn.Module, arguments: tuple[Tensor, ...], product: Tensor) -> None:
         tokens = model.token_adapters
         if tokens is None:
             return
         x = arguments[0].reshape(-1, arguments[0].shape[-1]).contiguous()
-        # A view, so that adding to y changes the product.
+        # y is a view, so adding to it changes the product.
         y = product.view(-1, product.shape[-1])
         if len(y) != len(tokens.indices):
             raise RuntimeError(f"a product of {len(y)} rows in a step of {len(tokens.indices)}")

@@ -14,8 +14,9 @@ from penstock_shard.attention.cache_groups import CacheLayout
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
-    """The states of one layer, float32: of sequence `block_table[row, 0]` the last inputs of its
-    convolution [n, taps - 1, channels], the oldest first; and its matrices [n, heads, dim, dim_v].
+    """The states of one layer, float32, indexed by block: the last inputs of the convolution [n,
+    taps - 1, channels], the oldest first, and the matrices [n, heads, dim, dim_v]. A sequence's
+    state is at block `block_table[row, 0]`.
     """
 
     inputs: Tensor
@@ -23,7 +24,9 @@ class StateCache:
 
     @classmethod
     def of(cls, spec: StateSpec, count: int, device: torch.device) -> StateCache:
-        """Not cleared: a sequence's first token begins its state."""
+        """Allocate states without clearing them, because a sequence's first token begins its
+        state.
+        """
         shape = (count, spec.heads, spec.dim, spec.dim_v)
         return cls(
             torch.empty(count, spec.taps - 1, spec.channels, device=device),
@@ -32,14 +35,14 @@ class StateCache:
 
 
 class PagedCaches:
-    """The caches of a model's layers. Layers of different groups that share a plane of a pool have
-    the same memory, each in blocks of its own.
+    """The caches of a model's layers. Layers of different groups that share a plane of a pool use
+    the same memory, but different blocks.
     """
 
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
         self._caches: dict[int, LayerCache] = {}
-        # The tensors of each layer's cache, whose first dimension are blocks.
+        # The tensors of each layer's cache; their first dimension is the block.
         self._memory: dict[int, tuple[Tensor, ...]] = {}
 
     def allocate(
@@ -51,7 +54,7 @@ class PagedCaches:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Make the caches of `layers`, in place of all earlier ones; `pools` are numbers of
+        """Make the caches of `layers`, and drop all earlier caches; `pools` are numbers of
         blocks.
         """
         self.free()
@@ -71,13 +74,12 @@ class PagedCaches:
                 self._memory.update((layer.index, memory) for layer in plane)
 
     def free(self) -> None:
-        """Drop all caches."""
         self._caches = {}
         self._memory = {}
 
     def block_parts(self, group: int, block_id: int) -> list[Tensor]:
-        """The memory of a block of a cache group, each uint8 [bytes]: of its layers in order, keys
-        and then values, or the state. None for a group without layers.
+        """Return the memory of a group's block, uint8 [bytes] each: for each layer in order, its
+        keys and then its values, or its state. Empty for a group without layers.
         """
         return [
             part[block_id].view(-1).view(torch.uint8)
@@ -87,7 +89,9 @@ class PagedCaches:
         ]
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy states of all layers that have one, in this order: from which block to which."""
+        """Copy states of all layers that have one, in this order: pairs of source block and target
+        block.
+        """
         states = [cache for cache in self._caches.values() if isinstance(cache, StateCache)]
         for source, target in copies:
             for state in states:
@@ -95,5 +99,5 @@ class PagedCaches:
                 state.matrices[target] = state.matrices[source]
 
     def of(self, layer: LayerSpec) -> LayerCache:
-        """Where a layer's keys and values are."""
+        """Return the cache with a layer's keys and values."""
         return self._caches[layer.index if layer.reads is None else layer.reads]

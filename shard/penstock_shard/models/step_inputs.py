@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock_shard.attention.base import AttentionBatch
 
-# Triton specializes kernels on whether an address is a multiple of 16.
+# Triton specializes kernels on addresses that are multiples of 16.
 _ALIGNMENT = 64
 
 Numbers = TypeVar("Numbers")
@@ -23,10 +23,9 @@ Numbers = TypeVar("Numbers")
 
 @dataclass(frozen=True, slots=True)
 class StepInputs(Generic[Numbers]):
-    """The inputs of one forward; see `AttentionBatch` for the names. `kv_indices` are where the
-    tokens' keys and values go, counted over all blocks (its `slots`). `adapters` is empty where no
-    token has an adapter; `extra` are other numbers that share the copy. Some differ from cache
-    group to cache group.
+    """The inputs of one forward; see `AttentionBatch` for the names. `kv_indices` are its `slots`:
+    the tokens' indices in the KV cache, counted over all blocks. `adapters` is empty if no token
+    has an adapter; `extra` are other numbers in the same copy.
     """
 
     input_ids: Numbers
@@ -34,7 +33,7 @@ class StepInputs(Generic[Numbers]):
     adapters: Numbers
     extra: Numbers
     cu_queries: Numbers
-    # For each cache group.
+    # One array for each cache group.
     kv_indices: Sequence[Numbers]
     cu_keys: Sequence[Numbers]
     seq_lens: Sequence[Numbers]
@@ -43,8 +42,8 @@ class StepInputs(Generic[Numbers]):
 
 @dataclass(frozen=True)
 class InputLayout:
-    """Where the inputs lie in a buffer, for given numbers of tokens, rows, blocks in a row's table,
-    extra numbers and cache groups: first those of 8 bytes, then those of 4.
+    """The places of the inputs in a buffer, for given numbers of tokens, rows, blocks in a row's
+    table, extra numbers and cache groups. 8-byte numbers come first, then 4-byte numbers.
     """
 
     num_tokens: int
@@ -56,7 +55,7 @@ class InputLayout:
 
     @cached_property
     def _wide(self) -> list[int]:
-        """The lengths of the parts of 8 bytes a number, each followed by that of a gap."""
+        """Lengths of the 8-byte parts, each followed by the length of its gap."""
         tokens = self.num_tokens
         adapters = tokens if self.has_adapters else 0
         return _with_gaps(
@@ -66,7 +65,7 @@ class InputLayout:
 
     @cached_property
     def _narrow(self) -> list[int]:
-        """The same of 4 bytes a number."""
+        """Lengths of the 4-byte parts, each followed by the length of its gap."""
         rows, groups = self.num_rows, self.num_groups
         sums, lengths, tables = [rows + 1] * groups, [rows] * groups, [rows * self.num_blocks]
         return _with_gaps([rows + 1, *sums, *lengths, *tables * groups], _ALIGNMENT // 4)
@@ -80,7 +79,7 @@ class InputLayout:
         return self._num_wide_bytes + 4 * sum(self._narrow)
 
     def arrays(self, buffer: NDArray[np.uint8]) -> StepInputs[NDArray[Any]]:
-        """The parts of a buffer in host memory."""
+        """Return the parts of a buffer in host memory."""
         wide = buffer[: self._num_wide_bytes].view(np.int64)
         narrow = buffer[self._num_wide_bytes :].view(np.int32)
         return self._inputs(
@@ -90,7 +89,7 @@ class InputLayout:
         )
 
     def tensors(self, buffer: Tensor) -> StepInputs[Tensor]:
-        """The parts of a uint8 buffer on the device."""
+        """Return the parts of a uint8 buffer on the device."""
         wide = buffer[: self._num_wide_bytes].view(torch.int64)
         narrow = buffer[self._num_wide_bytes :].view(torch.int32)
         return self._inputs(
@@ -116,12 +115,11 @@ class InputLayout:
 
 
 def _with_gaps(lengths: Sequence[int], multiple: int) -> list[int]:
-    """Each length and what it lacks to a multiple."""
+    """Return each length, followed by the gap to the next multiple."""
     return [each for length in lengths for each in (length, -length % multiple)]
 
 
 def _slices(numbers: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
-    """The parts of these lengths, without the gap behind each."""
     ends = list(itertools.accumulate(lengths, initial=0))
     return [numbers[start:end] for start, end in zip(ends[::2], ends[1::2], strict=False)]
 
@@ -134,8 +132,8 @@ def attention_batches(
     block_size: int,
     bidirectional: Sequence[frozenset[int]] | None = None,
 ) -> tuple[AttentionBatch, ...]:
-    """What the attention of each cache group is told of a step's rows: their inputs, and what the
-    host knows of them; `seq_lens` has a column for each group, and `bidirectional` those rows.
+    """Return the attention batch of each cache group, from a step's inputs and from the host's
+    lengths. `seq_lens` has a column, and `bidirectional` a set of rows, for each group.
     """
     bidirectional = bidirectional or [frozenset()] * len(seq_lens)
     return tuple(

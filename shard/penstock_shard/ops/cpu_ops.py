@@ -29,13 +29,13 @@ from penstock_shard.ops.base import (
 )
 from penstock_shard.ops.experts import ExpertList, combine, route
 
-# Groups of codes are multiples of this.
+# Groups of codes are multiples of 8.
 UNIT = 8
 
 
 class CpuMatrix:
-    """A weight packed into the panels that the kernels read: one, or several with layouts of their
-    own, one below the other.
+    """A weight packed into the panels that the kernels read: one part, or several stacked parts
+    with layouts of their own.
     """
 
     __slots__ = ("_kernels", "_order", "_parts", "has_rows")
@@ -48,7 +48,9 @@ class CpuMatrix:
         has_rows: bool,
         order: Tensor | None = None,
     ) -> None:
-        """`order` int64 [K]: the input that each column is multiplied by, if not its own."""
+        """`order` int64 [K] has the input that each column is multiplied by; None for its own
+        input.
+        """
         self._kernels = kernels
         self._parts = parts
         self._order = order
@@ -85,7 +87,7 @@ class CpuMatrix:
 
 
 class CpuOps:
-    """See the module's docstring; activations are float32."""
+    """Ops with the CPU kernels; activations are float32."""
 
     exact = True
 
@@ -236,13 +238,13 @@ def _steps(batch: AttentionBatch) -> Steps:
 
 
 def _fit_halves(codes: Codes) -> bool:
-    """Whether scales and minimums are the same in float16."""
+    """Tell whether scales and minimums are exact in float16."""
     numbers = (codes.scales,) if codes.minimums is None else (codes.scales, codes.minimums)
     return all(torch.equal(each.half().float(), each) for each in numbers)
 
 
 def _layout(codes: Codes, in_halves: bool) -> CodeLayout | None:
-    """How the kernels store these codes; None if they do not."""
+    """Return the kernels' layout for these codes; None if they have none."""
     group = codes.group
     if codes.scales.shape[1] == 1:
         group = -(-codes.values.shape[1] // UNIT) * UNIT

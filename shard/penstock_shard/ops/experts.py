@@ -1,7 +1,7 @@
 """Mixture of experts in plain torch: routing, products of each expert, and their weighted sum.
 
-A token's result depends on its own logits and rows alone and is summed in a fixed order: its bits
-are the same in any batch if those of the products are.
+A token's result depends only on its own logits and rows and is summed in a fixed order. So if the
+products have the same bits in any batch, the result has too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from penstock_shard.ops.base import Matrix, Routing, RoutingRule
 
 
 class ExpertList:
-    """Experts with a matrix each. Those with rows in the step are computed one after the other."""
+    """Experts with a matrix each. Experts with rows in the step are computed one after the
+    other.
+    """
 
     capturable = False
 
@@ -57,7 +59,7 @@ class ExpertStack:
 def stack_experts(
     experts: Iterable[Sequence[Tensor]], count: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Weights [E, N, K] from the parts [N_i, K] of each expert."""
+    """Stack the parts [N_i, K] of each expert into weights [E, N, K]."""
     stack: Tensor | None = None
     for index, parts in enumerate(experts):
         if stack is None:
@@ -72,7 +74,7 @@ def stack_experts(
 
 
 def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Routing:
-    """See `Ops.route`. Nothing here waits for the device."""
+    """Compute `Ops.route`, without waiting for the device."""
     num_experts, top_k = logits.shape[1], rule.top_k
     weights, chosen = _choose(logits.float(), rule, bias)
     if rule.is_normalised:
@@ -94,7 +96,7 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Rout
 
 
 def _choose(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Scores and indices of each token's experts, [T, k] each."""
+    """Return scores and indices of each token's experts, [T, k] each."""
     if rule.scores == "softmax":
         scores = torch.softmax(logits, dim=-1)
         if rule.groups == 1:
@@ -103,7 +105,7 @@ def _choose(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> tuple[Ten
         ranked = scores
     else:
         scores = _sigmoid(logits)
-        # Large logits differ where their sigmoids are all 1.
+        # Large logits differ even if their sigmoids are all 1.
         ranked = logits if bias is None else scores + bias
     if rule.groups > 1:
         ranked = _within_groups(ranked, rule)
@@ -112,12 +114,14 @@ def _choose(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> tuple[Ten
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """By a softmax over x and 0: torch computes rows alike wherever they are, but not elements."""
+    """Compute a sigmoid by a softmax over x and 0, because torch computes equal rows alike in any
+    place, but not equal elements.
+    """
     return torch.softmax(torch.stack((x, torch.zeros_like(x)), dim=-1), dim=-1)[..., 0]
 
 
 def _within_groups(ranked: Tensor, rule: RoutingRule) -> Tensor:
-    """Scores [T, E] without those outside of each token's best groups (DeepSeek-V3, 2024)."""
+    """Mask the scores [T, E] outside of each token's best groups (DeepSeek-V3, 2024)."""
     size = ranked.shape[1] // rule.groups
     grouped = ranked.view(-1, rule.groups, size)
     best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(rule.top_groups, dim=-1).indices
@@ -127,8 +131,9 @@ def _within_groups(ranked: Tensor, rule: RoutingRule) -> Tensor:
 
 
 def combine(rows: Tensor, routing: Routing) -> Tensor:
-    """See `Ops.combine`."""
-    # Multiply, then add: a fused multiply-add rounds once less, and torch does not always use it.
+    """Compute `Ops.combine`."""
+    # Multiply and add separately, because a fused operation rounds once less and torch does not
+    # always use it.
     parts = rows[routing.rows] * routing.weights.unsqueeze(-1)
     first, *others = parts.unbind(1)
     total = first.clone() if others else first
@@ -138,7 +143,6 @@ def combine(rows: Tensor, routing: Routing) -> Tensor:
 
 
 def _present(offsets: Tensor) -> Iterable[tuple[int, int, int]]:
-    """Each expert that has rows: its index, its first row, and the one after its last."""
     bounds = offsets.tolist()
     for expert, (start, end) in enumerate(itertools.pairwise(bounds)):
         if end > start:

@@ -1,9 +1,9 @@
 """fp8 and int4 matrices: quantized at load, multiplied by kernels of torch and torchao.
 
-fp8 is e4m3 (Micikevicius et al., 2022) with a scale for each output row; activations are rounded to
-e4m3 too, with a scale for each token. A device without fp8 products emulates them with the same
-rounding: products of two e4m3 numbers are exact in float32, sums are not. int4 quantizes weights
-only, by torchao, in groups of 128.
+fp8 is e4m3 (Micikevicius et al., 2022) with a scale for each output row; activations are also
+rounded to e4m3, with a scale for each token. A device without fp8 products emulates them with the
+same rounding: products of two e4m3 numbers are exact in float32, sums are not. int4 quantizes only
+weights, by torchao, in groups of 128.
 """
 
 from __future__ import annotations
@@ -20,38 +20,37 @@ from penstock_shard.device.triton_support import fault_on
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-# Least compute capability for fp8 products, and for torch's int4 kernel.
+# The lowest compute capability with fp8 products, and with torch's int4 kernel.
 _FP8_CAPABILITY = (8, 9)
 _INT4_CAPABILITY = (8, 0)
 # N and K of an fp8 matrix must be multiples of this for `torch._scaled_mm`.
 FP8_MULTIPLE = 16
 INT4_GROUP = 128
-# Elements of a weight that are rounded at once; as float32 they take four times as many bytes.
+# Elements of a weight that are rounded at once; float32 takes four bytes for each.
 _PIECE = 1 << 24
-# Columns on which a scale is tried first, before whole rows are compared.
+# The number of columns on which a scale is tried before whole rows are compared.
 _GLANCE = 64
-# A row's largest value counts as at least this: a smaller scale would be subnormal and lose bits.
+# The lower bound for a row's largest value: a smaller scale would be subnormal and lose bits.
 _SMALLEST = torch.finfo(torch.float32).tiny * FP8_MAX
 # Relative error of a product rounded to float32, and of the quotient by its scale.
 _NEARLY = 2.0**-22
 
 
 def multiplies_fp8(device: torch.device) -> bool:
-    """Whether the device has fp8 products."""
     if device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
 
 
 def multiplies_fp8_groups(device: torch.device) -> bool:
-    """Whether the device has grouped fp8 products, for several experts at once."""
+    """Tell whether the device has grouped fp8 products, for several experts at once."""
     if device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def captures_fp8(device: torch.device) -> bool:
-    """Whether the device's fp8 products may run on any stream, and so be part of a CUDA graph.
+    """Tell whether the device's fp8 products may run on any stream, and so in a CUDA graph.
 
     On compute capability 8.9, torch before 2.12 launches them on the default stream; on other
     streams they may never end (pytorch issue 177651).
@@ -62,15 +61,32 @@ def captures_fp8(device: torch.device) -> bool:
 
 
 def multiplies_int4(device: torch.device) -> bool:
-    """Whether the device has products with int4 weights."""
     if device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= _INT4_CAPABILITY
 
 
 def has_torchao() -> bool:
-    """Whether torchao, which packs int4 matrices, is installed."""
+    """Tell whether torchao, which packs int4 matrices, is installed."""
     return importlib.util.find_spec("torchao") is not None
+
+
+class RoundedTensor(Tensor):
+    """Activations [T, K] with the result of `round_activations`, made in the same launch, so that
+    the next products need no launch to round them.
+
+    torch operations on them return ordinary tensors. They must not be changed in place.
+    """
+
+    rounded: tuple[Tensor, Tensor]
+    # Results of operations are ordinary tensors, as for parameters.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, x: Tensor, rounded: tuple[Tensor, Tensor]) -> RoundedTensor:
+        carrier = x.as_subclass(cls)
+        carrier.rounded = rounded
+        return carrier
 
 
 class Fp8Matrix:
@@ -79,7 +95,7 @@ class Fp8Matrix:
     has_rows = False
 
     def __init__(self, parts: Sequence[Tensor], device: torch.device) -> None:
-        """`parts` become one matrix, one below the other. Raises ValueError for NaN or infinity."""
+        """Stack `parts` into one matrix. Raises ValueError for NaN or infinity."""
         self.out_features = sum(len(part) for part in parts)
         self.in_features = parts[0].shape[1]
         shape = (self.out_features, self.in_features)
@@ -112,7 +128,7 @@ class Fp8Experts:
     def __init__(
         self, experts: Iterable[Sequence[Tensor]], count: int, device: torch.device
     ) -> None:
-        """Raises ValueError for NaN or infinity."""
+        """Pack the experts. Raises ValueError for NaN or infinity."""
         for index, parts in enumerate(experts):
             matrix = Fp8Matrix(parts, device)
             if index == 0:
@@ -171,26 +187,28 @@ class Int4Matrix:
 
 
 def round_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, K] -> e4m3 values [T, K] and a scale for each token, float32 [T, 1]."""
+    """Round x [T, K] to e4m3 values [T, K] and a scale for each token, float32 [T, 1]."""
+    if isinstance(x, RoundedTensor):
+        return x.rounded
     if x.device.type == "cuda" and fault_on("cuda") is None:
         return _rounding_kernel()(x)
     return round_in_torch(x)
 
 
 def round_in_torch(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`round_activations` in plain torch."""
+    """Compute `round_activations` in plain torch."""
     wide = x.float()
     scales = wide.abs().amax(dim=-1, keepdim=True).clamp_(min=_SMALLEST)
-    # A tensor, not a number: torch on CUDA multiplies by the inverse of a number.
+    # The divisor is a tensor, because torch on CUDA multiplies by the inverse of a number.
     scales /= torch.full_like(scales, FP8_MAX)
     # Clamped because in some torch releases the cast turns larger values into NaN.
     return (wide / scales).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scales
 
 
 def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """weight float32 [N, K] -> e4m3 values [N, K] and a scale for each row, float32 [N].
+    """Round weight float32 [N, K] to e4m3 values [N, K] and a scale for each row, float32 [N].
 
-    A row that is e4m3 numbers times one scale already, as in fp8 checkpoints, keeps all its values
+    A row that already is e4m3 numbers times one scale, as in fp8 checkpoints, keeps all its values
     bit for bit. Other rows get the scale that maps their largest value to 448. Raises ValueError
     for NaN or infinity.
     """
@@ -204,11 +222,11 @@ def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scales_kept(weight: Tensor, largest: Tensor) -> Iterator[Tensor]:
-    """Scales [N] with which rows lose nothing; NaN for rows for which none is found.
+    """Yield scales [N] that represent rows exactly; NaN for rows without such a scale.
 
     The row's largest value is some e4m3 number times the scale. Up to powers of two, which make no
-    difference, there are eight such numbers. So eight scales are tried, and also their neighbours,
-    since a quotient may be off by one bit.
+    difference, there are eight such numbers. So eight scales are tried, and their neighbours too,
+    because a quotient may be off by one bit.
     """
     nan = torch.full_like(largest, torch.nan)
     open_rows = largest > _SMALLEST
@@ -227,7 +245,7 @@ def _scales_kept(weight: Tensor, largest: Tensor) -> Iterator[Tensor]:
 
 
 def _exact_scale(weight: Tensor, scale: Tensor) -> Tensor:
-    """Of each scale and its two neighbours, the one that gives the row exactly; NaN if none."""
+    """Return which of a scale and its two neighbours represents the row exactly; NaN if none."""
     found = torch.full_like(scale, torch.nan)
     for toward in (torch.inf, -torch.inf, None):
         near = scale if toward is None else scale.nextafter(torch.full_like(scale, toward))
@@ -255,10 +273,10 @@ def _scaled_mm(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    # Takes any number of tokens. On compute capability 9, from CUDA 12.9 on, torch uses cuBLASLt;
-    # elsewhere CUTLASS, which reads past the end of the scales unless tokens are a multiple of 256
-    # (pytorch issue 133334), so that torch first copies the scales to a larger buffer.
-    # No fast accumulation: it keeps only 14 bits of a sum.
+    # `_scaled_mm` takes any number of tokens. On compute capability 9, from CUDA 12.9 on, torch
+    # uses cuBLASLt; elsewhere CUTLASS, which reads past the end of the scales unless tokens are a
+    # multiple of 256 (pytorch issue 133334), so torch first copies them to a larger buffer. Fast
+    # accumulation would keep only 14 bits of a sum.
     product: Tensor = torch._scaled_mm(
         x,
         weight.t(),
@@ -287,7 +305,7 @@ def _emulated_mm(
 
 @functools.cache
 def _rounding_kernel() -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """The Triton kernel: one launch in place of six in plain torch."""
+    """Return the Triton kernel: one launch in place of six in plain torch."""
     # Imported here because Triton may be missing, and takes long to import.
     from penstock_shard.kernels.triton_quantize import round_rows
 

@@ -1,5 +1,5 @@
-"""Layers with a state in plain torch, sequence by sequence and token by token; see
-`kernels/recurrent.h` for what they compute.
+"""Layers with a state in plain torch, sequence by sequence and token by token;
+`kernels/recurrent.h` defines them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def short_conv(
     *,
     silu: bool,
 ) -> Tensor:
-    """See `Ops.short_conv`."""
+    """Compute `Ops.short_conv`."""
     out, taps = torch.empty_like(x), len(weight)
     for tokens, slot, begins in _sequences(batch):
         if begins:
@@ -39,7 +39,7 @@ def short_conv(
 def delta_rule(
     qkv: Tensor, decay: Tensor, beta: Tensor, state: Tensor, batch: AttentionBatch
 ) -> Tensor:
-    """See `Ops.delta_rule`."""
+    """Compute `Ops.delta_rule`."""
     _, heads, dim, dim_v = state.shape
     keys = (qkv.shape[1] - heads * dim_v) // 2
     query, key, value = torch.split(qkv.float(), [keys, keys, heads * dim_v], dim=-1)
@@ -64,7 +64,7 @@ def delta_rule(
 
 
 def decay(x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
-    """See `Ops.decay`."""
+    """Compute `Ops.decay`."""
     rate = rate if x.dim() == 2 else rate.unsqueeze(-1)
     return (-rate * functional.softplus(x.float() + bias)).exp()
 
@@ -79,7 +79,7 @@ def selective_scan(
     state: Tensor,
     batch: AttentionBatch,
 ) -> Tensor:
-    """See `Ops.selective_scan`."""
+    """Compute `Ops.selective_scan`."""
     heads = x.shape[1]
     wide = x.float()
     b, c = (each.float().repeat_interleave(heads // b.shape[1], dim=1) for each in (b, c))
@@ -99,7 +99,7 @@ def selective_scan(
 
 
 def softplus(x: Tensor, bias: Tensor, low: float, high: float) -> Tensor:
-    """See `Ops.softplus`."""
+    """Compute `Ops.softplus`."""
     return functional.softplus(x.float() + bias).clamp(low, high)
 
 
@@ -108,7 +108,9 @@ def _to_unit(x: Tensor) -> Tensor:
 
 
 def _sequences(batch: AttentionBatch) -> Iterator[tuple[slice, Tensor, bool]]:
-    """Each sequence's tokens in the step, the slot of its state, and whether they are its first."""
+    """Yield each sequence's tokens in the step, the slot of its state, and whether they are its
+    first.
+    """
     start = 0
     for row, (count, length) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
         yield slice(start, start + count), batch.block_table[row, 0], count == length

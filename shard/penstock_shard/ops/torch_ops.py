@@ -1,4 +1,4 @@
-"""Ops in plain torch, on any device: the reference, and used where our kernels do not run."""
+"""Ops in plain torch, on any device: the reference, also used where our kernels do not run."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ class PackedHalfMatrix:
 
 
 def packs_half() -> bool:
-    """Whether this torch has packed float16 products for this CPU."""
+    """Tell whether this torch has packed float16 products for this CPU."""
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
 class TorchOps:
-    """See the module's docstring. Float32 activations with float16 weights need `packs_half`."""
+    """Ops in plain torch. Float32 activations with float16 weights need `packs_half`."""
 
     exact = False
 
@@ -118,12 +118,12 @@ class TorchOps:
 
     @property
     def pack_codes(self) -> None:
-        """Products are of floats, or of what the weights are rounded to at load."""
+        """None: products take floats, or weights that were rounded at load."""
 
     def pack(self, parts: Sequence[Tensor], *, exact: bool = False) -> Matrix:
         if exact or self.keeps_tensors:
             if len(parts) == 1:
-                # Kernels read rows that lie one behind the other, which codes do not give.
+                # Copy, because kernels read contiguous rows and rows from codes are not contiguous.
                 rows = parts[0].to(self.device, self.dtype, copy=True)
                 return DenseMatrix(rows.contiguous())
             return DenseMatrix(torch.cat([part.to(self.device, self.dtype) for part in parts]))
@@ -131,13 +131,15 @@ class TorchOps:
             return self._rounded(parts)
         weight = torch.cat([part.float() for part in parts])
         worst = float(weight.abs().amax())
-        # Not `worst > ...`: a NaN must not pass.
+        # `worst > ...` would let a NaN pass.
         if not worst <= _LARGEST_HALF:
             raise ValueError(f"has the value {worst:g}; float16 ends at {_LARGEST_HALF:g}")
         return PackedHalfMatrix(weight)
 
     def _rounded(self, parts: Sequence[Tensor]) -> Matrix:
-        """A matrix of fewer bits if its sizes allow, else one as precise as activations."""
+        """Return a matrix of fewer bits if its sizes allow it, else a matrix as precise as
+        activations.
+        """
         if self.weights == "fp8" and _fits_fp8(parts):
             return Fp8Matrix(parts, self.device)
         if self.weights == "int4" and parts[0].shape[1] % INT4_GROUP == 0:
@@ -259,15 +261,15 @@ def _fits_fp8(parts: Sequence[Tensor]) -> bool:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """RMSNorm over the last dimension, in float32; the result has the dtype of x."""
+    """Return the RMSNorm over the last dimension, computed in float32, in the dtype of x."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return (normed * (weight.float() + offset)).to(x.dtype)
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """heads [T, H, D], cos and sin [T, 1, rotary_dim / 2]: rotates pairs (i, i + rotary_dim / 2);
-    elements from rotary_dim on stay as they are.
+    """Rotate pairs (i, i + rotary_dim / 2) of heads [T, H, D]; cos and sin [T, 1, rotary_dim / 2].
+    Elements from rotary_dim on are not changed.
     """
     half = cos.shape[-1]
     wide = heads.float()

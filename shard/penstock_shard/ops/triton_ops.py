@@ -1,6 +1,6 @@
-"""Ops over our Triton kernels and torch's products: about ten kernels a layer.
+"""Ops over our Triton kernels and torch's products: about ten kernels for each layer.
 
-Checked in Triton's interpreter only; they never ran on hardware.
+They were checked only in Triton's interpreter and never ran on hardware.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock_shard.attention.base import AttentionBackend, AttentionBatch, LayerCache, LayerSpec
 from penstock_shard.kernels import triton_layers, triton_recurrent
 from penstock_shard.kernels.triton_matmul import fixed_linear, grouped_linear
+from penstock_shard.kernels.triton_quantize import Fp8Rows, empty_fp8_rows
 from penstock_shard.kernels.triton_route import fits, route_tokens
 from penstock_shard.ops.base import (
     Activation,
@@ -25,11 +26,12 @@ from penstock_shard.ops.base import (
     WeightKind,
 )
 from penstock_shard.ops.experts import ExpertStack, stack_experts
+from penstock_shard.ops.quantized import FP8_MULTIPLE, RoundedTensor
 from penstock_shard.ops.torch_ops import DenseMatrix, TorchOps
 
 
 class FixedMatrix(DenseMatrix):
-    """A weight as an ordinary tensor [N, K]; a row's bits depend on that row alone."""
+    """A weight as an ordinary tensor [N, K]; a row's bits depend only on that row."""
 
     def linear(self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         return fixed_linear(x, self.weight, bias, out)
@@ -49,11 +51,10 @@ class GroupedExperts(ExpertStack):
 
 
 class TritonOps(TorchOps):
-    """See the module's docstring. `exact`: products use tiles of one shape, and with an exact
-    backend a token's bits are the same in every step that it can be part of.
+    """Ops with our Triton kernels. If `exact`, products use tiles of one shape, and with an exact
+    backend a token's bits are the same in any step.
 
-    There is no scratch memory: a captured graph must write to memory of its own pool, and memory
-    kept from step to step is not part of it.
+    There is no scratch memory, because a captured graph must write to its own pool's memory.
     """
 
     def __init__(
@@ -110,14 +111,27 @@ class TritonOps(TorchOps):
         offset: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        return triton_layers.add_rms_norm(x, residual, weight, eps, offset, out)
+        rounded = self._fp8_rows(len(x), x.shape[1], out)
+        normed = triton_layers.add_rms_norm(x, residual, weight, eps, offset, out, rounded=rounded)
+        return normed if rounded is None else RoundedTensor.of(normed, rounded)
 
     def gated_activation(
         self, gate_up: Tensor, kind: Activation, out: Tensor | None = None
     ) -> Tensor:
         if kind not in ("silu", "gelu_tanh"):
             return super().gated_activation(gate_up, kind, out)
-        return triton_layers.gated_activation(gate_up, gelu=kind == "gelu_tanh", out=out)
+        gelu = kind == "gelu_tanh"
+        rounded = self._fp8_rows(len(gate_up), gate_up.shape[1] // 2, out)
+        active = triton_layers.gated_activation(gate_up, gelu=gelu, out=out, rounded=rounded)
+        return active if rounded is None else RoundedTensor.of(active, rounded)
+
+    def _fp8_rows(self, tokens: int, columns: int, out: Tensor | None) -> Fp8Rows | None:
+        """Return memory for the result in fp8 too; None if no product in fp8 can follow, or if
+        `out` is given, because the result may then be changed in place.
+        """
+        if self.weights != "fp8" or columns % FP8_MULTIPLE or out is not None:
+            return None
+        return empty_fp8_rows(tokens, columns, self.device)
 
     def rope_and_cache(
         self,

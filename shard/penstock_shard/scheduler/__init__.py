@@ -1,1 +1,1 @@
-"""Which tokens the next step computes. Plain numbers, no torch."""
+"""The choice of tokens for the next step. Plain numbers, no torch."""

@@ -1,39 +1,45 @@
-"""Whose turn it is: the order of arrival. Requests that aim for more have `priority_policy.py`.
+"""The policy by order of arrival. `priority_policy.py` is for requests with objectives.
 
-A policy orders sequences and says whom to preempt.
+A policy orders sequences and chooses those to preempt.
 """
 
 from __future__ import annotations
 
 from collections import abc
 
-from penstock_shard.scheduler.step_budget import StepBudget
+from penstock_shard.scheduler.step_budget import EVERY_CLASS, StepBudget
 from penstock_shard.sequence import Sequence
 
 
 class FcfsPolicy:
-    """The order of arrival; a sequence that is preempted keeps its place in it."""
+    """The order of arrival. A preempted sequence keeps its place in this order."""
 
     def add(self, sequence: Sequence) -> None:
-        """A sequence has arrived."""
+        """Note a sequence that arrived."""
 
     def remove(self, sequence: Sequence) -> None:
-        """A sequence is over."""
+        """Forget a sequence that ended."""
 
     def order(self, running: abc.Collection[Sequence], now_s: float) -> list[Sequence]:
-        """The running sequences, in the order in which they get rows of a step."""
+        """Order the running sequences as they get rows of a step."""
         return list(running)
 
     def bound(
         self, budget: StepBudget, decodes: abc.Sequence[Sequence], now_s: float, starts_s: float
     ) -> StepBudget:
-        """The budget of a step that has these decodes and starts at `starts_s`."""
+        """Bound the budget of a step that has these decodes and starts at `starts_s`."""
         return budget
+
+    def first_class(self, sequences: abc.Iterable[Sequence]) -> int:
+        """The highest class among the sequences with prompts; `EVERY_CLASS` if classes do not
+        matter.
+        """
+        return EVERY_CLASS
 
     def queue(
         self, waiting: abc.Collection[Sequence], budget: StepBudget, now_s: float
     ) -> abc.Iterator[Sequence]:
-        """The waiting sequences in the order in which they are admitted, while the budget lasts."""
+        """Order the waiting sequences as they are admitted, while the budget lasts."""
         return iter(list(waiting))
 
     def find_outranked(
@@ -44,9 +50,9 @@ class FcfsPolicy:
         *,
         has_free_slot: bool,
     ) -> Sequence | None:
-        """A running sequence that is to make room for one of `waiting`, if any is."""
+        """Find a running sequence that is to make room for one of `waiting`."""
         return None
 
     def choose_victim(self, running: abc.Collection[Sequence]) -> Sequence:
-        """The running sequence that is preempted first where blocks run out."""
+        """Choose the running sequence to preempt when blocks run out."""
         return max(running, key=lambda sequence: sequence.arrival)

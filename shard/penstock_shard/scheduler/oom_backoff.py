@@ -1,10 +1,8 @@
-"""How much a step may compute: as much as the limits say, and less after one that ran out of device
-memory.
+"""The bounds of a step: the configured limits, or less after a step ran out of device memory.
 
-A step that fails halves the sequences that a step may have and, where it computed more than one
-token of any sequence, the tokens too. After some steps without another failure both grow again.
-When a step fails after that, twice as many must pass before they grow the next time, so that a
-prompt which starts over at every failure still gets done.
+A failed step halves the bound on sequences and, if it had more than one token of any sequence, the
+bound on tokens. After some good steps both grow again. Each further failure doubles that number of
+steps, so that a prompt which every failure restarts can be completed.
 """
 
 from __future__ import annotations
@@ -12,20 +10,22 @@ from __future__ import annotations
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.base import Batch
 
-# Chunks are not made smaller than this: memory that lacks room for so few lacks it for one.
+# The smallest bound on tokens: memory that does not suffice for 16 tokens does not suffice for one.
 _LEAST_TOKENS = 16
-# Good steps before the bounds begin to grow, at first and at most; and in how many steps a bound
-# would grow from nothing to its limit.
+# Good steps before the bounds begin to grow, at first and at most; and the number of steps in which
+# a bound would grow from 0 to its limit.
 _CAREFUL_STEPS = 64
 _MOST_CAREFUL_STEPS = 4096
 _GROWING_STEPS = 64
 
-# How far a request has got: its id, its attempt, how many tokens are known.
+# The progress of a request: its id, its attempt, its number of known tokens.
 _Place = tuple[str, int, int]
 
 
 class StepBounds:
-    """The most `tokens` and `sequences` of a step; `reduced` while they are below the limits."""
+    """Bounds on the `tokens` and `sequences` of a step; `reduced` while they are below the
+    limits.
+    """
 
     def __init__(self, max_tokens: int, max_sequences: int) -> None:
         self._max_tokens = max_tokens
@@ -35,18 +35,19 @@ class StepBounds:
         self.reduced = False
         self._good_steps = 0
         self._careful_steps = _CAREFUL_STEPS
-        # Failed steps that could not be smaller, since the bounds were last at the limits.
+        # The progress of requests in failed steps that could not be smaller. Emptied when the
+        # bounds are reset.
         self._failed_alone: set[_Place] = set()
 
     def is_hopeless(self, failed: Batch, first: Sequence, least: int = 1) -> bool:
-        """Whether memory will never suffice for this failed step, whose first row is of `first`: it
-        had no other, and few tokens or the `least` it could have, and has failed before with the
-        sequence at the same token.
+        """Tell whether memory will never suffice for a failed step, whose first row is of `first`.
+        That is so if the step has no other row, has few tokens or the `least` possible, and failed
+        before with the sequence at the same token.
         """
         return _is_least(failed, least) and _place(first) in self._failed_alone
 
     def shrink(self, failed: Batch, first: Sequence, least: int = 1) -> None:
-        """Halve the bounds: this step, whose first row is of `first`, ran out of memory."""
+        """Halve the bounds after a step ran out of memory; its first row is of `first`."""
         self.sequences = max(1, min(self.sequences, failed.num_rows) // 2)
         num_tokens = failed.num_tokens
         if num_tokens > failed.num_rows:
@@ -60,7 +61,7 @@ class StepBounds:
         self._good_steps = 0
 
     def recover(self) -> None:
-        """Count a step that had enough memory while the bounds are reduced; grow them in time."""
+        """Count a good step with reduced bounds; after enough of them the bounds grow."""
         self._good_steps += 1
         if self._good_steps < self._careful_steps:
             return
@@ -73,7 +74,7 @@ class StepBounds:
 
 
 def _is_least(failed: Batch, least: int) -> bool:
-    """Whether the step could not have been smaller."""
+    """Tell whether a step already had the fewest possible tokens."""
     is_small = failed.counts[0] <= max(_LEAST_TOKENS, least)
     return failed.num_rows == 1 and not failed.drafts[0] and is_small
 

@@ -1,4 +1,4 @@
-"""Which running sequence is preempted first, where blocks or slots run out."""
+"""The order in which running sequences are preempted when blocks or slots run out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from penstock_shard.sequence import Sequence
 
 
 def preemption_key(sequence: Sequence) -> tuple[int, bool, int]:
-    """The largest is preempted first: by lowest class, then no objective, then latest arrival."""
+    """Return a key; the largest is preempted first. The order is: lowest class, no objective,
+    latest arrival.
+    """
     return (
         sequence.request.priority,
         _is_indifferent(sequence.request.objective),

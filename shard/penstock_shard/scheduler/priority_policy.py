@@ -1,8 +1,8 @@
 """The policy for requests with objectives: priorities, deadlines, seconds between tokens.
 
-Sequences are served by `urgency.py`. A step is bounded by the time left to sequences that limit
-the seconds between their tokens, and a waiting sequence of a higher class may preempt a running one
-of a lower. While no live request has an objective it is the order of arrival, at that cost.
+`urgency.py` gives the order. Sequences that limit the seconds between their tokens bound a step's
+time, and a waiting sequence of a higher class may preempt a running one of a lower class. While no
+live request has an objective, this policy is the order of arrival and costs the same.
 """
 
 from __future__ import annotations
@@ -14,29 +14,45 @@ from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.fcfs_policy import FcfsPolicy
 from penstock_shard.scheduler.preemption import preemption_key
 from penstock_shard.scheduler.rows import Row
-from penstock_shard.scheduler.step_budget import UNBOUNDED_S, StepBudget
+from penstock_shard.scheduler.step_budget import EVERY_CLASS, UNBOUNDED_S, StepBudget
 from penstock_shard.scheduler.step_time import StepTime
 from penstock_shard.scheduler.urgency import Urgency, seconds_between_tokens, urgency
 from penstock_shard.sequence import Sequence, SequenceState
 
-# The share of the time left to an objective that a step is planned to take: step times vary.
+# The share of an objective's remaining time that a step is planned to take: step times vary.
 _MARGIN = 0.95
-# Tokens of a step that prompts which have waited too long get at least, whatever time is left.
+# A sequence makes room for others at most this often, and not with at most this many tokens left.
+_MOST_TIMES = 4
+_ALMOST_DONE_TOKENS = 16
+# Aged sequences, which have waited too long, precede higher classes in one of `_AGED_PLACES`
+# admissions, and in steps that compute one of `_AGED_SHARE` tokens.
+_AGED_PLACES = 8
+_AGED_SHARE = 16
+# The least number of a step's tokens for aged prompts, even if no time is left.
 _AGED_TOKENS = 16
 
 
 class PriorityPolicy(FcfsPolicy):
-    """Serves whoever has the least time left, within classes of priority."""
+    """Serves the sequence with the least time left, within classes of priority."""
 
     def __init__(self, blocks: BlockManager, step_time: StepTime, aging_s: float) -> None:
-        """A sequence that has waited `aging_s` for its next token goes before all others."""
+        """Count a sequence as aged after `aging_s` seconds without a token. In some places and
+        steps, aged sequences come before higher classes.
+        """
         self._blocks = blocks
         self._step_time = step_time
         self._aging_s = aging_s
         # Live sequences with an objective.
         self._num_objectives = 0
-        # Whether the next sequence is admitted by age; admissions alternate.
-        self._by_age = True
+        # The last step's budget, its number of tokens before any row, and whether it was ordered by
+        # age.
+        self._budget = StepBudget(0, step_time)
+        self._budget_tokens = 0
+        self._is_by_age = False
+        # Tokens that other steps must compute before the next step by age.
+        self._due_in_tokens = 0
+        # Admissions since the last one by age.
+        self._since_age = _AGED_PLACES
 
     def add(self, sequence: Sequence) -> None:
         self._num_objectives += sequence.request.objective is not None
@@ -45,39 +61,73 @@ class PriorityPolicy(FcfsPolicy):
         self._num_objectives -= sequence.request.objective is not None
 
     def order(self, running: abc.Collection[Sequence], now_s: float) -> list[Sequence]:
+        """Order sequences by class, or in some steps by age."""
+        by_age = self._is_by_age = self._is_next_by_age()
         if not self._have_objectives(running):
             return list(running)
-        return sorted(running, key=lambda sequence: self._urgency(sequence, now_s))
+
+        def place(sequence: Sequence) -> tuple[int, Urgency]:
+            return 0 if by_age else sequence.request.priority, self._urgency(sequence, now_s)
+
+        return sorted(running, key=place)
 
     def bound(
         self, budget: StepBudget, decodes: abc.Sequence[Sequence], now_s: float, starts_s: float
     ) -> StepBudget:
+        self._budget, self._budget_tokens = budget, budget.tokens
         time_s = self._time_s(decodes, starts_s) if self._num_objectives else UNBOUNDED_S
         if time_s == UNBOUNDED_S:
             return budget
-        return TimedBudget(
+        self._budget = TimedBudget(
             budget.tokens,
             budget.step_time,
             budget.scored_tokens,
             time_s=time_s,
             is_aged=lambda sequence: self._is_aged(sequence, now_s),
         )
+        return self._budget
+
+    def first_class(self, sequences: abc.Iterable[Sequence]) -> int:
+        if not self._num_objectives or self._is_by_age:
+            return EVERY_CLASS
+        return min((each.request.priority for each in sequences), default=EVERY_CLASS)
 
     def queue(
         self, waiting: abc.Collection[Sequence], budget: StepBudget, now_s: float
     ) -> abc.Iterator[Sequence]:
-        """Every other one is admitted by age."""
+        """Yield sequences by class. Every other one is chosen by age, or one in `_AGED_PLACES` if
+        the aged one is of a lower class.
+        """
         by_age, in_order = self._queues(waiting, now_s)
+        given: set[Sequence] = set()
         while by_age or in_order:
-            aged = bool(by_age) and (self._by_age or not in_order)
+            aged = bool(by_age) and (not in_order or self._is_due(by_age[0], in_order[0]))
             queue = by_age if aged else in_order
             sequence = queue.popleft()
+            if sequence in given:
+                continue
             if budget.most_prompt_tokens(sequence) == 0:
                 queue.clear()
                 continue
+            given.add(sequence)
             yield sequence
-            if sequence.state is SequenceState.RUNNING:
-                self._by_age = not aged
+            if sequence.state is not SequenceState.WAITING:
+                self._since_age = 0 if aged else self._since_age + 1
+
+    def _is_next_by_age(self) -> bool:
+        """Tell whether the next step is ordered by age. Between two such steps, other steps compute
+        enough tokens that these steps have one in `_AGED_SHARE`.
+        """
+        taken = self._budget_tokens - self._budget.tokens
+        self._budget_tokens = self._budget.tokens
+        self._due_in_tokens += taken * (_AGED_SHARE - 1) if self._is_by_age else -taken
+        self._due_in_tokens = max(0, self._due_in_tokens)
+        return not self._due_in_tokens
+
+    def _is_due(self, aged: Sequence, other: Sequence) -> bool:
+        """Tell whether the next sequence is chosen by age."""
+        is_lower = aged.request.priority > other.request.priority
+        return self._since_age >= (_AGED_PLACES - 1 if is_lower else 1)
 
     def find_outranked(
         self,
@@ -90,11 +140,10 @@ class PriorityPolicy(FcfsPolicy):
         if not self._num_objectives:
             return None
         best = min(sequence.request.priority for sequence in waiting)
-        # Aged sequences are spared: admitted by age, they would be preempted at once, for ever.
         lower = [
             sequence
             for sequence in running
-            if sequence.request.priority > best and not self._is_aged(sequence, now_s)
+            if sequence.request.priority > best and self._may_be_put_down(sequence, now_s)
         ]
         if not lower:
             return None
@@ -102,7 +151,7 @@ class PriorityPolicy(FcfsPolicy):
         first = min(its_class, key=lambda sequence: self._place(sequence, now_s))
         if has_free_slot and self._blocks.suffices(first, ()):
             return None
-        # Only if preempting all of them would free enough blocks.
+        # Preempt only if all these sequences together would free enough blocks.
         if not self._blocks.suffices(first, lower):
             return None
         return max(lower, key=preemption_key)
@@ -125,31 +174,41 @@ class PriorityPolicy(FcfsPolicy):
         return urgency(sequence, now_s, self._aging_s, token_s)
 
     def _place(self, sequence: Sequence, now_s: float) -> tuple[bool, int, bool, float, int]:
-        """Its rank among waiting sequences: by urgency, but within a class preempted ones first."""
+        """The sort key of a waiting sequence: by urgency, but within a class preempted ones
+        first.
+        """
         not_aged, priority, due_s, arrival = self._urgency(sequence, now_s)
         return not_aged, priority, sequence.preemptions == 0, due_s, arrival
 
     def _is_aged(self, sequence: Sequence, now_s: float) -> bool:
         return not self._urgency(sequence, now_s)[0]
 
+    def _may_be_put_down(self, sequence: Sequence, now_s: float) -> bool:
+        """Tell whether a running sequence may be preempted for a higher class. Aged sequences may
+        not: they would be admitted by age and preempted at once, again and again.
+        """
+        left = sequence.request.max_tokens - sequence.num_output_tokens + sequence.num_uncomputed
+        is_spared = sequence.preemptions >= _MOST_TIMES or left <= _ALMOST_DONE_TOKENS
+        return not is_spared and not self._is_aged(sequence, now_s)
+
     def _queues(
         self, waiting: abc.Collection[Sequence], now_s: float
     ) -> tuple[deque[Sequence], deque[Sequence]]:
-        """Waiting sequences that are aged, and the others."""
+        """The aged waiting sequences, by age; and all waiting sequences, by class."""
         if not self._have_objectives(waiting):
             return deque(), deque(waiting)
         ranked = sorted((self._place(sequence, now_s), sequence) for sequence in waiting)
         by_age = deque(sequence for key, sequence in ranked if not key[0])
-        return by_age, deque(sequence for key, sequence in ranked if key[0])
+        all_ = sorted((sequence for _, sequence in ranked), key=lambda each: each.request.priority)
+        return by_age, deque(all_)
 
     # ---- time ----
 
     def _time_s(self, decodes: abc.Sequence[Sequence], starts_s: float) -> float:
-        """Seconds that the step's rows may take so that every sequence that limits the seconds
-        between its tokens is in time.
+        """The seconds that the step may take to meet every limit on the seconds between tokens.
 
-        Never less than twice what the rows of those sequences take: objectives that cannot be met
-        still leave half of the device to the others.
+        It is at least twice the time of the rows with such limits, so that limits which cannot be
+        met leave half of the device to other sequences.
         """
         fixed_s = self._step_time.fixed_s
         time_s = UNBOUNDED_S
@@ -165,14 +224,16 @@ class PriorityPolicy(FcfsPolicy):
 
 @dataclass(slots=True, kw_only=True)
 class TimedBudget(StepBudget):
-    """A budget of bounded seconds. Aged sequences get something, however few are left."""
+    """A budget of bounded seconds. Aged sequences get some tokens, even if no time is left."""
 
     is_aged: abc.Callable[[Sequence], bool]
-    # Tokens for prompts that have waited too long, whatever `time_s` is.
+    # Tokens for aged prompts, independent of `time_s`.
     aged_tokens: int = _AGED_TOKENS
 
     def take_decodes(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Those for which the time allows a row, and all that it was set for."""
+        """Return the sequences that get a row: aged ones, all that limit the time, and those that
+        fit into it.
+        """
         taken = []
         for sequence in sequences:
             seconds = self.step_time.decode_s(sequence.num_tokens)
@@ -183,10 +244,11 @@ class TimedBudget(StepBudget):
         return taken
 
     def most_prompt_tokens(self, sequence: Sequence) -> int:
-        most = self.step_time.prompt_tokens_in(self.time_s, sequence.num_computed)
+        in_time = self.step_time.prompt_tokens_in(self.time_s, sequence.num_computed)
+        most = min(StepBudget.most_prompt_tokens(self, sequence), in_time)
         if self.aged_tokens > most and self.is_aged(sequence):
-            most = self.aged_tokens
-        return min(self.prompt_tokens, most)
+            most = min(self.aged_tokens, self.prompt_tokens)
+        return most
 
     def take_chunk(self, row: Row, *, is_long: bool) -> None:
         StepBudget.take_chunk(self, row, is_long=is_long)

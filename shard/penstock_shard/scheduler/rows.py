@@ -23,8 +23,8 @@ class Row:
 
 @dataclass(slots=True)
 class Rows:
-    """The rows of a step in columns, as a batch has them. Most steps have hundreds of decodes, for
-    which columns cost a fraction of what objects do.
+    """The rows of a step in columns, as in a batch. Most steps have hundreds of decodes, for which
+    columns cost much less than objects.
     """
 
     sequences: list[Sequence]
@@ -36,7 +36,7 @@ class Rows:
 
     @classmethod
     def of_decodes(cls, sequences: list[Sequence], starts: list[int]) -> Rows:
-        """A row of one token for each sequence."""
+        """Make a row of one token for each sequence."""
         n = len(sequences)
         return cls(sequences, starts, [1] * n, [True] * n, [0] * n, [()] * n)
 
@@ -48,7 +48,6 @@ class Rows:
         return columns
 
     def insert(self, index: int, row: Row) -> None:
-        """Put a row before the one that has this index."""
         self.sequences.insert(index, row.sequence)
         self.starts.insert(index, row.start)
         self.counts.insert(index, row.count)
@@ -62,8 +61,8 @@ class Rows:
         admitted: abc.Iterable[Sequence],
         state_copies: abc.Sequence[tuple[int, int]] = (),
     ) -> Batch:
-        """The rows as a runner gets them, with the blocks that are new of each (see `Batch`), and
-        with the sequences that were given a slot for this step.
+        """Make a runner's batch of the rows, with each row's new blocks (see `Batch`) and the
+        sequences that got a slot for this step.
         """
         return Batch(
             [sequence.slot for sequence in self.sequences],
@@ -79,8 +78,8 @@ class Rows:
 
 
 def split(running: abc.Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """Sequences that lack one token, and those whose prompts are not computed yet. One that has all
-    its tokens waits for its last step.
+    """Split sequences into those that lack one token and those that lack more. A sequence whose
+    tokens are all known or pending is in neither, as it waits for its last step.
     """
     decodes, prefilling = [], []
     for sequence in running:
@@ -93,7 +92,7 @@ def split(running: abc.Iterable[Sequence]) -> tuple[list[Sequence], list[Sequenc
 
 
 def next_row(sequence: Sequence, count: int) -> Row:
-    """The next `count` tokens of a sequence, which count as computed from now on."""
+    """Make a row of a sequence's next `count` tokens, and count them as computed."""
     start = sequence.num_computed
     sequence.num_computed = start + count
     scores = 0
@@ -104,7 +103,7 @@ def next_row(sequence: Sequence, count: int) -> Row:
 
 
 def admission_of(sequence: Sequence) -> Admission:
-    """What a runner has to know of a sequence that has a slot."""
+    """The data that a runner needs of a sequence with a slot."""
     return Admission(
         sequence.slot,
         sequence.request,
@@ -115,7 +114,7 @@ def admission_of(sequence: Sequence) -> Admission:
 
 
 def num_left(prefilling: abc.Iterable[Sequence], rows: abc.Iterable[Row]) -> int:
-    """Tokens still to be computed of prompts that have begun, without the last one of each."""
+    """Count the tokens still to be computed of begun prompts, without the last token of each."""
     begun = {*prefilling, *(row.sequence for row in rows)}
     running = (sequence for sequence in begun if sequence.state is SequenceState.RUNNING)
     return sum(max(0, sequence.num_uncomputed - 1) for sequence in running)

@@ -1,18 +1,18 @@
-"""Choice of the tokens that the next step computes. Plain Python on numbers: no torch, no clock, no
-wire.
+"""Chooses the tokens that the next step computes. Plain numbers: no torch, no clock, no wire.
 
-There is no prefill phase and no decode phase. A sequence has tokens that are known and tokens that
-are computed, and each step gives out a budget of tokens to let the second catch up with the first:
-sequences that lack one token first, then chunks of longer ones, each in the order of the policy.
-Scheduling needs counts and no values, so it runs a step ahead of the results.
+There is no prefill phase and no decode phase. A sequence has known tokens, of which some are
+computed. Each step divides a budget of tokens: first among sequences that lack one token, then
+among chunks of sequences that lack more, each in the order of the policy. Scheduling needs counts,
+not values, so it plans a step before the last one's results are known.
 
-A step is bounded by tokens and sequences; while sequences decode, also by prompt tokens and by the
-share of long prompts. When blocks run out a sequence is preempted: its blocks are freed once no
+A step has bounds on tokens and sequences; while sequences decode, also on prompt tokens and the
+share of long prompts. When blocks run out, a sequence is preempted: its blocks are freed once no
 launched step refers to them, and it is computed again later from its prompt and its output so far.
-One of whose prefix host memory has copies gets its blocks, and runs once these are copied there.
+If host memory has copies of a sequence's prefix, the sequence gets blocks at once, and runs when
+the copies are in them.
 
 Three parts plug in: another policy (`priority_policy.py`), drafts in decode rows
-(`speculation.py`), and waiting for masks that take long (`slow_masks.py`).
+(`speculation.py`), and waiting for slow masks (`slow_masks.py`).
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ if TYPE_CHECKING:
 # Looking up a member of an enumeration takes as long as counting a token.
 _ENDED = SequenceState.ENDED
 _RUNNING = SequenceState.RUNNING
-# Every this many steps a long prompt's chunk is a little larger than is predicted to fit: chunks
-# that are all alike teach `StepTime` nothing, and would never correct a wrong prediction.
+# In one of this many steps a long prompt's chunk is a little larger than predicted to fit, because
+# chunks of one size would never correct a wrong prediction of `StepTime`.
 _PROBE_STEPS = 8
-# Every this many steps a sequence that lacked blocks looks in the prefix cache again, since other
+# Steps after which a sequence that lacked blocks looks in the prefix cache again, as other
 # sequences may have cached more of its prompt.
 _LOOK_AGAIN_STEPS = 16
 
 
 class _Launched(NamedTuple):
-    """A step that is not collected: its size, `BlockManager.num_insertions` before it was planned,
-    and the number of its planning.
+    """A launched step: its size, `BlockManager.num_insertions` before it was planned, and its
+    number.
     """
 
     size: StepSize
@@ -58,8 +58,8 @@ class _Launched(NamedTuple):
 
 
 class Scheduler:
-    """Owns the waiting and the running sequences, their slots, and through the block manager their
-    blocks. It alone writes what is known of them.
+    """Owns the waiting and the running sequences, their slots and, through the block manager, their
+    blocks. Only the scheduler changes sequences.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class Scheduler:
         speculation: Speculation | None = None,
         masks: SlowMasks | None = None,
     ) -> None:
-        """Run sequences in the order of arrival by default; every decode row computes one token.
-        `step_time` is what policy and speculation predict with. Without `masks` steps wait for
-        those of constraints, however long they take.
+        """Run sequences in the order of arrival by default, with one token in every decode row.
+        Policy and speculation predict with `step_time`. Without `masks`, steps wait for the masks
+        of constraints, however slow.
         """
         self._limits = limits
         self._blocks = blocks
@@ -83,40 +83,38 @@ class Scheduler:
         self.masks = masks
         self.bounds = StepBounds(limits.max_num_batched_tokens, limits.max_num_seqs)
         self.slots = SlotPool()
-        # In the order they are to run in, and how many tokens each had when it joined; a preempted
-        # sequence comes before those that never ran.
+        # Waiting sequences in the order to run in, with the number of tokens when each joined.
+        # Preempted sequences come before those that never ran.
         self._waiting: OrderedDict[Sequence, int] = OrderedDict()
-        # In the order they joined. Values are unused.
+        # Running sequences in the order they joined. Values are unused.
         self._running: dict[Sequence, None] = {}
-        # Those that have blocks, into which copies in host memory are still to be copied, with the
-        # number of the planning that gave them.
+        # Sequences that have blocks and wait for copies into them, with the number of the step
+        # whose planning gave the blocks.
         self._loading: dict[Sequence, int] = {}
-        # Those that have blocks, and their copies if any, and run once a step has room. Values are
-        # unused.
+        # Sequences that have blocks, and their copies if any, and wait for room in a step. Values
+        # are unused.
         self._loaded: dict[Sequence, None] = {}
-        # Ended or preempted, but launched steps still use their blocks and slots: those are freed
-        # when the steps are collected.
+        # Ended or preempted sequences whose blocks and slots are freed when launched steps, which
+        # still use them, are collected.
         self._leaving: set[Sequence] = set()
-        # Sequences that were given a slot for the step that is planned.
+        # Sequences that got a slot for the step being planned.
         self._admitted: list[Sequence] = []
-        # The oldest first.
+        # Steps that are not collected, oldest first.
         self._launched: deque[_Launched] = deque()
         self._arrivals = 0
         self._steps = 0
-        # What `take_started` and `take_preempted` return next.
+        # The sequences that `take_started` and `take_preempted` return next.
         self._started: list[Sequence] = []
         self._preempted: list[tuple[Sequence, str]] = []
-        # `arrival` of the sequence that last lacked blocks, of which pool, and how many free ones
-        # it needs.
+        # The last sequence that lacked blocks: its `arrival`, the pool, the free blocks it needs.
         self._turned_away = (-1, 0, 0)
-        # Tokens of waiting sequences, as counted when each joined the queue.
+        # Tokens of waiting sequences, counted when each joined the queue.
         self.num_queued_tokens = 0
         self.preemptions_total = 0
         # Tokens computed by collected steps.
         self.prompt_tokens_total = 0
         self.decode_tokens_total = 0
-        # Tokens that running sequences still have to compute, after the last step, before they
-        # decode.
+        # Tokens that running sequences must still compute after the last step before they decode.
         self.num_prefill_tokens_left = 0
 
     @property
@@ -133,12 +131,12 @@ class Scheduler:
 
     @property
     def num_draft_tokens(self) -> int:
-        """Draft tokens of collected steps."""
+        """The number of draft tokens of collected steps."""
         return 0 if self._speculation is None else self._speculation.drafter.proposed_total
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Draft tokens of collected steps that were accepted."""
+        """The number of accepted draft tokens of collected steps."""
         return 0 if self._speculation is None else self._speculation.drafter.accepted_total
 
     @property
@@ -148,8 +146,8 @@ class Scheduler:
 
     @property
     def loading(self) -> list[Sequence]:
-        """Sequences that wait for what `BlockManager.loads_of` says, in blocks that no launched
-        step reads or writes: states may be copied from blocks that were given back since.
+        """Sequences that wait for loads (`BlockManager.loads_of`) into blocks that no launched step
+        uses. Empty while states wait to be copied, as their blocks may have been given back.
         """
         if self._blocks.has_state_copies:
             return []
@@ -158,7 +156,7 @@ class Scheduler:
 
     @property
     def num_computed_insertions(self) -> int:
-        """Steps that are over have computed all blocks up to so many insertions."""
+        """The insertion up to which all cached blocks are computed by collected steps."""
         if self._launched:
             return self._launched[0].num_insertions
         return self._blocks.num_insertions
@@ -172,15 +170,15 @@ class Scheduler:
         self._enqueue(sequence)
 
     def load(self, sequence: Sequence) -> None:
-        """Have copies of a sequence's prefix loaded, though it will not run; then `remove` it."""
+        """Have copies of a prefix loaded for a sequence that will not run; then `remove` it."""
         self._policy.add(sequence)
         self._blocks.acquire_copies(sequence)
         sequence.state = SequenceState.LOADING
         self._loading[sequence] = self._steps
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, finished or aborted, wherever it is. Its blocks and its slot are freed
-        as soon as no launched step refers to them.
+        """Forget a sequence that ended. Its blocks and slot are freed once no launched step refers
+        to them.
         """
         if sequence.state is _RUNNING:
             del self._running[sequence]
@@ -198,8 +196,8 @@ class Scheduler:
     def schedule(self, now_s: float = 0.0, starts_s: float = 0.0) -> Batch:
         """Plan the next step, which will start at `starts_s`; empty if there is nothing to do."""
         self._steps += 1
-        preemptions_before = self.preemptions_total
         self._make_room(now_s)
+        preemptions_before = self.preemptions_total
         decodes, prefilling = split(self._policy.order(self._running, now_s))
         if self.masks is not None:
             decodes = self.masks.ready(decodes)
@@ -218,12 +216,12 @@ class Scheduler:
             rows, size = speculation.add_drafts(rows, budget)
         decoded = StepSize(0, 0, 0) if self._limits.prompts_first else size
         budget.bound_prompts(decoded, self._limits.max_prefill_tokens)
-        # A sequence preempted in this step would only be admitted again to be preempted again.
+        # A sequence that this step preempted would be admitted only to be preempted again.
         admits = self.preemptions_total == preemptions_before
         prompt_rows = list(self._prompt_rows(prefilling, budget, now_s, admits=admits))
         self.num_prefill_tokens_left = num_left(prefilling, prompt_rows)
         for row in prompt_rows:
-            # A prompt whose every token but the last is cached is a decode row too.
+            # A prompt of which all but the last token is cached is a decode row too.
             rows.insert(0 if row.count == 1 and row.samples else len(rows.starts), row)
         if not rows.starts:
             return Batch()
@@ -238,9 +236,9 @@ class Scheduler:
         now_s: float = 0.0,
         seconds: float | None = None,
     ) -> Iterable[tuple[Sequence, RowResult]]:
-        """The oldest step is over; it took `seconds`, if that is known. Append what it gave.
+        """Append the results of the oldest step, which took `seconds` if known.
 
-        Returns what is new of each sequence that has not ended, in the batch's order.
+        Returns each sequence that has not ended, with its new result, in the order of the batch.
         """
         size = self._launched.popleft().size
         self.prompt_tokens_total += size.num_prompt_tokens
@@ -276,15 +274,15 @@ class Scheduler:
         return zip(live, news, strict=True)
 
     def lose(self, batches: abc.Sequence[Batch]) -> None:
-        """The oldest of `batches`, all launched ones, ran out of memory; none counts. Running
-        sequences in them are preempted, loading ones begin anew; steps are smaller for a while.
+        """Undo all launched steps, `batches`, as the oldest ran out of memory. Running sequences in
+        them are preempted, loading ones start again, and the next steps are smaller.
         """
-        # Blocks cached since the failed step was planned were never filled with valid keys.
+        # Blocks cached since the failed step was planned have no valid keys.
         self._blocks.prefixes.uncache_since(self._launched[0].num_insertions)
         self._launched.clear()
         for sequence in list(self._loading):
             if not sequence.request.only_fetches:
-                # Its states were to be copied by these steps.
+                # The lost steps would have copied its states.
                 self.lose_loads(sequence)
         if self._speculation is not None:
             self._speculation.drop()
@@ -296,44 +294,44 @@ class Scheduler:
                 sequence.num_steps_in_flight -= 1
                 sequence.num_pending -= samples
                 parts[sequence] = None
-        # In reverse: each goes to the front of the queue, so they end up in the order they ran in.
+        # In reverse order, because each goes to the front of the queue. So they keep their order.
         for sequence in [sequence for sequence in self._running if sequence in parts][::-1]:
             self._preempt(sequence, "the shard is out of memory")
         for sequence in parts:
             self._free_if_left(sequence)
 
     def find_hopeless(self, failed: Batch) -> Sequence | None:
-        """The sequence for which memory will never suffice, if this step, which ran out of it, had
-        no other, and if it has not ended.
+        """Find a live sequence that was alone in a failed step: memory will never suffice for
+        it.
         """
         first, least = self._first_of(failed)
         hopeless = self.bounds.is_hopeless(failed, first, least) and first.state is not _ENDED
         return first if hopeless else None
 
     def _first_of(self, batch: Batch) -> tuple[Sequence, int]:
-        """The sequence of its first row, and how many tokens that had to have at least."""
+        """The first row's sequence, and the smallest number of tokens that the row could have."""
         first = self.slots[batch.slots[0]]
         return first, self._blocks.least_chunk(first, batch.starts[0])
 
     def finish_loads(self, sequence: Sequence) -> None:
-        """A sequence has what it waited for in its blocks."""
+        """Let a sequence run, because its blocks have their copies now."""
         del self._loading[sequence]
         self._blocks.finish_loads(sequence)
         self._loaded[sequence] = None
 
     def lose_loads(self, sequence: Sequence) -> None:
-        """Queue a sequence again, the first of all: what it waited for is not there."""
+        """Put a sequence first in the queue, as the copies that it waited for are gone."""
         (self._loading if sequence in self._loading else self._loaded).pop(sequence)
         self._leave(sequence, SequenceState.WAITING)
         self._enqueue(sequence)
         self._waiting.move_to_end(sequence, last=False)
 
     def predict_s(self) -> float:
-        """Predicted seconds of the oldest launched step that is not collected."""
+        """Predict the seconds of the oldest step that is not collected."""
         return self._step_time.predict(self._launched[0].size)
 
     def preempt_those(self, is_meant: Callable[[Sequence], bool], reason: str) -> None:
-        """Have sequences computed again from their tokens."""
+        """Preempt the sequences for which `is_meant` is true; their tokens are computed again."""
         for sequence in [each for each in self._running if is_meant(each)][::-1]:
             self._preempt(sequence, reason)
         for sequence in [each for each in (*self._loaded, *self._loading) if is_meant(each)]:
@@ -341,19 +339,18 @@ class Scheduler:
                 self.lose_loads(sequence)
 
     def compute_s(self, start: int, count: int) -> float:
-        """Predicted seconds of steps that compute so many tokens of a prompt alone, from a position
+        """Predict the seconds of steps that compute only `count` tokens of a prompt, from `start`
         on; 0 before any step was seen.
         """
         num_steps = -(-count // self.bounds.tokens)
         return num_steps * self._step_time.fixed_s + self._step_time.prompt_s(start, count)
 
     def take_started(self) -> list[Sequence]:
-        """Sequences that were scheduled for the first time since the last call."""
         started, self._started = self._started, []
         return started
 
     def take_preempted(self) -> list[tuple[Sequence, str]]:
-        """Sequences that were preempted since the last call, and why."""
+        """Take the sequences that were preempted since the last call, with the reasons."""
         put_down, self._preempted = self._preempted, []
         return put_down
 
@@ -362,7 +359,7 @@ class Scheduler:
     def _decode_rows(
         self, decodes: abc.Sequence[Sequence], budget: StepBudget
     ) -> tuple[Rows, StepSize]:
-        """A row for each decoding sequence; fewer where tokens or blocks run out."""
+        """Make a row for each decoding sequence; fewer if tokens or blocks run out."""
         sequences: list[Sequence] = []
         starts: list[int] = []
         block_size = self._blocks.block_size
@@ -371,7 +368,7 @@ class Scheduler:
             if len(starts) == budget.tokens:
                 break
             start = sequence.num_computed
-            # It has whole blocks for all that is computed.
+            # Computed tokens fill whole blocks, so only a block's first token needs a new block.
             if start % block_size == 0 and not self._grow_or_preempt(sequence):
                 continue
             sequence.num_computed = start + 1
@@ -387,17 +384,14 @@ class Scheduler:
         )
 
     def _grow_or_preempt(self, sequence: Sequence) -> bool:
-        """Get a block for one more token, preempting sequences for it.
-
-        False if there is none in this step.
-        """
-        # A sequence before it in this step may have preempted it.
+        """Get a block for one more token, if need be by preemption. False if there is none."""
+        # An earlier sequence of this step may have preempted this one.
         if sequence.state is not _RUNNING:
             return False
         if self._blocks.slides:
             self._blocks.slide(sequence, sequence.num_computed)
         while not self._blocks.grow(sequence, sequence.num_computed + 1):
-            # A preempted sequence's blocks come free when a launched step is collected: wait.
+            # Wait: the blocks of preempted sequences are freed when a launched step is collected.
             if self._leaving:
                 return False
             victim = self._policy.choose_victim(self._running)
@@ -411,20 +405,26 @@ class Scheduler:
     def _prompt_rows(
         self, prefilling: list[Sequence], budget: StepBudget, now_s: float, *, admits: bool
     ) -> Iterator[Row]:
-        """Chunks of running sequences, then of those whose copies are there, then of waiting
-        sequences that are admitted.
+        """Yield chunks of running sequences, then of loaded ones, then of admitted ones.
 
-        No other is preempted here: a sequence got the blocks for its whole prompt when admitted, or
-        gets the next ones for those that it gives back.
+        No other sequence is preempted here: a sequence got blocks for its whole prompt when it was
+        admitted, or gets as many new blocks as it gives back.
         """
-        num_admitted = len(self._running) + len(self._loading) + len(self._loaded)
+        num_loading = sum(1 for _ in self._loads_waited_for())
+        num_admitted = len(self._running) + num_loading + len(self._loaded)
         free_seqs = max(0, self.bounds.sequences - num_admitted)
-        others = chain(prefilling, self._waiting if free_seqs else ())
-        if not all(map(self._is_long, others)):
+        waiting = self._waiting if free_seqs else ()
+        budget.first_class = self._policy.first_class(chain(prefilling, self._loaded, waiting))
+        first = (
+            each
+            for each in chain(prefilling, waiting)
+            if each.request.priority <= budget.first_class
+        )
+        if not all(map(self._is_long, first)):
             budget.leave_half_to_short()
         for sequence in prefilling:
             limit = self._chunk_limit(sequence, budget)
-            # The list still has sequences that were preempted for a decode of this step.
+            # A decode of this step may have preempted the sequence.
             if limit and sequence.state is _RUNNING and self._slide_or_preempt(sequence):
                 yield self._prompt_row(sequence, limit, budget)
         for sequence in list(self._loaded):
@@ -437,8 +437,8 @@ class Scheduler:
             yield from self._admitted_rows(free_seqs, budget, now_s)
 
     def _slide_or_preempt(self, sequence: Sequence) -> bool:
-        """Give back blocks that its prompt no longer sees, for the next ones. False if there are
-        too few, because others share those that it gave back: it is preempted.
+        """Give back blocks that the prompt no longer sees, and take new ones. If too few are free,
+        because other sequences share the old ones, preempt the sequence and return False.
         """
         if not self._blocks.slides:
             return True
@@ -448,8 +448,8 @@ class Scheduler:
         return sequence.state is _RUNNING
 
     def _admitted_rows(self, free_seqs: int, budget: StepBudget, now_s: float) -> Iterator[Row]:
-        """Admit waiting sequences. When one lacks blocks, none behind it is admitted; but short
-        prompts overtake long ones once the step's share of those is used up.
+        """Admit waiting sequences, until one lacks blocks. Short prompts overtake long ones once
+        the step's share of long ones is used up.
         """
         if not free_seqs or not self._waiting:
             return
@@ -465,7 +465,8 @@ class Scheduler:
             if not self._admit(sequence):
                 return
             free_seqs -= 1
-            # Computed again: with a cached prefix the chunk starts later, and attends to more keys.
+            # With a cached prefix the chunk starts later and has more keys: compute its limit
+            # again.
             limit = self._chunk_limit(sequence, budget) or self._blocks.chunk_limit(sequence, 1)
             if limit and sequence in self._loaded:
                 del self._loaded[sequence]
@@ -476,8 +477,8 @@ class Scheduler:
         return (each for each in self._loading if not each.request.only_fetches)
 
     def _chunk_limit(self, sequence: Sequence, budget: StepBudget) -> int:
-        """The most tokens for its next chunk; for an image that cannot be cut all that the step has
-        room for, even if prompts may take less.
+        """The largest size of the next chunk. An image that cannot be divided may take all tokens
+        of the step, even if prompts may take fewer.
         """
         probes = self._steps % _PROBE_STEPS == 0
         limit = budget.chunk_limit(sequence, is_long=self._is_long(sequence), probes=probes)
@@ -499,11 +500,11 @@ class Scheduler:
         return sequence.num_tokens > self._limits.max_prefill_tokens
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Move a waiting sequence to those that have what they need to run, or to those that wait
-        for copies; False when blocks are lacking.
+        """Give a waiting sequence its blocks, to run or to wait for copies; False if it cannot be
+        admitted.
 
-        It gets the blocks for all its known tokens at once: with fewer it could be preempted in the
-        middle of its prompt. Of those with a window it gets as many as it ever has at once.
+        It gets blocks for all its known tokens at once, so that it is not preempted in the middle
+        of its prompt. In groups with a window, it gets as many blocks as it ever has at once.
         """
         if sequence.num_steps_in_flight or (self.masks is not None and sequence in self.masks):
             return False
@@ -528,7 +529,7 @@ class Scheduler:
         return True
 
     def _start(self, sequence: Sequence) -> None:
-        """Have it run, from a row of this step on."""
+        """Let a sequence run; its first row is in this step."""
         if sequence.cached_tokens is None:
             self._started.append(sequence)
             sequence.cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
@@ -544,7 +545,7 @@ class Scheduler:
         self.num_queued_tokens += sequence.num_tokens
 
     def _dequeue(self, sequence: Sequence) -> None:
-        # The number that was added, and not the current one: pending tokens may have been dropped.
+        # Subtract the number that was added, as pending tokens may have been dropped meanwhile.
         self.num_queued_tokens -= self._waiting.pop(sequence)
 
     def _make_room(self, now_s: float) -> None:
@@ -581,7 +582,6 @@ class Scheduler:
             self._free(sequence)
 
     def _free(self, sequence: Sequence) -> None:
-        """Free the blocks and the slot of a sequence, if it has any."""
         sequence.num_computed = 0
         if sequence.state is _ENDED:
             self._blocks.forget(sequence)
@@ -590,7 +590,7 @@ class Scheduler:
         self.slots.free(sequence)
 
     def _batch(self, rows: Rows) -> Batch:
-        """The rows as a runner gets them; from now on their step is in flight."""
+        """Make a runner's batch of the rows. From now on this step counts as launched."""
         for sequence, samples in zip(rows.sequences, rows.samples, strict=True):
             sequence.num_steps_in_flight += 1
             sequence.num_pending += samples

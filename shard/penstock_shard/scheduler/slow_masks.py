@@ -1,7 +1,7 @@
-"""Masks that take long are filled in a thread of their own, so that no step waits for them.
+"""Fills slow masks in separate threads, so that no step waits for them.
 
-A sequence with such a constraint is in no step until its last token is known and the mask of its
-next one is there. So it runs slower than others, and makes none of them so.
+A sequence with a slow constraint is in no step until its last token is known and the mask of its
+next token is filled. So it runs slower than other sequences, but does not slow them down.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from penstock_shard.structured_output.matcher_state import ConstraintState, fill
 
 
 class SlowMasks:
-    """Sequences that wait for their masks. Belongs to the thread that steps."""
+    """Sequences that wait for their masks. Only the thread that steps may use it."""
 
     def __init__(self, vocab_size: int, on_done: Callable[[], None], threads: Executor) -> None:
-        """`on_done` is called, in a thread, whenever a sequence waits no longer."""
+        """Call `on_done`, in one of `threads`, whenever a mask is filled."""
         self._vocab_size = vocab_size
         self._on_done = on_done
         self._threads = threads
         self._waiting: dict[Sequence, Future[None]] = {}
 
     def __len__(self) -> int:
-        """Count the sequences that wait."""
         self._forget_done()
         return len(self._waiting)
 
@@ -33,12 +32,11 @@ class SlowMasks:
         return sequence in self._waiting
 
     def ready(self, decodes: list[Sequence]) -> list[Sequence]:
-        """The sequences that a step may have a row of; begin to fill the masks of others."""
+        """Return the sequences that may be in a step; begin to fill the masks of the others."""
         self._forget_done()
         return [each for each in decodes if each.constraint is None or self._is_ready(each)]
 
     def discard(self, sequence: Sequence) -> None:
-        """Forget a sequence that ended."""
         filling = self._waiting.pop(sequence, None)
         if filling is not None:
             filling.cancel()

@@ -1,9 +1,8 @@
-"""Which rows of a step get draft tokens, and how many were accepted. A scheduler without it drafts
-nothing.
+"""Gives rows of a step draft tokens. A scheduler without it makes no drafts.
 
-How many drafts were accepted is known when their step is collected. Until then their sequence is in
-no other step. Where many sequences wait for that, the next step is scheduled only after it, so that
-all stay in the same steps.
+The accepted drafts are known when their step is collected. Until then the sequence is in no other
+step. If many sequences wait for a step, the next step is scheduled only after it, so that all stay
+in the same steps.
 """
 
 from __future__ import annotations
@@ -18,15 +17,16 @@ from penstock_shard.scheduler.urgency import seconds_between_tokens
 from penstock_shard.sequence import Sequence, SequenceState
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 
-# Drafts may take one part in this many of the tokens and the time that a step's decodes leave.
+# The divisor for drafts: they may take this part of the tokens and of the time that decodes leave.
 _DRAFTS_SHARE = 2
-# If at least one in this many decoding sequences waits for launched steps, all of them do.
+# If at least one in this many decoding sequences waits for launched steps, all decoding sequences
+# wait.
 _WAITING_SHARE = 4
 
 
 class Speculation:
-    """The scheduler's part that handles drafts. They take free blocks only: nothing is preempted
-    for a draft. A step has at most `most_drafts`, which bounds its logits.
+    """The scheduler's part for drafts. Drafts take only free blocks: nothing is preempted for them.
+    A step has at most `most_drafts`, which bounds its logits.
     """
 
     def __init__(self, drafter: Drafter, blocks: BlockManager, most_drafts: int) -> None:
@@ -37,8 +37,8 @@ class Speculation:
         self._drafted: set[Sequence] = set()
 
     def ready(self, decodes: list[Sequence]) -> list[Sequence] | None:
-        """The sequences that may have a row now. None: all wait for the launched steps, because
-        many need their tokens, to go on or to draft from.
+        """Return the sequences that may have a row now. None if all wait for the launched steps,
+        because many need the tokens of these steps.
         """
         drafter, drafted = self.drafter, self._drafted
         waiting = {
@@ -48,7 +48,7 @@ class Speculation:
         }
         if not waiting:
             return decodes
-        # A sequence that is left out gets its next token two steps later instead of one.
+        # A sequence that is left out gets its next token one step later.
         hurried = any(
             seconds_between_tokens(sequence.request.objective) is not None for sequence in waiting
         )
@@ -57,8 +57,8 @@ class Speculation:
         return [sequence for sequence in decodes if sequence not in waiting]
 
     def add_drafts(self, decodes: Rows, budget: StepBudget) -> tuple[Rows, StepSize]:
-        """The same rows, those that got drafts last, and what they compute. Drafts take their part
-        of the budget.
+        """Give rows drafts, which use up their part of the budget. Returns the rows, with drafted
+        rows last, and the total size.
         """
         plain, with_drafts = [], []
         tokens = min(budget.tokens // _DRAFTS_SHARE, self._most_drafts)
@@ -82,8 +82,8 @@ class Speculation:
         return Rows.of(rows), step_size(rows)
 
     def take(self, sequence: Sequence, num_drafts: int, more_token_ids: abc.Sequence[int]) -> None:
-        """A row with drafts is over: append the tokens that follow the accepted ones, unless the
-        sequence has ended. Those are computed already.
+        """Take the results of a row with drafts: append `more_token_ids`, one for each accepted
+        draft, unless the sequence has ended. The accepted drafts are computed already.
         """
         has_ended = sequence.state is SequenceState.ENDED
         num_accepted = 0 if has_ended else len(more_token_ids)
@@ -95,21 +95,22 @@ class Speculation:
         self.drafter.learn(sequence, num_drafts, num_accepted)
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence is over."""
         self.drafter.forget(sequence)
 
     def drop(self) -> None:
-        """Forget the launched steps: none of them counts."""
+        """Forget the launched steps, because they are undone."""
         self._drafted.clear()
 
     def _most(self, row: Row, tokens: int, time_s: float, budget: StepBudget) -> int:
-        """How many drafts the row may have, by the step's budget and its `max_tokens`."""
+        """The largest number of drafts of a row, by the step's budget and the sequence's
+        `max_tokens`.
+        """
         sequence = row.sequence
-        # With pending tokens there is nothing to draft from: the last ones are not known.
+        # While tokens are pending, the tokens to draft from are unknown.
         if tokens <= 0 or sequence.num_pending:
             return 0
         if sequence.constraint is not None and sequence.constraint.pace.is_slow:
-            # Its step would wait for a mask at each draft.
+            # With drafts, the step would wait for a mask at each draft.
             return 0
         left = sequence.request.max_tokens - sequence.num_output_tokens
         most = min(tokens, self.drafter.most, left - 1)
@@ -118,7 +119,7 @@ class Speculation:
         return most
 
     def _held(self, row: Row, count: int) -> int:
-        """How many of `count` drafts there are blocks for."""
+        """The number of drafts, at most `count`, for which there are blocks."""
         sequence = row.sequence
         if self._blocks.slides:
             self._blocks.slide(sequence, row.start)

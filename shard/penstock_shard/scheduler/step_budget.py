@@ -1,7 +1,6 @@
-"""The rest of a step while it is filled.
+"""The tokens and seconds that are left of a step while the scheduler plans it.
 
-Prompts may take less of a step than decodes, and long prompts less than short ones. Each row that
-is added is subtracted here, and each chunk is bounded by what is left.
+Prompts may take less of a step than decodes, and long prompts less than short ones.
 """
 
 from __future__ import annotations
@@ -12,56 +11,67 @@ from penstock_shard.scheduler.rows import Row
 from penstock_shard.scheduler.step_time import StepSize, StepTime
 from penstock_shard.sequence import Sequence
 
-# Time that long prompts may take beside decodes, relative to the time of the decodes alone.
+# The time of long prompts in a step with decodes, as a share of the decodes' time.
 _LONG_SHARE = 0.8
 UNBOUNDED_S = float("inf")
-# A scored token counts once more for each so many log-probabilities that are wanted of it, but no
-# more often than that: those of a step go to the server as one message.
+# The time that prompts of lower classes may take in a step, as a share of the other rows' time.
+_LOWER_SHARE = 0.5
+# As a class number: no class is lower.
+EVERY_CLASS = 2**31
+# A scored token counts again for each `_WIDE_LOGPROBS` wanted log-probabilities, up to
+# `_MOST_OFTEN` times, because one message to the server has all log-probabilities of a step.
 _WIDE_LOGPROBS = 16_384
 _MOST_OFTEN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds of a step."""
+    """The bounds of a step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    # Prompt tokens of a step in which other sequences decode. Prompts longer than this count as
-    # long: their chunks take no more time than the decodes beside them.
+    # The bound on prompt tokens in steps with decodes. Prompts with more tokens are long: the time
+    # of the decodes bounds their chunks.
     max_prefill_tokens: int = 2**31
-    # Prompt tokens of a step whose log-probabilities are wanted.
+    # The bound on a step's prompt tokens whose log-probabilities are wanted.
     max_scored_tokens: int = 2**31
-    # Whether decodes bound no prompts beside them: they are about to leave for another shard.
+    # True if decodes do not bound prompts, because the decodes will soon move to another shard.
     prompts_first: bool = False
 
 
 @dataclass(slots=True)
 class StepBudget:
-    """Tokens and seconds that rows may still take; each row that is added takes its part."""
+    """Tokens and seconds that rows may still take."""
 
-    # What the step has room for; of what decodes leave, prompts may take `prompt_tokens`.
     tokens: int
     step_time: StepTime
-    # Prompt tokens whose log-probabilities are wanted.
+    # Prompt tokens whose log-probabilities may still be computed.
     scored_tokens: int = 2**31
-    # What prompts may take, and what long prompts may.
+    # The tokens that prompts may take; the tokens and the seconds that long prompts may take.
     prompt_tokens: int = 0
     long_tokens: int = 0
     long_s: float = UNBOUNDED_S
-    # Predicted with `step_time`; unbounded unless an objective limits the seconds of the step.
+    # Predicted seconds that rows may take; unbounded unless an objective limits the step.
     time_s: float = UNBOUNDED_S
+    # The highest class with prompts to compute. Decodes and that class's prompts take `first_s`
+    # seconds. Prompts of lower classes may lengthen the step by `lower_share` of these: by nothing
+    # if the step leaves part of a prompt of the highest class for later.
+    first_class: int = EVERY_CLASS
+    lower_share: float = _LOWER_SHARE
+    first_s: float = 0.0
+    lower_s: float = 0.0
 
     def take_decodes(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Take those of the decoding sequences that may have a row."""
+        """Return the decoding sequences that may have a row."""
         return sequences
 
     def bound_prompts(self, decodes: StepSize, max_prefill_tokens: int) -> None:
-        """Set what prompts may take, once all decode rows are added: less if there are any."""
+        """Set what prompts may take, after all decode rows: less if there are decode rows."""
         self.prompt_tokens = self.tokens
+        self.first_s = self.step_time.predict(decodes)
         if decodes.num_decodes:
             self.prompt_tokens = min(self.tokens, max_prefill_tokens)
-            self.long_s = self.step_time.predict(decodes) * _LONG_SHARE
+            self.long_s = self.first_s * _LONG_SHARE
         self.long_tokens = self.prompt_tokens
 
     def leave_half_to_short(self) -> None:
@@ -69,15 +79,25 @@ class StepBudget:
         self.long_tokens = max(1, self.prompt_tokens // 2)
 
     def most_prompt_tokens(self, sequence: Sequence) -> int:
-        """The most tokens that a chunk of this sequence may have, if it is short; if there are none
-        for a waiting one, there are none for those behind it.
+        """The largest size of a chunk of this sequence, if it is short. If a waiting sequence gets
+        no tokens, the sequences after it get none either.
         """
-        return self.prompt_tokens
+        if sequence.request.priority <= self.first_class:
+            return self.prompt_tokens
+        left_s = self.lower_share * self.first_s - self.lower_s
+        in_time = self.step_time.prompt_tokens_in(left_s, sequence.num_computed)
+        return min(self.prompt_tokens, in_time)
 
     def chunk_limit(self, sequence: Sequence, *, is_long: bool, probes: bool) -> int:
-        """The most tokens for the sequence's next chunk. With `probes` a long prompt gets a little
+        """The largest size of the sequence's next chunk. With `probes`, a long prompt gets a little
         more than is predicted to fit.
         """
+        limit = self._chunk_limit(sequence, is_long, probes)
+        if limit < sequence.num_uncomputed and sequence.request.priority <= self.first_class:
+            self.lower_share = 0.0
+        return limit
+
+    def _chunk_limit(self, sequence: Sequence, is_long: bool, probes: bool) -> int:
         limit = self.most_prompt_tokens(sequence)
         if sequence.needs_prompt_logprobs:
             scored = sequence.num_prompt_tokens - 1 - sequence.num_computed
@@ -94,8 +114,8 @@ class StepBudget:
         return limit
 
     def has_room(self, sequence: Sequence, count: int, of_all: int) -> bool:
-        """Tell whether a step that began with room for `of_all` tokens has some for so many of this
-        sequence, or for nothing less if it is empty.
+        """Tell whether `count` tokens of a sequence fit. A step with all its `of_all` tokens left
+        takes any count.
         """
         if self.tokens == of_all:
             return True
@@ -103,11 +123,17 @@ class StepBudget:
         return count <= self.tokens and not (is_scored and count > self.scorable(sequence))
 
     def scorable(self, sequence: Sequence) -> int:
-        """The number of its prompt's tokens that may still be scored."""
+        """The number of the sequence's prompt tokens that may still be scored."""
         return self.scored_tokens // _score_weight(sequence)
 
     def take_chunk(self, row: Row, *, is_long: bool) -> None:
-        """Subtract this chunk of a prompt; that of an image may be more than there was for it."""
+        """Subtract a chunk of a prompt. A chunk with an image may exceed what was left."""
+        if self.first_class != EVERY_CLASS:
+            seconds = self.step_time.prompt_s(row.start, row.count)
+            if row.sequence.request.priority <= self.first_class:
+                self.first_s += seconds
+            else:
+                self.lower_s += seconds
         self.tokens -= row.count
         self.prompt_tokens = max(0, self.prompt_tokens - row.count)
         self.scored_tokens -= row.scored * _score_weight(row.sequence)
@@ -117,5 +143,4 @@ class StepBudget:
 
 
 def _score_weight(sequence: Sequence) -> int:
-    """The weight of each of its scored tokens."""
     return min(_MOST_OFTEN, 1 + (sequence.request.prompt_logprobs or 0) // _WIDE_LOGPROBS)

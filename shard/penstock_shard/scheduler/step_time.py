@@ -1,10 +1,9 @@
-"""How long a step will take, learned from the steps before it.
+"""Predicts the seconds of a step from the steps before it.
 
-A step's time is taken to be linear in what it computes: a fixed part (launching, reading the
-weights), a part for each decode row, one for each prompt token, and one for each key that is
-attended to. The four coefficients are a least squares fit over the last hundred steps or so, none
-of them negative: coordinate descent on decaying sums (Lawson and Hanson's problem; with four
-unknowns and a good start a few sweeps suffice).
+The model is linear: a fixed part (launching, reading the weights), and a part for each decode row,
+prompt token and key attended to. A least squares fit over about the last hundred steps gives the
+four coefficients, none of them negative. It is coordinate descent on decaying sums (Lawson and
+Hanson's problem). With four unknowns and a good start, a few sweeps suffice.
 """
 
 from __future__ import annotations
@@ -16,27 +15,27 @@ from dataclasses import dataclass
 
 from penstock_shard.scheduler.rows import Row
 
-# Weight of a step relative to the one after it.
+# The weight of a step relative to the next step's.
 _DECAY = 0.98
 _SWEEPS = 2
-# Coefficients in the order they are fitted: prompt tokens and decode rows come before the fixed
-# part, so that the time of the first steps is put down to what they compute.
+# The order in which coefficients are fitted: prompt tokens and decode rows before the fixed part,
+# so that the time of the first steps is attributed to what they compute.
 _ORDER = (2, 1, 0, 3)
-# A step is taken to have lasted at most this many times its prediction, or the average step if that
-# is more: a pause of the machine says little about the next step.
+# A measured time counts as at most this many times its prediction or the average, whichever is
+# larger, because a pause of the machine says little about the next step.
 _DISTURBED = 3.0
-# A coefficient whose decayed sum is below this has not been seen lately and stays as it is.
+# A coefficient whose decayed sum is below this had no recent data and is not fitted.
 _FORGOTTEN = 1e-6
-# No chunk is longer than this.
+# An upper bound on the length of every chunk.
 _MOST_TOKENS = 2**31
-# Keys attended to are counted in thousands, to keep the sums of one size.
+# Keys are counted in thousands so that the sums have similar sizes.
 _KEYS = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """What a step computes. `num_keys` counts every pair of a query and a key it attends to.
-    `num_drafts` counts draft tokens, each taken to cost as much as a prompt token.
+    """The work of a step. `num_keys` counts pairs of a query and a key. A draft token is assumed to
+    cost as much as a prompt token.
     """
 
     num_decodes: int
@@ -45,7 +44,6 @@ class StepSize:
     num_drafts: int = 0
 
     def plus(self, other: StepSize) -> StepSize:
-        """The size of a step that computes both."""
         return StepSize(
             self.num_decodes + other.num_decodes,
             self.num_prompt_tokens + other.num_prompt_tokens,
@@ -55,7 +53,6 @@ class StepSize:
 
 
 def step_size(rows: Iterable[Row]) -> StepSize:
-    """What a step of these rows computes."""
     decodes = prompt_tokens = keys = drafts = 0
     for row in rows:
         if row.samples and row.count == 1:
@@ -77,15 +74,15 @@ class StepTime:
     def __init__(self) -> None:
         self._products = [[0.0] * 4 for _ in range(4)]
         self._targets = [0.0] * 4
-        # Seconds for: any step, a decode row, a prompt token, a thousand keys.
+        # The seconds of any step, and of each decode row, prompt token and thousand keys.
         self._seconds = [0.0] * 4
         self._num_seen = 0
 
     def learn(self, size: StepSize, seconds: float) -> None:
-        """Refit with one more step, which took `seconds`."""
+        """Refit with a step that took `seconds`."""
         features = _features(size)
         if self._num_seen > 16:
-            # The average too: the prediction is near 0 for a kind of step not seen before.
+            # Use the average too: the prediction is near 0 for a kind of step not seen before.
             average_s = self._targets[0] / self._products[0][0]
             seconds = min(seconds, _DISTURBED * max(self._dot(features), average_s))
         self._num_seen += 1
@@ -98,29 +95,28 @@ class StepTime:
         self._solve()
 
     def predict(self, size: StepSize) -> float:
-        """Seconds that such a step will take."""
         return self._dot(_features(size))
 
     def decode_s(self, num_keys: int) -> float:
-        """Seconds that one more decode row adds, which attends to `num_keys` keys."""
+        """Predict the seconds that a decode row over `num_keys` keys adds."""
         return self._seconds[1] + self._seconds[3] * num_keys * _KEYS
 
     @property
     def fixed_s(self) -> float:
-        """Seconds of a step that computes nothing."""
+        """The seconds of a step without rows."""
         return self._seconds[0]
 
     def prompt_s(self, start: int, count: int) -> float:
-        """Seconds that prompt tokens start .. start + count add."""
+        """Predict the seconds that prompt tokens [start, start + count) add."""
         num_keys = count * start + count * (count + 1) // 2
         return self._seconds[2] * count + self._seconds[3] * num_keys * _KEYS
 
     def prompt_tokens_in(self, seconds: float, start: int) -> int:
-        """How many prompt tokens from `start` on fit into `seconds` more of a step."""
+        """Count the prompt tokens from `start` on that a step can compute in `seconds` more."""
         if seconds <= 0:
             return 0
         per_key = self._seconds[3] * _KEYS
-        # Token number n of the chunk attends to start + n keys: a quadratic in the chunk's length.
+        # Token n of the chunk attends to start + n keys: quadratic in the chunk's length.
         per_token = self._seconds[2] + per_key * start
         if per_key > 0:
             root = math.sqrt(per_token * per_token + 2 * per_key * seconds)

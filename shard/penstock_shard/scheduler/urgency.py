@@ -1,10 +1,10 @@
-"""In which order sequences are served.
+"""The order in which sequences are served.
 
-Inside a priority class the sequence with the least slack goes first: the time until its next token
-must begin for its objective to be met. A sequence without an objective is due when it has waited
-`aging_s`, so that such sequences keep their order of arrival. A sequence that has waited that long
-for its next token is aged and goes before higher classes. In a long queue all sequences are aged
-and classes would mean nothing, so only every other sequence is admitted by age.
+Within a priority class the sequence with the least slack is first. Slack is the time until its next
+token must begin to meet the objective. Without an objective, a sequence is due after `aging_s`, so
+such sequences keep their order of arrival. After `aging_s` without a token, a sequence is aged and
+precedes higher classes. In a long queue all sequences are aged and classes would mean nothing, so
+only some admissions and some steps are ordered by age.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from __future__ import annotations
 from penstock_shard.ipc.request import Objective
 from penstock_shard.sequence import Sequence
 
-# What `latency_sensitive` means where the objective gives no seconds.
+# The seconds that `latency_sensitive` stands for if the objective names none.
 _SENSITIVE_FIRST_TOKEN_S = 0.5
 _SENSITIVE_BETWEEN_TOKENS_S = 0.1
 
-# Compared as a tuple: aged sequences first, then by class, by when the next token is due, by number
-# of arrival.
+# Compared as a tuple: aged sequences first, then by class, time the next token is due, arrival.
 Urgency = tuple[bool, int, float, int]
 
 
 def seconds_between_tokens(objective: Objective | None) -> float | None:
-    """The most seconds wanted between two tokens; None: no limit."""
+    """The largest wanted time in seconds between two tokens; None if unlimited."""
     if objective is None:
         return None
     if objective.seconds_between_tokens is not None:
@@ -31,7 +30,9 @@ def seconds_between_tokens(objective: Objective | None) -> float | None:
 
 
 def urgency(sequence: Sequence, now_s: float, aging_s: float, token_s: float) -> Urgency:
-    """The smallest is served first. `token_s`: seconds a token takes; used with a deadline only."""
+    """Return a key. The sequence with the smallest key is served first. Only deadlines need
+    `token_s`, the seconds that a token takes.
+    """
     since_s = sequence.last_token_s or sequence.arrived_s
     aged = now_s - since_s >= aging_s
     objective = sequence.request.objective
@@ -45,7 +46,7 @@ def urgency(sequence: Sequence, now_s: float, aging_s: float, token_s: float) ->
 def _due_s(
     sequence: Sequence, objective: Objective, latest_s: float, now_s: float, token_s: float
 ) -> float:
-    """When the next token must begin for the whole objective to be met."""
+    """The time by which the next token must begin for the whole objective to be met."""
     if sequence.last_token_s:
         between_s = seconds_between_tokens(objective)
         if between_s is not None:
@@ -57,8 +58,8 @@ def _due_s(
     if objective.deadline_s is not None:
         left = sequence.request.max_tokens - (sequence.num_tokens - sequence.num_prompt_tokens)
         begin_s = sequence.arrived_s + objective.deadline_s - left * token_s
-        # A deadline too near for `max_tokens` tokens does not count: most are generous, and come
-        # with a max_tokens that is never reached.
+        # A deadline too near for `max_tokens` tokens does not count, because few outputs get that
+        # long.
         if begin_s > now_s:
             latest_s = min(latest_s, begin_s)
     return latest_s

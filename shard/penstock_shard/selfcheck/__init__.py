@@ -1,1 +1,1 @@
-"""Tests at load that what this machine computes is right."""
+"""Tests at load that this machine computes right results."""

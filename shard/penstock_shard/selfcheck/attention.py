@@ -1,8 +1,8 @@
-"""Test steps of attention on random tokens, made so that one key too many or too few shows.
+"""Test steps of attention on random tokens, whose results reveal one key too many or too few.
 
-Each query scores high with one key: its own, the first that it sees, the last before its window,
-the one after its own, or one in the middle; or with none. So at every edge one value dominates the
-result, however many keys there are.
+Each query has a high score with at most one key: its own, the first that it sees, the last before
+its window, the key after its own, or one in the middle. So at every edge one value dominates the
+result.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from penstock_shard.attention.base import (
     LayerSpec,
 )
 
-# The score of the key that a query leans on; scores of other keys vary around 0.
+# The high score of the key that dominates a query; scores of other keys vary around 0.
 _LEAN = 12.0
-# A longer window gets no sequence that fills it: the keys would take too much memory.
+# A longer window gets no sequence that fills it, because the keys would take too much memory.
 _LONGEST_WINDOW = 8192
-# Unused columns of the block table, as captured steps have them.
+# Unused columns of the block table, as in captured steps.
 _SPARE_COLUMNS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One sequence of n tokens: query [m, Hq, D] of its last m, key [n, Hkv, D], value
-    [n, Hkv, Dv].
+    """A sequence of n tokens: query [m, Hq, D] of its last m tokens, key [n, Hkv, D], value [n,
+    Hkv, Dv].
     """
 
     query: Tensor
@@ -42,14 +42,13 @@ class Tokens:
         return len(self.key)
 
     def queries(self, span: slice) -> Tensor:
-        """The queries of the tokens in the span."""
         before = len(self.key) - len(self.query)
         return self.query[span.start - before : span.stop - before]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A step's attention [T, Hq, Dv], and how many of its rows were decodes."""
+    """A step's attention [T, Hq, Dv], and the number of decodes among its rows."""
 
     attended: Tensor
     num_decodes: int
@@ -57,13 +56,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """Sequences over one layer, and how their tokens are spread over steps."""
+    """Sequences for one layer, and the division of their tokens into steps."""
 
     spec: LayerSpec
     sequences: tuple[Tokens, ...]
-    # Scores of a virtual key, [Hq], where the layer has sinks.
+    # Scores of a virtual key, [Hq], if the layer has sinks.
     sinks: Tensor | None
-    # For each sequence: tokens that are only written to the cache, then tokens of each step.
+    # For each sequence: the number of tokens only written to the cache, then of tokens in each
+    # step.
     steps: tuple[tuple[int, ...], ...]
 
     def run(
@@ -113,7 +113,7 @@ def make_case(
     device: torch.device,
     most_queries: int,
 ) -> AttentionCase:
-    """Sequences of several lengths, one longer than the layer's window. Both dtypes hold their
+    """Make sequences of several lengths, one longer than the layer's window. Both dtypes hold their
     numbers exactly. The last `most_queries` tokens of each are computed.
     """
     lengths = [1, 16, 40, 300, 530]
@@ -139,8 +139,8 @@ def make_case(
 
 
 def _leaning(spec: LayerSpec, key: Tensor, num_queries: int) -> Tensor:
-    """What to add to the queries of the last tokens, [num_queries, Hq, D], so that each scores
-    `_LEAN` with the key it leans on.
+    """Return what to add to the queries of the last tokens, [num_queries, Hq, D], so that each has
+    the score `_LEAN` with the key that should dominate it.
     """
     count, heads = len(key), spec.num_heads
     own = torch.arange(count - num_queries, count, device=key.device).unsqueeze(1)
@@ -157,8 +157,8 @@ def _leaning(spec: LayerSpec, key: Tensor, num_queries: int) -> Tensor:
 
 
 def _steps(length: int, most_queries: int, number: int) -> tuple[int, ...]:
-    """Tokens that are only written, then tokens of three steps: a chunk, and then a decode and the
-    rest, in either order.
+    """Return the tokens that are only written, then the tokens of three steps: first a chunk, then
+    a decode and the rest in either order.
     """
     written = max(0, length - most_queries)
     left = length - written
@@ -177,7 +177,6 @@ def _batch(
     block_size: int,
     device: torch.device,
 ) -> AttentionBatch:
-    """The step in which each sequence i of `rows` computes `counts[i]` tokens after `done[i]`."""
     query_lens = [counts[i] for i in rows]
     seq_lens = [done[i] + counts[i] for i in rows]
     slots = []

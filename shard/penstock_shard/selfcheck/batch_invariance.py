@@ -1,8 +1,9 @@
-"""Tests at load whether a model's logits and its KV cache have the same bits however steps are cut.
+"""Tests at load that a model's logits and its KV cache have the same bits for any division into
+steps.
 
-One sequence is computed whole, and then again in every way a scheduler may cut it and beside other
-sequences, with several numbers of threads. One layer of each kind runs: layers of a kind run the
-same code on the same shapes, so if one gives equal bits for equal inputs, a stack of them does.
+One sequence is computed whole. Then it is computed in every way that a scheduler may divide it,
+with other sequences and several numbers of threads. One layer of each kind runs: if it gives equal
+bits for equal inputs, so does a stack of such layers.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from torch import Tensor
 from penstock_shard.models.base import CausalModel
 from penstock_shard.selfcheck.random_steps import RandomSteps, Row, random_steps
 
-# Length of the tested sequence: more than the 256 keys that the attention kernel takes in one run,
-# and than small sliding windows.
+# The length of the tested sequence: more than the 256 keys that the attention kernel takes at once,
+# and more than small sliding windows.
 _LENGTH = 300
 _CHUNK = 48
-# Positions where decodes are tried: around the end of that run, and the last ones.
+# Positions where decodes are tried: around key 256, and the last ones.
 _EDGE = range(255, 258)
 _LAST = 4
-# Besides those, every this many tokens is compared: with all, the output head would dominate.
+# Also compare every 23rd token; with all tokens, the output head would take most of the time.
 _STRIDE = 23
 _ROWS = (2, 3, 4, 5, 6, 8, 12, 64, 512)
-# Tokens of other sequences beside it: up to this many decodes, then long chunks.
+# The tokens of other sequences in a step: up to this many decodes, then long chunks.
 _MAX_DECODES = 32
-# Most logits computed in a step: the output head is the largest product, and the layers' products
-# already see all rows.
+# The largest number of logits computed in a step: the output head is the largest product, and the
+# layers' products already have all rows.
 _MOST_LOGITS = 64
 _FILLER_CHUNK = 448
 
-# A way to compute the sequence, or its end: the rows of one step after another.
+# One way to compute the sequence, or its end: the rows of each step in turn.
 _Way = list[list[Row]]
 
 
@@ -47,9 +48,9 @@ def first_variance(
     set_threads: Callable[[int], None],
     threads: int,
 ) -> str | None:
-    """The first way of cutting that changes a bit, in words; None if none does.
+    """Describe the first division that changes a bit; None if none does.
 
-    On cpu each is tried with 1, 2 and `threads` threads; the number is not set back afterwards.
+    On cpu each way is tried with 1, 2 and `threads` threads; the number is not restored.
     """
     length = min(_LENGTH, max_model_len)
     chunk = min(_FILLER_CHUNK, max_model_len)
@@ -75,11 +76,13 @@ def first_variance(
 
 
 class _Watched:
-    """A sequence with some tokens whose logits are compared, and other sequences beside it."""
+    """A sequence with some tokens whose logits are compared, and other sequences in the same
+    steps.
+    """
 
     def __init__(self, steps: RandomSteps, length: int, chunk: int) -> None:
         self._steps = steps
-        # Where a token can be computed once only, as its state has changed afterwards.
+        # With states, a token can be computed only once, as the state changes.
         self._has_states = any(group.has_state for group in steps.model.cache_layout.groups)
         self._length = length
         self._chunk = chunk
@@ -87,25 +90,25 @@ class _Watched:
         count = _MAX_DECODES + -(-max(_ROWS) // chunk)
         self._fillers = [steps.sequence(chunk) for _ in range(count)]
         positions = {*range(0, length, _STRIDE), *_EDGE, *range(length - _LAST, length)}
-        # Compared positions, to their index in `_expected`.
+        # Compared positions -> their index in `_expected`.
         watched = sorted(position for position in positions if 0 <= position < length)
         self._index = {position: i for i, position in enumerate(watched)}
         self._expected = torch.empty(0)
         self._expected_bytes = torch.empty(0)
 
     def expect(self) -> None:
-        """Compute the sequence whole, and take its logits, keys and values as the expected ones."""
+        """Compute the sequence whole, and store its logits, keys and values as expected values."""
         _, self._expected = self._run([self._piece(0, self._length)])
         self._expected_bytes = self._cached()
 
     def is_as_expected(self, rows: abc.Sequence[Row]) -> bool:
-        """Compute the rows; whether their compared tokens' logits have the expected bits."""
+        """Compute the rows; true if the logits of the compared tokens have the expected bits."""
         positions, logits = self._run(rows)
         expected = self._expected[[self._index[position] for position in positions]]
         return torch.equal(_bits(logits), _bits(expected))
 
     def is_cached_as_expected(self) -> bool:
-        """Whether all blocks of the sequence have the expected bytes, but for its states."""
+        """Tell whether all blocks of the sequence except states have the expected bytes."""
         return torch.equal(self._cached(), self._expected_bytes)
 
     def _cached(self) -> Tensor:
@@ -121,7 +124,6 @@ class _Watched:
         return torch.cat(parts) if parts else torch.empty(0)
 
     def _run(self, rows: abc.Sequence[Row]) -> tuple[list[int], Tensor]:
-        """Positions of the compared tokens in the rows, and their logits [n, V]."""
         positions, wanted, first = [], [], 0
         for sequence, start, count in rows:
             if sequence is self._sequence:
@@ -147,13 +149,13 @@ class _Watched:
         return (self._sequence, start, end - start)
 
     def _cut(self, starts: abc.Sequence[int]) -> _Way:
-        """The sequence in pieces that start at 0 and at these ascending positions."""
+        """Return the sequence in pieces that start at 0 and at these ascending positions."""
         bounds = [0, *(start for start in starts if start < self._length), self._length]
         return [[self._piece(*piece)] for piece in itertools.pairwise(bounds)]
 
     def _after_its_start(self, rows: list[Row]) -> _Way:
-        """The step of these rows; with states, after one of the sequence's earlier tokens, and in a
-        step for each row of the sequence.
+        """Return the steps that compute these rows. With recurrent state, first make a step for the
+        sequence's earlier tokens, then one for each of its rows.
         """
         if not self._has_states:
             return [rows]
@@ -171,7 +173,9 @@ class _Watched:
         return [*self._beside(9), (self._sequence, start, count), *self._beside(20)[9:]]
 
     def _among(self, count: int) -> list[Row]:
-        """The sequence's last tokens as the first, a middle and the last of `count` decode rows."""
+        """Place the sequence's last tokens as the first, a middle and the last of `count` decode
+        rows.
+        """
         watched = [(self._sequence, self._length - back, 1) for back in (3, 2, 1)]
         watched = [row for row in watched if row[1] >= 0][-count:]
         rows = self._beside(count - len(watched))
@@ -180,7 +184,9 @@ class _Watched:
         return rows
 
     def _beside(self, num_tokens: int) -> list[Row]:
-        """Rows of other sequences with `num_tokens` in all: decodes, then chunks of prompts."""
+        """Return rows of other sequences with `num_tokens` in all: decodes, then chunks of
+        prompts.
+        """
         decodes = min(num_tokens, _MAX_DECODES)
         rows: list[Row] = [(self._fillers[i], 0, 1) for i in range(decodes)]
         left = num_tokens - decodes
@@ -192,5 +198,5 @@ class _Watched:
 
 
 def _bits(logits: Tensor) -> Tensor:
-    """The logits' bits, as integers: equal even for NaN."""
+    """Return the logits' bits as integers, so that NaN equals NaN."""
     return logits.float().contiguous().view(torch.int32)

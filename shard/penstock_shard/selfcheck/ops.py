@@ -1,4 +1,4 @@
-"""Whether our Triton kernels run on a device and compute there what plain torch does.
+"""Checks that our Triton kernels run on a device and give the results of plain torch.
 
 Attention is checked in `choose_attention.py`, once a model's layers are known.
 """
@@ -23,38 +23,40 @@ from penstock_shard.ops.base import (
     RoutingRule,
     WeightKind,
 )
-from penstock_shard.ops.quantized import multiplies_fp8, round_in_torch
+from penstock_shard.ops.quantized import multiplies_fp8, round_activations, round_in_torch
 from penstock_shard.ops.torch_ops import TorchOps
 
-# Largest difference, relative to 1 + |expected|: so absolute near 0, as values are about 1.
+# The largest difference, relative to 1 + |expected|; so it is absolute near 0.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-# One step of e4m3: half way between two values, the last bit of a quotient decides the rounding.
+# The tolerance is one step of e4m3: half way between two values the last bit of a quotient decides
+# which way it is rounded.
 _FP8_STEP = 2.0**-3
 _LAYER = LayerSpec(0, 4, 2, 16, 16, 0.25)
 _TOKENS = 3
-# Channels of a convolution, and tokens of a sequence that begins: more than a program computes.
+# Channels of a convolution, and the tokens of a sequence that begins; both are more than a program
+# computes.
 _CHANNELS, _BEGUN = 24, 34
 # N and K of products: neither is a multiple of a tile's size.
 _COLUMNS, _DEPTH = 40, 72
-# Rows of exact products: one for each of the two tile heights.
+# The numbers of rows of exact products, one for each of the two tile heights.
 _ROWS = (_TOKENS, 70)
-# Experts, and tokens with two experts each: one count for each of the two tile heights.
+# The number of experts; and two numbers of tokens with two experts each, one for each tile height.
 _EXPERTS, _ROUTED = 3, (2, 50)
-# Experts to choose from, and by which rules.
+# The number of experts to choose from, and the rules.
 _CHOSEN_FROM = 16
 _RULES = (
     RoutingRule(3),
     RoutingRule(2, is_normalised=False, scale=2.5, groups=4, top_groups=2),
     RoutingRule(4, "sigmoid", scale=2.5, groups=4, top_groups=2),
 )
-# Logits in a row to draw from: more than a kernel reads at once; and more than one lists.
+# The numbers of logits in a row: more than a kernel reads at once; and more than a kernel lists.
 _VOCABULARY = 5000
 _RANKED = 20_000
 
 # Kinds of kernels, which can be checked one by one.
 KERNELS = ("rows", "rotation", "states", "products", "routing", "rounding", "draws")
 
-# A kernel's name for messages, its result, and the largest difference; None: no difference.
+# A kernel's name for messages, its result, and the largest allowed difference; None allows none.
 _Result = tuple[str, Tensor, float | None]
 
 
@@ -66,7 +68,7 @@ def triton_fault(
     exact: bool,
     kernels: Sequence[str] = KERNELS,
 ) -> str | None:
-    """The fault of the kernels that such ops use on this device; None if they are right."""
+    """Return the fault of the kernels that such ops use on this device; None if they are right."""
     try:
         from penstock_shard.ops.triton_ops import TritonOps
 
@@ -79,7 +81,7 @@ def triton_fault(
     for (name, got, tolerance), (_, want, _) in zip(ours, theirs, strict=True):
         errors = (got.double() - want.double()).abs() / (1 + want.double().abs())
         worst = float(errors.amax())
-        # Not `worst > ...`: a NaN must not pass.
+        # `worst > ...` would let a NaN pass.
         if not worst <= (tolerance or 0.0):
             return f"Triton's {name} differs from torch's by {worst:.2g} on {device}"
     return None
@@ -103,10 +105,10 @@ class _Noise:
 def _results(
     ops: Ops, *, exact: bool, in_torch: bool, kernels: Sequence[str] = KERNELS
 ) -> Iterator[_Result]:
-    """Results of these kernels, or of torch in their place, for the same random numbers."""
+    """Yield results of these kernels, or of torch instead, for the same random numbers."""
     noise = _Noise(ops.device, ops.dtype)
     tolerance = _TOLERANCE[ops.dtype]
-    # Each is computed when it is asked for.
+    # These are generators, so each computes only when it is asked.
     of_layers = {
         "rows": _of_rows(ops, noise),
         "rotation": _of_rotation(ops, noise),
@@ -119,8 +121,8 @@ def _results(
     if "routing" in kernels:
         yield from _of_routing(ops, noise)
     if "rounding" in kernels and multiplies_fp8(ops.device):
-        values, scales = _rounding(in_torch)(noise.rows(_TOKENS, _DEPTH))
-        yield "rounding", values.float() * scales, _FP8_STEP
+        for name, (values, scales) in _of_rounding(ops, noise, in_torch):
+            yield name, values.float() * scales, _FP8_STEP
     if "draws" in kernels:
         yield "drawing by rank", _ranked(noise, ops, in_torch), None
         yield "drawing by id", _drawn_by_id(noise, ops, in_torch), None
@@ -135,8 +137,8 @@ def _of_routing(ops: Ops, noise: _Noise) -> Iterator[_Result]:
 
 
 def _of_rows(ops: Ops, noise: _Noise) -> Iterator[tuple[str, Tensor]]:
-    stream = noise.rows(_TOKENS, 48)
-    yield "norm", ops.add_rms_norm(noise.rows(_TOKENS, 48), stream, noise.wide(48), 1e-5, 1.0)
+    update, stream = _added(noise)
+    yield "norm", ops.add_rms_norm(update, stream, noise.wide(48), 1e-5, 1.0)
     yield "sum", stream
     for kind in get_args(Activation):
         yield kind, ops.gated_activation(noise.rows(_TOKENS, 96), kind)
@@ -162,7 +164,9 @@ def _of_rotation(ops: Ops, noise: _Noise) -> Iterator[tuple[str, Tensor]]:
 
 
 def _of_states(ops: Ops, noise: _Noise) -> Iterator[tuple[str, Tensor]]:
-    """Of a sequence that goes on with a token, and of one that begins with several."""
+    """Yield results for a sequence that continues with a token, and one that begins with
+    several.
+    """
     total, batch = 1 + _BEGUN, _goes_on_and_begins(ops.device)
     inputs, matrices = noise.wide(2, 3, _CHANNELS), noise.wide(2, 2, 8, 8)
     x, weight, bias = noise.rows(total, _CHANNELS), noise.wide(4, _CHANNELS), noise.wide(_CHANNELS)
@@ -171,7 +175,7 @@ def _of_states(ops: Ops, noise: _Noise) -> Iterator[tuple[str, Tensor]]:
     decay, beta = noise.wide(total, 2).sigmoid(), noise.wide(total, 2).sigmoid()
     # Queries and keys of one head, values of two.
     yield "delta rule", ops.delta_rule(noise.rows(total, 4 * 8), decay, beta, matrices, batch)
-    # A copy: what follows updates it once more.
+    # A copy, because the scan updates it again.
     yield "state of the delta rule", matrices.clone()
     b, c = (noise.rows(total, 8).view(total, 1, 8) for _ in range(2))
     x, rates = noise.rows(total, 2 * 8).view(total, 2, 8), -noise.wide(2, 8).abs()
@@ -199,7 +203,9 @@ def _goes_on_and_begins(device: torch.device) -> AttentionBatch:
 
 
 def _of_products(ops: Ops, noise: _Noise, exact: bool) -> Iterator[tuple[str, Tensor]]:
-    """Products of matrices only if exact: otherwise torch computes them, not our kernels."""
+    """Yield products. Products of matrices are included only if exact, because otherwise torch
+    computes them.
+    """
     if exact:
         matrix = ops.pack([noise.wide(_COLUMNS, _DEPTH)])
         for count in _ROWS:
@@ -221,6 +227,25 @@ def _bias(rule: RoutingRule, noise: _Noise) -> Tensor | None:
     return noise.wide(_CHOSEN_FROM) if rule.scores == "sigmoid" else None
 
 
+def _of_rounding(
+    ops: Ops, noise: _Noise, in_torch: bool
+) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    yield "rounding", _rounding(in_torch)(noise.rows(_TOKENS, _DEPTH))
+    if ops.weights != "fp8":
+        return
+    # The results are already rounded with their scales, or are rounded here.
+    rounded = round_in_torch if in_torch else round_activations
+    yield "rounded norm", rounded(ops.add_rms_norm(*_added(noise), noise.wide(48), 1e-5, 1.0))
+    for kind in get_args(Activation):
+        active = ops.gated_activation(noise.rows(_TOKENS, 96), kind)
+        yield f"rounded {kind}", rounded(active)
+
+
+def _added(noise: _Noise) -> tuple[Tensor, Tensor]:
+    """Return a sublayer's results, and the stream that they are added to."""
+    return noise.rows(_TOKENS, 48), noise.rows(_TOKENS, 48)
+
+
 def _rounding(in_torch: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     if in_torch:
         return round_in_torch
@@ -230,8 +255,8 @@ def _rounding(in_torch: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
 
 
 def _ranked(noise: _Noise, ops: Ops, in_torch: bool) -> Tensor:
-    """Tokens drawn in the order of the logits: with top-p, of a flat row and of a peaked one; with
-    top-k; and with all that there is.
+    """Draw tokens in the order of the logits: with top-p, from a flat row and from a peaked one;
+    with top-k; and with all filters.
     """
     # Rounded so that there are many ties.
     spread = torch.tensor([0.5, 4.0, 1.0, 2.0], device=ops.device).unsqueeze(1)
@@ -253,9 +278,8 @@ def _ranked(noise: _Noise, ops: Ops, in_torch: bool) -> Tensor:
 
 
 def _drawn_by_id(noise: _Noise, ops: Ops, in_torch: bool) -> Tensor:
-    """Tokens drawn for rows that are not in the order of the logits; two rows have a floor that
-    only their largest logits reach. Few logits have any weight, so that no token depends on the
-    last bits of a weight.
+    """Draw tokens in the order of ids. Two rows have a floor that only their largest logits reach.
+    Few logits have any weight, so that no token depends on the last bits of a weight.
     """
     logits = torch.full((4, _VOCABULARY), float("-inf"), dtype=ops.dtype, device=ops.device)
     logits[:, :: _VOCABULARY // 9] = noise.rows(4, 10)
@@ -279,14 +303,14 @@ def _drawn_by_id(noise: _Noise, ops: Ops, in_torch: bool) -> Tensor:
 
 
 def _drawn_by_sorting(scaled: Tensor, settings: Tensor, one: float) -> Tensor:
-    """The tokens that `draw_ranked` should draw, int64 [n]."""
+    """Return the tokens that `draw_ranked` should draw, int64 [n]."""
     top_k, top_p, floor, share = settings[:, 2:].unsqueeze(2).unbind(1)
     ordered, order = scaled.sort(dim=1, descending=True, stable=True)
     weights = (ordered.exp() * one).long()
     limit = torch.where(top_k > 0, top_k, scaled.shape[1]).long()
     weights[torch.arange(scaled.shape[1], device=scaled.device) >= limit] = 0
     cumulative = weights.cumsum(1)
-    # 1 of a total may round up.
+    # A share of 1 may round up to more than the total.
     goal = torch.minimum((top_p * cumulative[:, -1:]).ceil().long(), cumulative[:, -1:])
     above = (weights >= floor).sum(dim=1, keepdim=True)
     count = torch.minimum(torch.searchsorted(cumulative, goal) + 1, above)

@@ -1,4 +1,4 @@
-"""Steps of random tokens on a model that is not serving yet: for checks and measurements at
+"""Steps of random tokens on a model that is not serving yet, for checks and measurements at
 load.
 """
 
@@ -23,26 +23,26 @@ from penstock_shard.worker.base import Admission, Batch
 from penstock_shard.worker.input_batch import InputBuilder
 
 _GREEDY = SamplingParams(temperature=0.0)
-# Sequences at once where layers have a state.
+# The largest number of sequences with states at once.
 _MOST_STATES = 48
 
 
 @dataclass(slots=True)
 class RandomSequence:
-    """Random tokens, and the blocks for them."""
+    """A sequence of random tokens, and its blocks."""
 
     token_ids: list[int]
-    # For each cache group.
+    # One list for each cache group.
     block_ids: list[list[int]]
     adapter_index: int = 0
 
 
-# A sequence, the first of its tokens to compute, and how many.
+# A sequence, the first of its tokens to compute, and the number of tokens.
 Row = tuple[RandomSequence, int, int]
 
 
 class RandomSteps:
-    """Gives out sequences, with blocks of their own, and computes parts of them."""
+    """Makes sequences, each with its own blocks, and computes parts of them."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class RandomSteps:
         num_blocks: int,
         graphs: Graphs | None = None,
     ) -> None:
-        """Uses a cache of `num_blocks` of each cache group. `decode` uses the static inputs of
+        """Use a cache of `num_blocks` of each cache group. `decode` uses the static inputs of
         `graphs`, if given.
         """
         self.model = model
@@ -62,18 +62,18 @@ class RandomSteps:
         self._inputs = InputBuilder(block_size, model.device, self._groups, graphs=graphs)
         self._random = random.Random(1)
         self._free = [list(range(size)) for size in _pools(num_blocks, self._groups)]
-        # So that an error in reading block tables changes results.
+        # Shuffled, so that an error in reading block tables changes results.
         for blocks in self._free:
             self._random.shuffle(blocks)
 
     def sequence(self, length: int) -> RandomSequence:
-        """A sequence of random tokens, none of them computed."""
         block_ids = []
         for group in self._groups:
             needed = 1 if group.has_state else -(-length // self._block_size)
             free = self._free[group.pool]
             if group.has_state and len(free) == 1:
-                # Beyond so many sequences the last share a state: nobody looks at what they give.
+                # Beyond that number, the last sequences share a state, because their results are
+                # not compared.
                 block_ids.append(free[:1])
                 continue
             assert len(free) >= needed, f"{length} tokens need {needed} blocks, of {len(free)} left"
@@ -83,7 +83,9 @@ class RandomSteps:
 
     @torch.inference_mode()
     def run(self, rows: abc.Sequence[Row], logit_rows: abc.Sequence[int] | None = None) -> Tensor:
-        """Compute the rows as one step; logits [N, V] of all its tokens, or of `logit_rows`."""
+        """Compute the rows as one step; return logits [N, V] of all its tokens, or of
+        `logit_rows`.
+        """
         inputs = self._inputs.build(_batch(rows))
         wanted = range(len(inputs.input_ids)) if logit_rows is None else logit_rows
         index = torch.tensor(wanted, dtype=torch.int64, device=self.model.device)
@@ -94,8 +96,8 @@ class RandomSteps:
 
     @torch.inference_mode()
     def decode(self, sequences: abc.Sequence[RandomSequence]) -> Tensor:
-        """Compute the last token of each in one step; a copy of their logits [N, V], which a later
-        replay of a graph does not overwrite.
+        """Compute the last token of each sequence in one step; return a copy of their logits [N,
+        V], which no later replay of a graph overwrites.
         """
         rows = [(sequence, len(sequence.token_ids) - 1, 1) for sequence in sequences]
         inputs = self._inputs.build(_batch(rows, samples=True))
@@ -113,8 +115,8 @@ class RandomSteps:
 def random_steps(
     model: CausalModel, vocab_size: int, block_size: int, num_blocks: int, kv_dtype: torch.dtype
 ) -> Iterator[RandomSteps]:
-    """`RandomSteps` with a cache of `num_blocks` of each cache group, which lasts as long as the
-    context. Raises torch's error if memory runs out.
+    """Yield `RandomSteps` with a cache of `num_blocks` of each cache group, which is freed at the
+    end of the context. Raises torch's error if memory runs out.
     """
     pools = _pools(num_blocks, model.cache_layout.groups)
     model.allocate(pools, block_size, kv_dtype)
@@ -125,7 +127,7 @@ def random_steps(
 
 
 def _pools(num_blocks: int, groups: abc.Sequence[CacheGroup]) -> list[int]:
-    """With as many states as there may be sequences."""
+    """Return the pools, with at most `_MOST_STATES` states."""
     pools = pools_for(num_blocks, groups)
     for group in groups:
         if group.has_state:
@@ -134,7 +136,7 @@ def _pools(num_blocks: int, groups: abc.Sequence[CacheGroup]) -> list[int]:
 
 
 def _batch(rows: abc.Sequence[Row], *, samples: bool = False) -> Batch:
-    """The rows as a batch, in which each sequence is admitted anew."""
+    """Return the rows as a batch that admits each sequence again."""
     sequences = list({id(sequence): sequence for sequence, _, _ in rows}.values())
     slots = {id(sequence): slot for slot, sequence in enumerate(sequences)}
     own = [slots[id(sequence)] for sequence, _, _ in rows]
@@ -145,7 +147,7 @@ def _batch(rows: abc.Sequence[Row], *, samples: bool = False) -> Batch:
         samples=[samples] * len(rows),
         scored=[0] * len(rows),
         drafts=[()] * len(rows),
-        # Once for each, where it first occurs.
+        # Each sequence's blocks are new only in its first row.
         new_blocks=[
             [
                 sequences[slot].block_ids[group] if slot not in own[:row] else ()
@@ -160,7 +162,7 @@ def _batch(rows: abc.Sequence[Row], *, samples: bool = False) -> Batch:
 def admission_of(
     slot: int, sequence: RandomSequence, sampling: SamplingParams = _GREEDY, **fields: Any
 ) -> Admission:
-    """What a runner is told of the sequence; `fields` are those of its request."""
+    """Return the admission of a sequence; `fields` are fields of its request."""
     token_ids = array("I", sequence.token_ids)
     request = Request(
         request_id="trial",

@@ -1,8 +1,8 @@
-"""Adapters as the server sees them: which ones the engine has, the changes it was asked for, and
-what the next engine loads, also that of the next process.
+"""The server's view of adapters: the adapters that the engine has, pending changes, and the
+adapters that the next engine or process loads.
 
-Requests are checked against this, and sent to the engine in order with the changes, so that it
-never gets a request whose adapter it has unloaded.
+Requests are checked against this view, and reach the engine in one order with the changes. So the
+engine never gets a request for an adapter that it has unloaded.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from penstock_shard.server.validation import Refusal
 
 logger = logging.getLogger(__name__)
 
-# Most changes that the engine has not answered: it reads one adapter at a time.
+# Bound of changes that the engine has not answered. The engine reads one adapter at a time.
 _MAX_ASKED = 64
 
 Loaded = tuple[Adapter, ...]
 
 
 class ServerAdapters:
-    """Lives as long as the server, through restarts of the engine."""
+    """The adapters of a server, through restarts of the engine."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class ServerAdapters:
         changed: Callable[[Loaded], None],
         kept: AdapterList | None = None,
     ) -> None:
-        """`send` queues a change for the engine behind earlier requests; `changed` gets the loaded
-        adapters whenever they change. In `kept` are those that the next process loads again.
+        """`send` queues a change for the engine after earlier requests. `changed` gets the loaded
+        adapters whenever they change. `kept` has the adapters that the next process loads.
         """
         self._config = config
         self._send = send
@@ -48,16 +48,16 @@ class ServerAdapters:
         self._loaded: Loaded = ()
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[AdapterChanged]] = {}
-        # Unloads that the engine has not answered yet: names by the numbers of the changes.
+        # Unloads that the engine has not answered yet: change number -> adapter name.
         self._unloading: dict[int, str] = {}
         self._kept = kept
         self._saving: asyncio.Future[None] | None = None
-        # What the next engine loads.
+        # Adapters that the next engine loads.
         self._wanted = self._wanted_first()
-        # Engines that were started until one is ready.
+        # Engines started before one was ready.
         self._num_tried = 0
         self._begun = False
-        # Incremented with every change of what is loaded, a new engine's start included.
+        # Incremented whenever the loaded adapters change, and when a new engine starts.
         self.revision = 0
 
     @property
@@ -66,8 +66,8 @@ class ServerAdapters:
         return self._loaded
 
     def begin_engine(self) -> list[WantedAdapter]:
-        """List what an engine that is started now loads. Where no engine of this process became
-        ready, the last try is without what the last process had, as that may be why.
+        """The adapters for an engine that starts now. If no engine of this process became ready,
+        the last try omits the previous process's adapters, which may be the cause.
         """
         if not self._begun and 0 < self._config.max_restarts - 1 <= self._num_tried:
             for wanted in self._wanted:
@@ -81,14 +81,13 @@ class ServerAdapters:
         return self._wanted
 
     def on_engine_ready(self, loaded: Loaded) -> None:
-        """An engine has started with these adapters."""
         self._begun = True
         self._loaded = loaded
         self.revision += 1
         self._keep()
 
     def on_engine_death(self) -> None:
-        """The engine died: refuse the changes that it has not answered."""
+        """Refuse the changes that the dead engine has not answered."""
         asked, self._asked = self._asked, {}
         self._unloading.clear()
         for future in asked.values():
@@ -96,7 +95,7 @@ class ServerAdapters:
                 future.set_exception(Refusal(Code.UNAVAILABLE, "the shard's engine died"))
 
     async def load(self, name: str, source: str) -> Adapter:
-        """Have the engine load it. Raises `Refusal`."""
+        """Have the engine load an adapter. Raises `Refusal`."""
         self._check_served()
         self._check(name, source)
         if len(self._asked) >= _MAX_ASKED:
@@ -108,7 +107,7 @@ class ServerAdapters:
         return answer.adapter
 
     async def unload(self, name: str) -> None:
-        """Stop accepting requests for it, and have the engine drop it. Raises `Refusal`."""
+        """Accept no more requests for an adapter, and have the engine drop it. Raises `Refusal`."""
         self._check_served()
         left = tuple(adapter for adapter in self._loaded if adapter.name != name)
         if len(left) == len(self._loaded):
@@ -124,9 +123,8 @@ class ServerAdapters:
         await self._saved()
 
     def on_answer(self, answer: AdapterChanged) -> None:
-        """Handle the engine's answer to a change."""
         self._unloading.pop(answer.number, None)
-        # An adapter that is reported loaded while its unload is pending will be unloaded again.
+        # An adapter reported as loaded while its unload is pending will be unloaded.
         if answer.adapter is not None and answer.adapter.name not in self._unloading.values():
             others = (each for each in self._loaded if each.name != answer.adapter.name)
             self._now_loaded((*others, answer.adapter))
@@ -153,16 +151,16 @@ class ServerAdapters:
         self._changed(loaded)
         self._keep()
 
-    # ---- what the next engine loads ----
+    # ---- adapters of the next engine ----
 
     def _keep(self) -> None:
-        """Keep what is loaded now as what the next engine loads, and the next process's."""
+        """Have the next engine and the next process load the adapters that are loaded now."""
         flags = self._config.loras
         self._wanted = [
             WantedAdapter(
                 each.name,
                 each.source,
-                # A flag names a place, whatever is there.
+                # A flag means a path with any content.
                 content_hash="" if (each.name, each.source) in flags else each.content_hash,
             )
             for each in self._loaded
@@ -177,12 +175,10 @@ class ServerAdapters:
             )
 
     async def _saved(self) -> None:
-        """Wait until the next process would load what is loaded now."""
         if self._saving is not None:
             await asyncio.shield(self._saving)
 
     def _wanted_first(self) -> list[WantedAdapter]:
-        """List the adapters of flags, and those that the last process had."""
         wanted = [WantedAdapter(*lora, required=True) for lora in self._config.loras]
         for each in [] if self._kept is None else self._kept.read():
             why = self._why_not_again(each, wanted)
@@ -194,7 +190,7 @@ class ServerAdapters:
         return wanted
 
     def _why_not_again(self, adapter: KeptAdapter, wanted: list[WantedAdapter]) -> str:
-        """Say why an adapter of the last process is not loaded; empty if it is."""
+        """The reason not to load an adapter of the previous process; "" if it is loaded."""
         if any(each.name == adapter.name for each in wanted):
             return "its name is taken; what --lora says comes first"
         if len(wanted) >= self._config.max_loras:
@@ -206,7 +202,7 @@ class ServerAdapters:
         return "" if adapter.content_hash else "the list has no hash of it"
 
     def _check(self, name: str, source: str) -> None:
-        """Raises `Refusal` for what no adapter can be called or come from."""
+        """Raise `Refusal` if an adapter cannot have this name or source."""
         reason = name_refusal(name, self._config.served_model_names)
         if reason:
             self._refuse("name", name, reason)

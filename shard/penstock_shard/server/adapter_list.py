@@ -1,8 +1,8 @@
-"""The adapters that were loaded while a shard ran, in a file by which its next process has them.
+"""Lists the adapters loaded while a shard ran, in a file that its next process reads.
 
-The file's name is a hash of what a shard is known by: the host's name, the address that it listens
-on, and its model. So shards may share a directory, and one of another model at the same port does
-not find the list. The server alone reads and writes it; engines are told what to load.
+The file's name is a hash of the shard's host name, listening address and model. So shards may share
+a directory, and a shard of another model at the same port does not find the list. Only the server
+reads and writes it; engines are told what to load.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from penstock_shard.device.cache_directory import ensure_safe, replace_file, sta
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".json"
-# More than the most adapters with the longest names and sources take.
+# Larger than the list of the most adapters with the longest names and sources.
 _MOST_BYTES = 16 * 2**20
-# Lists of shards in one directory; the least recently used go beyond that.
+# Bound of the lists in one directory. The least recently used are deleted.
 _MOST_LISTS = 1024
 
 
@@ -40,7 +40,7 @@ class KeptAdapter(msgspec.Struct, frozen=True):
 
 
 class _Content(msgspec.Struct):
-    """The file, as JSON. `shard` is for people: what its name is a hash of."""
+    """The file, as JSON. The file's name is a hash of `shard`, which is here for people."""
 
     shard: str
     adapters: list[KeptAdapter]
@@ -50,24 +50,24 @@ _CONTENTS = msgspec.json.Decoder(_Content)
 
 
 class AdapterList:
-    """The file of one shard. What cannot be read or written is a line in the log."""
+    """The file of one shard. Failures to read or write are logged."""
 
     def __init__(self, path: Path, shard: str) -> None:
         self.path = path
         self._shard = shard
-        # What the file says; None if that is not known.
+        # Content of the file; None if unknown.
         self._written: list[KeptAdapter] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-list")
 
     def read(self) -> list[KeptAdapter]:
-        """The adapters that the shard had. Before it serves, as this waits for the disk."""
+        """The adapters that the shard had. Blocks on the disk, so call it before serving."""
         try:
-            # A directory is only made when there is something to put into it.
+            # The first write creates the directory.
             if not self.path.exists():
                 self._written = []
             elif ensure_safe(self.path):
                 self._written = self._read()
-                # It is in use; root's cannot be told so.
+                # Mark the list as in use; impossible if the file is root's.
                 with contextlib.suppress(PermissionError):
                     os.utime(self.path)
         except OSError as error:
@@ -79,7 +79,7 @@ class AdapterList:
         return self._written or []
 
     def _read(self) -> list[KeptAdapter]:
-        """Raises OSError, or ValueError for what is no list."""
+        """Raises OSError, or ValueError if the file is not a list."""
         if not self.path.is_file():
             raise ValueError("no regular file")
         with self.path.open("rb") as file:
@@ -89,7 +89,9 @@ class AdapterList:
         return _CONTENTS.decode(content).adapters
 
     def save(self, adapters: list[KeptAdapter]) -> asyncio.Future[None]:
-        """Done when the file says so, or a line in the log does not; in the order of calls."""
+        """Save the list. Calls are served in order; the future is done once the list is written or
+        a failure logged.
+        """
         return asyncio.get_running_loop().run_in_executor(self._thread, self._save, adapters)
 
     def _save(self, adapters: list[KeptAdapter]) -> None:
@@ -117,8 +119,8 @@ class AdapterList:
 
 
 def open_adapter_list(config: ShardConfig) -> AdapterList | None:
-    """Open the list of this shard; None where no adapters are served or kept, or nothing says which
-    shard this is.
+    """The list of this shard; None if no adapters are served or kept, or nothing identifies the
+    shard.
     """
     if not (config.serves_adapters and config.keep_loras and config.port):
         return None
@@ -140,7 +142,7 @@ def _known_as(config: ShardConfig) -> str:
 
 
 def _make_room(directory: Path) -> None:
-    # Another shard may do the same.
+    # Another shard may do the same at once.
     with contextlib.suppress(FileNotFoundError):
         lists = sorted(directory.glob(f"*{_SUFFIX}"), key=lambda path: -path.stat().st_mtime)
         for path in lists[_MOST_LISTS:]:

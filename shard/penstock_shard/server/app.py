@@ -63,7 +63,7 @@ _SERVICE = "penstock-shard"
 
 
 async def serve(config: ShardConfig) -> int:
-    """Serve until a signal or until the engine cannot be started; the exit status."""
+    """Serve until a signal, or until the engine cannot be started; return the exit status."""
     dates = CertificateDates()
     try:
         memory = _host_memory(config)
@@ -77,7 +77,12 @@ async def serve(config: ShardConfig) -> int:
         return USAGE_STATUS
     start: StartProcess = functools.partial(start_engine, memory)
     if config.engine == "vllm":
-        start = VllmEngines(config.engine_python or sys.executable).start
+        engines = VllmEngines(config.engine_python or sys.executable)
+        if lack := engines.lack():
+            python = config.engine_python or f"not given, and {sys.executable}"
+            _complain(f"--engine-python {python}: {lack}")
+            return USAGE_STATUS
+        start = engines.start
     standby = _standby(config, start)
     engine = EngineSupervisor(
         config,
@@ -126,7 +131,7 @@ async def serve(config: ShardConfig) -> int:
 
 
 def _host_memory(config: ShardConfig) -> int | None:
-    """A descriptor of the memory for copies of KV blocks. Raises OSError."""
+    """The descriptor of the memory for copies of KV blocks. Raises OSError."""
     if not config.kv_host_bytes:
         return None
     if config.kv_host_bytes > free_host_bytes():
@@ -135,13 +140,13 @@ def _host_memory(config: ShardConfig) -> int | None:
 
 
 def _peers(config: ShardConfig, memory: int | None, dates: CertificateDates) -> KvPeers | None:
-    """None where no blocks are fetched. Raises TlsFilesUnusable."""
+    """The peers; None if no blocks are fetched. Raises TlsFilesUnusable."""
     if memory is None or config.kv_peer_key is None or not config.kv_peers:
         return None
     tls = None
     ca_file = config.kv_peer_ca_file
     if ca_file is not None:
-        # The certificate is the server's own, which notes it.
+        # The server notes the dates of the certificate, which is its own.
         tls = Tls(
             *(ca_file, config.tls_cert_file, config.tls_key_file),
             server_name=config.kv_peer_server_name,
@@ -154,7 +159,7 @@ def _peers(config: ShardConfig, memory: int | None, dates: CertificateDates) -> 
 
 
 def _transfers(memory: int | None, peers: KvPeers | None) -> BlockTransfers | None:
-    """None without peers. Raises OSError."""
+    """The transfers; None without peers. Raises OSError."""
     if memory is None or peers is None:
         return None
     return BlockTransfers(map_shared_memory(memory), peers)
@@ -163,13 +168,13 @@ def _transfers(memory: int | None, peers: KvPeers | None) -> BlockTransfers | No
 def _standby(config: ShardConfig, start: Callable[..., Awaitable[ChildProcess]]) -> Standby | None:
     if not config.standby:
         return None
-    # The fake runner has nothing to import, and may be where torch is not.
+    # The fake runner needs no imports, and may run without torch.
     imports_first = config.runner != "fake"
     return Standby(start, functools.partial(start, imports_first=imports_first))
 
 
 async def _keep_spare(engine: EngineSupervisor, standby: Standby) -> None:
-    """Have a spare whenever the engine is ready: until then it would take its processor."""
+    """Keep a spare while the engine is ready: a start would slow down an engine that loads."""
     changed = engine.listen()
     try:
         while True:
@@ -185,7 +190,7 @@ async def _keep_spare(engine: EngineSupervisor, standby: Standby) -> None:
 def _follower(
     config: ShardConfig, engine: EngineSupervisor, sink: SpanSink | None
 ) -> Follower | None:
-    """None if requests are neither logged nor traced."""
+    """The follower; None if requests are neither logged nor traced."""
     if sink is None and not config.log_requests:
         return None
     return Follower(
@@ -199,7 +204,7 @@ def _follower(
 def _open_port(
     server: grpc.aio.Server, config: ShardConfig, certificates: ServerCertificates | None
 ) -> int:
-    """The port's number. Raises `RuntimeError` if it cannot be opened."""
+    """Open the port; return its number. Raises `RuntimeError` on failure."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     address = f"{host}:{config.port}"
     if certificates is None:
@@ -208,7 +213,7 @@ def _open_port(
 
 
 def _certificates(config: ShardConfig, dates: CertificateDates) -> ServerCertificates | None:
-    """None without TLS. Raises `TlsFilesUnusable`."""
+    """The server's certificates; None without TLS. Raises `TlsFilesUnusable`."""
     cert_file, client_ca_file = config.tls_cert_file, config.tls_client_ca_file
     if cert_file is None or config.tls_key_file is None:
         return None
@@ -224,7 +229,7 @@ def _certificates(config: ShardConfig, dates: CertificateDates) -> ServerCertifi
 async def _follow_certificates(
     certificates: ServerCertificates | None, peers: KvPeers | None
 ) -> None:
-    """Take changed files while nobody connects too: what is said of them must be true."""
+    """Load changed files even while nobody connects, so that the reported dates are true."""
     while True:
         await asyncio.sleep(_CERTIFICATES_S)
         if certificates is not None:
@@ -234,7 +239,6 @@ async def _follow_certificates(
 
 
 def _warn_if_open(config: ShardConfig, port: int) -> None:
-    """Say loudly that other machines may use it, where nothing tells them from its routers."""
     asks = config.api_key is not None or config.tls_client_ca_file is not None
     if not asks and not is_for_this_machine(config.host):
         logger.warning(
@@ -246,7 +250,7 @@ def _warn_if_open(config: ShardConfig, port: int) -> None:
 
 
 def _why_not_listening(config: ShardConfig) -> str:
-    """gRPC does not say it."""
+    """The reason for a failure to listen, which gRPC does not report."""
     holder = holder_of(config.port)
     by = f" by {holder}" if holder else " or the address is not this machine's"
     where = f"{config.host}:{config.port}"
@@ -263,7 +267,7 @@ def _build_server(
     checks: list[grpc.aio.ServerInterceptor] = []
     if config.api_key is not None or transfers is not None:
         checks.append(KeyCheck(config.api_key, config.kv_peer_key))
-    # The last one, which is next to the services: whoever has no key sends nothing that is read.
+    # Last, directly before the services, so that no message of a caller without a key is read.
     checks.append(RefuseUnreadable())
     server = grpc.aio.server(interceptors=checks, options=server_options())
     proto_codec.add_servicer(servicer, server)
@@ -279,7 +283,7 @@ def _build_server(
 async def _run_until_stopped(
     engine: EngineSupervisor, servicer: ShardServicer, config: ShardConfig
 ) -> int:
-    """Keep the engine running until a signal, then drain; the exit status."""
+    """Keep the engine running until a signal, then drain; return the exit status."""
     stopped = asyncio.create_task(_stop_on_signals().wait())
     running = asyncio.create_task(engine.run())
     await asyncio.wait([stopped, running], return_when=asyncio.FIRST_COMPLETED)
@@ -301,8 +305,8 @@ async def _run_until_stopped(
 
 
 class _FaultsOfCallers(logging.Filter):
-    """Drops gRPC's tracebacks of what is not our fault: a write to a caller that has left, and a
-    message that cannot be read, which its caller gets an error for.
+    """Drops gRPC's tracebacks for callers' faults: a write to a caller that has left, or an
+    unreadable message, which the caller gets an error for.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -326,7 +330,7 @@ def _stop_on_signals() -> asyncio.Event:
 
 
 async def _report_health(engine: EngineSupervisor, servicer: health.aio.HealthServicer) -> None:
-    """NOT_SERVING while loading, draining, or when the engine gives no sign of life."""
+    """Report NOT_SERVING while loading or draining, or when the engine hangs."""
     # For liveness probes: the process must not be killed while it drains or restarts the engine.
     await servicer.set(_LIVE, _Health.SERVING)
     reported = None
@@ -346,7 +350,6 @@ async def _report_health(engine: EngineSupervisor, servicer: health.aio.HealthSe
 
 
 async def _announce(engine: EngineSupervisor, config: ShardConfig, port: int) -> None:
-    """Log a line whenever an engine has become ready."""
     announced = ""
     changed = engine.listen()
     while True:
@@ -369,7 +372,7 @@ async def _announce(engine: EngineSupervisor, config: ShardConfig, port: int) ->
 
 
 async def drain(engine: EngineSupervisor, servicer: ShardServicer, config: ShardConfig) -> None:
-    """Admit nothing more; wait until running requests have moved, or ended and been read."""
+    """Admit no more requests; wait until running ones have moved, or have ended and been read."""
     engine.drain(hand_over=config.drain == "migrate")
     if engine.num_live:
         limit_s = config.drain_timeout_s

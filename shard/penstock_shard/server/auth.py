@@ -1,7 +1,7 @@
 """Checks a shard's API key before any message of a call is received.
 
-A message may have 64 MB and take a gigabyte once parsed: strangers must not get that far. Probes
-have no key: their health checks are received, but only small ones are parsed.
+A message may have 64 MB and take a gigabyte once parsed, so no message of a stranger is received.
+Probes have no key: their health checks are received, but only small ones are parsed.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ import grpc
 from penstock_shard.server.proto_codec import KV_SERVICE_NAME
 
 _PROBE = "/grpc.health.v1.Health/Check"
-# A health check names a service, and comes in one packet with its call.
+# A health check contains a service's name, and arrives in one packet with its call.
 _MAX_PROBE_BYTES = 1024
 _PROBE_S = 0.5
-# How many health checks of one address are on their way in at any time; small ones are there.
+# Health checks that one address may be sending at once. Small ones arrive immediately.
 _MAX_PROBES = 4
-# How long a caller has to send its first message before it hears that it is refused: gRPC clients
-# report that as an internal error if it interrupts a write.
+# A caller gets this time to send its first message before the refusal: gRPC clients report a
+# refusal that interrupts a write as an internal error.
 _PATIENCE_S = 0.1
-# gRPC's own type is generic for type checkers only.
+# gRPC's own type is generic only for type checkers.
 Handler = Any
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):
-    """Ends calls without the key, but for health checks; and those of peers without theirs."""
+    """Ends calls without the key, except health checks, and peers' calls without the peer key."""
 
     def __init__(self, key: str | None, peer_key: str | None = None) -> None:
-        """Without a key every client may call."""
+        """Without a key, every client may call."""
         self._expected = None if key is None else f"Bearer {key}".encode()
         self._of_peers = None if peer_key is None else f"Bearer {peer_key}".encode()
-        # For unary calls too: of a stream, nothing is received until the handler asks for it.
+        # Also for unary calls: a stream receives nothing until the handler asks for a message.
         self._refuse: Handler = grpc.stream_stream_rpc_method_handler(_refuse)
-        # Health checks that are being received, by the address they come from.
+        # Health checks being received, by address.
         self._probes: Counter[str] = Counter()
 
     async def intercept_service(
@@ -57,7 +57,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):
         )
 
     def _bears_key(self, call: grpc.HandlerCallDetails) -> bool:
-        """Compares in constant time, so that timing does not leak the key."""
+        """Compare in constant time, so that timing does not leak the key."""
         is_for_peers = call.method.startswith(f"/{KV_SERVICE_NAME}/")
         expected = self._of_peers if is_for_peers else self._expected
         if expected is None:
@@ -88,7 +88,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):
 
 
 async def _small(context: Any) -> bytes | None:
-    """The first message; None if it is large, or not there within `_PROBE_S`."""
+    """The first message; None if it is large, or does not arrive within `_PROBE_S`."""
     receiving = asyncio.ensure_future(context.read())
     await asyncio.wait((receiving,), timeout=_PROBE_S)
     if receiving.cancel():
@@ -103,8 +103,8 @@ async def _refuse(requests: object, context: Any) -> None:
 
 
 def _end(context: Any, code: grpc.StatusCode, text: str) -> None:
-    """Have the call end so when its handler returns. `context.abort` would leave its exception in a
-    reference cycle, and with it the call and what was received of it.
+    """End the call when its handler returns. The exception of `context.abort` would be in a
+    reference cycle, which would keep the call and its received messages in memory.
     """
     context.set_code(code)
     context.set_details(text)

@@ -1,4 +1,4 @@
-"""Aborts that arrived before the request they abort: two HTTP/2 streams have no order."""
+"""Aborts that arrived before their requests, which is possible on two HTTP/2 streams."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections import OrderedDict
 
 from penstock_common.clock import Clock
 
-# How long after an abort its request may still arrive.
+# Longest time from an abort to the arrival of its request.
 _MEMORY_S = 30.0
 _MEMORY_IDS = 200_000
 
 
 class EarlyAborts:
-    """For each request id, the highest attempt that was aborted before it arrived."""
+    """The highest attempt that was aborted before it arrived, for each request id."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        # request id -> (until when it is remembered, the attempt)
+        # request id -> (time when the abort is forgotten, attempt)
         self._aborts: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def remember(self, request_id: str, attempt: int) -> None:
-        """Remember an abort: this attempt, or a lower one, may still arrive."""
+        """Remember an abort, because this attempt or a lower one may still arrive."""
         now_s = self._clock()
         attempt = max(attempt, self._aborts.get(request_id, (0.0, -1))[1])
         self._aborts[request_id] = (now_s + _MEMORY_S, attempt)
@@ -32,6 +32,5 @@ class EarlyAborts:
             self._aborts.popitem(last=False)
 
     def include(self, request_id: str, attempt: int) -> bool:
-        """Whether this attempt was aborted before it arrived."""
         until_s, last_aborted = self._aborts.get(request_id, (0.0, -1))
         return attempt <= last_aborted and self._clock() < until_s

@@ -1,19 +1,28 @@
-"""How engine processes are started; and a spare one for when the engine ends (--standby)."""
+"""Starts engine processes, and keeps a spare one for when the engine ends (--standby)."""
 
 from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import tempfile
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import penstock_common
+import penstock_proto
 import penstock_shard
-from penstock_common.child_environment import HUB
+from penstock_common.child_environment import HUB, VLLM, child_environment
 from penstock_shard.ipc import messages
 from penstock_shard.ipc.child_process import ChildProcess, start_child
 
 logger = logging.getLogger(__name__)
+
+# Prints the missing packages, of those that an engine process needs.
+_LACK = """
+from importlib.util import find_spec
+print(", ".join(name for name in ("vllm", "msgspec", "numpy") if find_spec(name) is None))
+"""
 
 StartProcess = Callable[[], Awaitable[ChildProcess]]
 
@@ -21,11 +30,12 @@ StartProcess = Callable[[], Awaitable[ChildProcess]]
 async def start_engine(
     host_memory: int | None = None, *, imports_first: bool = False
 ) -> ChildProcess:
-    """A process that reads and writes the messages of `ipc/messages.py`; with `imports_first` it
-    imports what models need before it reads any. `host_memory` is a descriptor of memory for copies
-    of KV blocks. Raises `OSError` where the system refuses, for lack of memory or descriptors say.
+    """Start a process that speaks the messages of `ipc/messages.py`. With `imports_first` it
+    imports the packages of models before it reads a message. `host_memory` is a descriptor of
+    memory for copies of KV blocks. Raises `OSError` if the system refuses, such as for lack of
+    memory or descriptors.
     """
-    # OpenMP threads that spin while they wait would take the processor from other threads.
+    # OpenMP threads that spin while they wait would take processor time from other threads.
     added = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
     arguments = [messages.NO_HOST_MEMORY if host_memory is None else str(host_memory)]
     return await start_child(
@@ -40,34 +50,59 @@ async def start_engine(
 class VllmEngines:
     """Starts engine processes in the environment that has vLLM.
 
-    Nothing of penstock is installed there: links to our packages are on its path, so engine and
-    server are of one version. So is llguidance, whose compiled part fits any Python: the one that
-    vLLM brings reads some grammars otherwise.
+    penstock is not installed in that environment. Links to our packages are on its path, so engine
+    and server have one version. llguidance is linked too: its compiled part fits any Python, and
+    vLLM's own version reads some grammars differently.
     """
 
-    def __init__(self, python: str) -> None:
-        # Nothing else here needs it: constraints are checked in another process.
+    def __init__(self, python: str, module: str = "penstock_shard.vllm_engine.main") -> None:
+        self._module = module
+        # Only this class needs it in this process: another process checks constraints.
         import llguidance
 
         self._python = python
         self._packages = tempfile.TemporaryDirectory(prefix="penstock-engine-")
-        for package in (penstock_shard, penstock_common, llguidance):
+        for package in (penstock_shard, penstock_common, penstock_proto, llguidance):
             (place,) = package.__path__
             os.symlink(place, os.path.join(self._packages.name, package.__name__))
 
+    def lack(self) -> str:
+        """The reason why engines cannot run in that environment; "" if they can."""
+        try:
+            asked = subprocess.run(
+                [self._python, "-c", _LACK],
+                env=child_environment(),
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=60,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            return f"cannot be run: {error}"
+        return f"has no {asked.stdout.strip()}" if asked.stdout.strip() else ""
+
     async def start(self) -> ChildProcess:
-        """Raises OSError where there is no such Python, or the system refuses a process."""
+        """Start an engine. Raises OSError if the Python is missing or the system refuses."""
+        folder = self._packages.name
+        # Sockets of an engine that has ended.
+        remove_sockets(Path(folder))
         return await start_child(
-            "penstock_shard.vllm_engine.main",
+            self._module,
             *HUB,
-            *("VLLM_", "RAY_", "FLASHINFER_", "TVM_"),
-            added={"PYTHONPATH": self._packages.name},
+            *VLLM,
+            added={"PYTHONPATH": folder, "VLLM_RPC_BASE_PATH": folder},
             python=self._python,
         )
 
 
+def remove_sockets(folder: Path) -> None:
+    for each in folder.iterdir():
+        if each.is_socket():
+            each.unlink()
+
+
 class Standby:
-    """Gives engine processes: the spare if there is one, else one that is started then."""
+    """Provides engine processes: the spare if there is one, else a new one."""
 
     def __init__(self, start: StartProcess, start_spare: StartProcess) -> None:
         self._start = start
@@ -75,7 +110,7 @@ class Standby:
         self._spare: ChildProcess | None = None
 
     async def take(self) -> ChildProcess:
-        """Raises OSError if the system refuses a process."""
+        """Get a process. Raises OSError if the system refuses one."""
         spare, self._spare = self._spare, None
         if spare is None:
             return await self._start()
@@ -87,7 +122,7 @@ class Standby:
         return await self._start()
 
     async def prepare(self) -> None:
-        """Have a spare. Without memory or descriptors for one there is none, which is logged."""
+        """Start a spare if none exists. A failure, such as for lack of memory, is only logged."""
         if self._spare is not None:
             return
         try:
@@ -102,14 +137,14 @@ class Standby:
 
 
 async def _end(process: ChildProcess) -> None:
-    # It waits for its first message, or imports, and has nothing to finish.
+    # A spare waits for its first message, or imports, and has nothing to finish.
     process.writer.close()
     process.kill()
     await process.wait()
 
 
 def manner_of_end(status: int | None) -> str:
-    """How a process ended that reported no error itself."""
+    """Describe the end of a process that reported no error."""
     if status is not None and status < 0:
         return f"it was killed by signal {-status}"
     return f"it exited with status {status} and without a word"

@@ -1,4 +1,4 @@
-"""The images that the engine has: as many as memory lasts for, those in use first."""
+"""Tracks the images that the engine has. If memory is short, images not in use are dropped."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from penstock_shard.ipc.messages import ImageDrop, ImagePiece, Output
 from penstock_shard.ipc.request import PlacedImage, Request
 from penstock_shard.server.validation import Refusal
 
-# Longer sides are refused by all processors, or make one row of patches.
+# All processors refuse longer sides, or make a single row of patches.
 MAX_SIDE_PIXELS = 65_535
 _COLOURS = 3
-# Hashed in less than a millisecond.
+# Hashing a chunk takes less than a millisecond.
 MAX_CHUNK_BYTES = 2**20
-# Each takes half a kilobyte besides its pixels, which may be three bytes.
+# An image takes half a kilobyte besides its pixels; these may be only 3 bytes.
 _MOST_IMAGES = 100_000
 
 
 @dataclass(slots=True)
 class _Kept:
     num_bytes: int
-    # In pixels.
+    # Width and height in pixels.
     size: tuple[int, int]
-    # Requests that name it and have not ended.
+    # Requests that name the image and have not ended.
     num_users: int = 0
 
 
 class EngineImages:
-    """Says what comes to the engine and goes from there; the engine obeys."""
+    """Decides which images the engine gets and drops."""
 
     def __init__(self, most_bytes: int, tell: Callable[[ImagePiece | ImageDrop], None]) -> None:
         self._most_bytes = most_bytes
         self._tell = tell
         self._numbers = itertools.count(1)
-        # By digest, the one that was named last at the end.
+        # By digest, the most recently named last.
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
-        # Bytes of these, and of what is being put.
+        # Bytes of the kept images and the arriving ones.
         self.num_bytes = 0
         self.num_engines = 0
         self.num_put = 0
 
     def begin_engine(self) -> None:
-        """Another engine has none."""
+        """Forget all images: a new engine has none."""
         self.num_engines += 1
         self.num_bytes -= sum(kept.num_bytes for kept in self._kept.values())
         self._kept.clear()
@@ -55,8 +55,8 @@ class EngineImages:
         return digest in self._kept
 
     def begin(self, digest: bytes, width: int, height: int) -> IncomingImage:
-        """Make room for an image that comes. Raises `Refusal` if it cannot be one, or for want of
-        room.
+        """Make room for an image that arrives. Raises `Refusal` for lack of room, or if the digest
+        or size cannot be an image's.
         """
         if len(digest) != DIGEST_BYTES:
             raise _refusal("digest", f"{len(digest)} bytes", f"{DIGEST_BYTES} bytes")
@@ -90,11 +90,10 @@ class EngineImages:
         return is_over or len(self._kept) >= _MOST_IMAGES
 
     def tell(self, piece: ImagePiece) -> None:
-        """Pass a piece on to the engine."""
         self._tell(piece)
 
     def end(self, incoming: IncomingImage, *, is_whole: bool) -> None:
-        """An image has come, or will not."""
+        """Note that an image is complete, or that the rest will not arrive."""
         if is_whole and incoming.digest not in self._kept:
             self._tell(ImagePiece(incoming.number, incoming.num_bytes, b"", incoming.digest))
             self._kept[incoming.digest] = _Kept(incoming.num_bytes, incoming.size)
@@ -104,8 +103,8 @@ class EngineImages:
             self.num_bytes -= incoming.num_bytes
 
     def hold(self, request: Request, deliver: Callable[[Output], None]) -> Callable[[Output], None]:
-        """Keep the images of a request until its last output was delivered. Raises `Refusal` if one
-        is not here, or has another size.
+        """Keep a request's images until its last output is delivered. Raises `Refusal` if one is
+        missing or has another size.
         """
         if not request.images:
             return deliver
@@ -113,7 +112,7 @@ class EngineImages:
         digests = list(by_digest)
         num_bytes = sum(_COLOURS * image.width * image.height for image in by_digest.values())
         if num_bytes > self._most_bytes:
-            # They would never be here together, however often they are put.
+            # A new upload would not help: the images never fit together.
             bound = f"at most {self._most_bytes} bytes (--image-cache-bytes)"
             raise _refusal("images", f"{num_bytes} bytes of pixels", bound)
         for index, image in enumerate(request.images):
@@ -140,7 +139,7 @@ class EngineImages:
                 field="pixels",
                 value=image.digest.hex(),
             )
-        # What is made of it is kept by digest, for others too.
+        # Requests share cached features, so the size must be true.
         if (image.width, image.height) != kept.size:
             width, height = kept.size
             given = f"{image.width}x{image.height}"
@@ -148,8 +147,6 @@ class EngineImages:
 
 
 class IncomingImage:
-    """An image of which pieces come."""
-
     def __init__(
         self,
         images: EngineImages,
@@ -168,7 +165,7 @@ class IncomingImage:
         self._num_come = 0
 
     def add(self, data: bytes) -> None:
-        """The next pixels. Raises `Refusal` for more than there are, or than one chunk may have."""
+        """Add the next pixels. Raises `Refusal` if they exceed the image or a chunk's bound."""
         if len(data) > MAX_CHUNK_BYTES:
             raise _refusal("pixels", f"a chunk of {len(data)} bytes", f"{MAX_CHUNK_BYTES} bytes")
         self._num_come += len(data)
@@ -178,7 +175,7 @@ class IncomingImage:
         self._images.tell(ImagePiece(self.number, self.num_bytes, data))
 
     def check(self) -> None:
-        """Raises `Refusal` if what came is not what was announced, or came to two engines."""
+        """Raise `Refusal` if the image is not what was announced, or its engine has died."""
         if self._engine != self._images.num_engines:
             raise Refusal(Code.UNAVAILABLE, "the engine died while the image came")
         if self._num_come != self.num_bytes:

@@ -1,4 +1,4 @@
-"""Requests of calls that are answered once: by what comes last of each, all of them or none."""
+"""Answers calls that need the last output of each of their requests: of all, or an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock_shard.server.validation import Refusal
 
 
 async def last_outputs(engine: EngineSupervisor, requests: abc.Sequence[Request]) -> list[Output]:
-    """The last output of each request, in their order. Cancellation aborts those that are live.
+    """The last output of each request, in order. Cancellation aborts the live requests.
 
     Raises:
         Refusal: one of the requests failed; the others are aborted.
@@ -35,7 +35,6 @@ async def last_outputs(engine: EngineSupervisor, requests: abc.Sequence[Request]
             last = outputs[request.request_id] = asyncio.get_running_loop().create_future()
             engine.submit(request, take)
             if last.done():
-                # It was refused.
                 break
         return await asyncio.gather(*outputs.values())
     finally:

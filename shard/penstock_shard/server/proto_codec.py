@@ -1,5 +1,5 @@
-"""Translates between protobuf messages and the shard's own types. The only module here that imports
-the stubs.
+"""Translates between protobuf messages and the shard's own types. Only this module imports the
+stubs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock_proto.shard_pb2_grpc import ShardServicer, add_ShardServicer_to_se
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.block_messages import PrefixNames
 from penstock_shard.ipc.logprobs import Logprobs
-from penstock_shard.ipc.messages import Error, Output, Ready
+from penstock_shard.ipc.messages import DEFAULT_PRIORITY, Error, Output, Ready, Retention
 from penstock_shard.ipc.request import (
     Constraint,
     FinishReason,
@@ -36,13 +36,14 @@ from penstock_shard.server.kv.held_pieces import PiecesReport
 from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.server.validation import IncomingEmbedding, IncomingRequest, TokenIds
 
-# What other modules need from the generated code, so that they need not import it.
+# Re-exported, so that other modules need not import generated code.
 Servicer = ShardServicer
 add_servicer: Callable[[ShardServicer, grpc.aio.Server], None] = add_ShardServicer_to_server
-# Raised by reading a call whose bytes are not a valid message.
+# Raised when a call's bytes are not a valid message.
 UnreadableMessage = DecodeError
 EmbedResponse = pb.EmbedResponse
 ABORT_RESPONSE = pb.AbortResponse()
+RETAIN_RESPONSE = pb.RetainResponse()
 UNLOAD_ADAPTER_RESPONSE = pb.UnloadAdapterResponse()
 SERVICE_NAME: Final[str] = pb.DESCRIPTOR.services_by_name["Shard"].full_name
 KV_SERVICE_NAME: Final[str] = pb.DESCRIPTOR.services_by_name["KvTransfer"].full_name
@@ -50,11 +51,11 @@ KV_SERVICE_NAME: Final[str] = pb.DESCRIPTOR.services_by_name["KvTransfer"].full_
 _EVERY_ATTEMPT = 2**32
 
 _FILE_CHUNK_BYTES = 64 * 1024
-# A response that exceeds this is sent and another begun, so that no large one delays the others.
+# A larger response is split, so that it does not delay others.
 _RESPONSE_BYTES = 256 * 1024
 # Most tokens in the columns of one response, at 12 bytes each.
 _MAX_COLUMN = 16_384
-# Columns as the wire has them: this, a length, their bytes.
+# Columns on the wire: one of these tags, a length, and the column's bytes.
 _IDS_TAG, _LOGPROBS_TAG = (
     bytes([pb.Logprobs.DESCRIPTOR.fields_by_name[name].number << 3 | 2])
     for name in ("top_token_ids", "top_logprobs")
@@ -74,7 +75,7 @@ _POOLINGS: Mapping[Pooling, pb.EmbedRequest.Pooling] = {
 
 
 def incoming(message: pb.GenerateRequest) -> IncomingRequest:
-    """A request as it came; nothing is checked yet."""
+    """Read a request, unchecked."""
     sampling = message.sampling
     return IncomingRequest(
         **scalars(message),
@@ -117,7 +118,7 @@ def _thinking_budget(message: pb.GenerateRequest) -> ThinkingBudget | None:
 
 
 def incoming_embedding(message: pb.EmbedRequest) -> IncomingEmbedding:
-    """A request as it came; nothing is checked yet."""
+    """Read a request, unchecked."""
     poolings = {number: pooling for pooling, number in _POOLINGS.items()}
     given = scalars(message) | {"pooling": poolings.get(message.pooling)}
     return IncomingEmbedding(**given, inputs=[_ids(each.token_ids) for each in message.inputs])
@@ -129,13 +130,12 @@ def add_embedding(
     """Add an engine's vector as the request asks: cut to `dimensions`, then scaled to length 1."""
     values = np.frombuffer(vector, dtype="<f4")[:dimensions].astype(np.float64)
     if normalize:
-        # Of zeros there is nothing to scale.
+        # A zero vector stays zero.
         values = values / (np.linalg.norm(values) or 1.0)
     response.embeddings.add().values.extend(values.tolist())
 
 
 def put_image_response(was_there: bool) -> pb.PutImageResponse:
-    """Say what came of an image."""
     return pb.PutImageResponse(was_there=was_there)
 
 
@@ -146,9 +146,9 @@ def prefetch_response(cached_tokens: int | None) -> pb.PrefetchResponse:
 def responses(
     outputs: Iterable[Output], numbers: Mapping[tuple[str, int], int] = _NO_NUMBERS
 ) -> Iterator[pb.GenerateResponse]:
-    """Outputs as responses of bounded size; a large merged output is split again.
+    """Yield responses of bounded size; a large merged output is split.
 
-    `numbers` maps (request id, attempt) to the attempt's number, if its caller gave it one.
+    `numbers`: (request id, attempt) -> the number that the caller gave the attempt.
     """
     response = pb.GenerateResponse()
     rows: list[tuple[int, int, int]] = []
@@ -184,7 +184,6 @@ def _number_of(output: Output, numbers: Mapping[tuple[str, int], int]) -> int:
 
 
 def _is_one_token(output: Output) -> bool:
-    """Tell whether the output is one token and nothing else."""
     return (
         len(output.token_ids) == 1
         and output.finish is None
@@ -197,8 +196,8 @@ def _is_one_token(output: Output) -> bool:
 
 
 def _pieces(output: Output) -> Iterator[Output]:
-    """The output in pieces of bounded size; the last has its finish or error. What an error was
-    merged with goes before it, as a reader of an error looks at nothing else.
+    """Yield the output in pieces of bounded size; the last piece has its finish or error. Tokens
+    that were merged with an error precede it: readers of an error read nothing else.
     """
     scores, prompt_scores = output.logprobs, output.prompt_logprobs
     while prompt_scores is not None and len(prompt_scores.chosen) > (rows := _rows(prompt_scores)):
@@ -231,7 +230,6 @@ def _pieces(output: Output) -> Iterator[Output]:
 
 
 def _rows(logprobs: Logprobs | None) -> int:
-    """Count the tokens that go into one piece: at least one, however large."""
     bytes_each = 12
     if logprobs is not None:
         bytes_each += 8 * logprobs.top_n + 4 * logprobs.num_requested
@@ -264,7 +262,7 @@ def _set_logprobs(message: pb.Logprobs, logprobs: Logprobs) -> None:
     message.chosen.extend(logprobs.chosen)
     message.ranks.extend(logprobs.ranks)
     message.top_n = logprobs.top_n
-    # There may be as many as a vocabulary has: their bytes are copied once, and none is looked at.
+    # A column may have a whole vocabulary: copy its bytes once, without parsing.
     for tag, column in ((_IDS_TAG, logprobs.best_ids), (_LOGPROBS_TAG, logprobs.best_logprobs)):
         if column:
             message.MergeFromString(b"".join((tag, _varint(len(column)), column)))
@@ -272,7 +270,6 @@ def _set_logprobs(message: pb.Logprobs, logprobs: Logprobs) -> None:
 
 
 def status(error: Error) -> grpc.StatusCode:
-    """The gRPC status of an error."""
     return grpc.StatusCode[error.code.name]
 
 
@@ -302,6 +299,8 @@ def info_response(ready: Ready, config: ShardConfig, instance_id: str) -> pb.Inf
         adapters=[adapter.name for adapter in info.adapters],
         loaded_adapters=[message_from(pb.Adapter, adapter) for adapter in info.adapters],
         shape=message_from(pb.ModelShape, info.shape),
+        bounds=[message_from(pb.FieldBound, bound) for bound in info.bounds],
+        uncontinued=sorted(info.uncontinued),
     )
 
 
@@ -321,7 +320,7 @@ def _default_sampling(defaults: Mapping[str, float]) -> pb.SamplingParams:
 
 
 def file_chunks(files: Mapping[str, bytes]) -> Iterator[pb.FileChunk]:
-    """The files in chunks; the last chunk of each has the sha256 of the whole file."""
+    """Yield the files in chunks; each file's last chunk has the sha256 of the file."""
     for name, data in files.items():
         last = max(0, len(data) - 1) // _FILE_CHUNK_BYTES * _FILE_CHUNK_BYTES
         for start in range(0, last + 1, _FILE_CHUNK_BYTES):
@@ -331,13 +330,21 @@ def file_chunks(files: Mapping[str, bytes]) -> Iterator[pb.FileChunk]:
             yield chunk
 
 
+def retention(request_id: str, message: pb.RetainRequest) -> Retention:
+    expected_s = message.expected_seconds if message.HasField("expected_seconds") else None
+    priority = message.priority if message.HasField("priority") else DEFAULT_PRIORITY
+    return Retention(request_id, message.seconds, expected_s, priority)
+
+
 def load_report(engine: EngineSupervisor) -> pb.LoadReport:
+    queued_prompt_tokens = engine.queued_tokens + engine.load.prefill_tokens_left
+    classes = engine.classes.report(queued_prompt_tokens)
     return message_from(
         pb.LoadReport,
         engine.load,
         instance_id=engine.instance_id,
         waiting=engine.num_waiting,
-        queued_prompt_tokens=engine.queued_tokens + engine.load.prefill_tokens_left,
+        queued_prompt_tokens=queued_prompt_tokens,
         num_blocks=0 if engine.ready is None else engine.ready.info.num_blocks,
         step_running_s=engine.step_running_s,
         engine_beat_age_s=engine.beat_age_s,
@@ -345,6 +352,7 @@ def load_report(engine: EngineSupervisor) -> pb.LoadReport:
         draining=engine.draining,
         handing_over=engine.handing_over,
         adapters_revision=engine.adapters.revision,
+        classes=[message_from(pb.ClassLoad, each) for each in classes],
     )
 
 
@@ -364,7 +372,7 @@ def blocks_report(report: PiecesReport) -> pb.BlocksReport:
 
 
 def aborts(message: pb.AbortRequest) -> Iterator[tuple[str, int]]:
-    """Request ids, each with the highest attempt to abort."""
+    """Yield request ids, each with the highest attempt to abort."""
     attempts = chain(message.attempts, repeat(_EVERY_ATTEMPT))
     return zip(message.request_ids, attempts, strict=False)
 
@@ -377,7 +385,7 @@ def drain_progress(running: int, waiting: int) -> pb.DrainProgress:
 
 _DIGEST_BYTES = 16
 _FETCH_BLOCKS = "FetchBlocks"
-# A message is its one field, whose bytes are copied once and not parsed: this, a length, the bytes.
+# A message is one field: tag, length, bytes. The bytes are copied once and not parsed.
 _RECORD_TAG = bytes([pb.FetchBlocksResponse.DESCRIPTOR.fields_by_name["record"].number << 3 | 2])
 
 
@@ -411,10 +419,10 @@ def fetch_blocks(
 
 
 def fetch_request(message: pb.FetchBlocksRequest) -> tuple[bytes, PrefixNames]:
-    """The namespace, and the prefix that is asked for.
+    """The requested namespace and prefix.
 
     Raises:
-        ValueError: one line that names the field that is wrong.
+        ValueError: one line that names the wrong field.
     """
     digests, num_tokens = message.digests, len(message.token_ids)
     num_blocks, rest = divmod(len(digests), _DIGEST_BYTES)
@@ -431,12 +439,11 @@ def fetch_request(message: pb.FetchBlocksRequest) -> tuple[bytes, PrefixNames]:
 
 
 def pack_record(record: memoryview) -> bytes:
-    """A FetchBlocksResponse on the wire."""
     return b"".join((_RECORD_TAG, _varint(len(record)), record))
 
 
 def record_in(message: bytes) -> memoryview:
-    """The record of a FetchBlocksResponse on the wire; empty if there is none."""
+    """The record of an encoded FetchBlocksResponse; empty if it has none."""
     if message[:1] != _RECORD_TAG:
         return memoryview(b"")
     length = shift = 0

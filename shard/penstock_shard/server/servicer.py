@@ -1,7 +1,7 @@
-"""The RPCs of a shard: checks requests, hands them to the engine, writes its outputs.
+"""The RPCs of a shard: checks requests, passes them to the engine, writes its outputs.
 
-Each Generate call has one reader task and one writer (the handler itself), and an outbox between
-the engine and the writer: a caller that reads slowly gets its outputs merged and delays no other.
+Each Generate call has a reader task, a writer (the handler itself), and an outbox between engine
+and writer. The outbox merges a slow caller's outputs, so that they delay no other caller.
 """
 
 from __future__ import annotations
@@ -44,22 +44,25 @@ logger = logging.getLogger(__name__)
 
 _MIN_REPORT_INTERVAL_S = 0.1
 _MAX_REPORT_INTERVAL_S = 1.0
-# For the pixels of an image.
+# Time for the pixels of an image to arrive.
 _IMAGE_TIMEOUT_S = 60.0
-# A call with this many outputs waiting has no more requests read: otherwise a caller that reads
-# nothing would pile up refusals.
+# No more requests are read from a call with this many unread outputs: refusals would pile up for a
+# caller that reads nothing.
 _MAX_UNREAD_OUTPUTS = 4096
 _MAX_ABORTS_IN_RPC = 65_536
-# What gRPC tells of a caller's certificate: the first of these that is there says who it is. One
-# without names stands for itself.
+_MAX_RETAINED_IN_RPC = 1024
+_MAX_RETAINED_PRIORITY = 100
+_MAX_RETAINED_S = 86_400.0
+# gRPC's properties of a caller's certificate. The first that is present identifies the caller.
 _CALLER_NAMES = ("x509_subject_alternative_name", "x509_common_name", "x509_pem_cert")
 
 
 class Outbox:
     """Outputs that wait to be written to one call, merged per request.
 
-    Its size is bounded: one output per request of the call, with at most that request's tokens, and
-    so many bytes of log-probabilities. A request with more is told to `end`, by id and attempt.
+    Its size is bounded: one output per live request, with at most that request's tokens, and a
+    bounded size of log-probabilities. `end` ends a request that exceeds this size, by id and
+    attempt.
     """
 
     def __init__(
@@ -71,12 +74,12 @@ class Outbox:
         self._taken = asyncio.Event()
         self._closed = False
         self._num_being_written = 0
-        # What request ids have before them in the engine.
+        # Prefix of the call's request ids in the engine.
         self.namespace = namespace
         # The error that ends the call itself.
         self.broken: Error | None = None
-        # Request ids and attempts of this call that have not ended, in the order they came; and the
-        # numbers that the caller gave them, to name them in columns: 0 for none.
+        # Live (request id, attempt) of this call, in order of arrival -> the number that the caller
+        # gave the attempt for columns; 0: none.
         self.live: dict[tuple[str, int], int] = {}
         self.requests_total = 0
         self.last_error: Error | None = None
@@ -88,7 +91,7 @@ class Outbox:
         if waiting is None:
             self._outputs[key] = output
         elif waiting.is_last:
-            # It was ended here, and this is how the engine tells of that.
+            # The outbox ended the request, and this is the engine's answer.
             return
         elif waiting.scores_bytes + output.scores_bytes > MAX_UNREAD_SCORES_BYTES:
             output = self._outputs[key] = _too_much_unread(waiting)
@@ -101,26 +104,23 @@ class Outbox:
         self._changed.set()
 
     def close(self, broken: Error | None = None) -> None:
-        """Take no more requests: the call ends once the live ones have ended, or at once with
-        `broken`.
-        """
+        """Accept no more requests. The call ends after the live ones, or at once with `broken`."""
         self._closed = True
         self.broken = broken
         self._changed.set()
 
     async def wait_for_room(self) -> None:
-        """Wait until fewer than `_MAX_UNREAD_OUTPUTS` outputs wait."""
         while len(self._outputs) >= _MAX_UNREAD_OUTPUTS:
             self._taken.clear()
             await self._taken.wait()
 
     @property
     def num_unread(self) -> int:
-        """Outputs that the caller has not been sent yet."""
+        """Outputs not sent to the caller yet."""
         return len(self._outputs) + self._num_being_written
 
     async def take(self) -> list[Output]:
-        """Everything that waits; empty when the call is over."""
+        """Wait for outputs and take all; empty when the call is over."""
         self._num_being_written = 0
         while not self._outputs:
             if self.broken is not None or (self._closed and not self.live):
@@ -144,8 +144,8 @@ def _too_much_unread(waiting: Output) -> Output:
 
 
 def _close(outbox: Outbox, reader: asyncio.Task[None]) -> None:
-    """The reader task is done: no more requests come. If it failed, end the call with its error,
-    which would otherwise reach nobody.
+    """Close the outbox after its reader task. If the reader failed, end the call with the reader's
+    error, which nobody would see otherwise.
     """
     error = None if reader.cancelled() else reader.exception()
     if error is None:
@@ -160,21 +160,17 @@ def _close(outbox: Outbox, reader: asyncio.Task[None]) -> None:
 
 
 class ShardServicer(proto_codec.Servicer):
-    """Implements the service of shard.proto."""
-
     def __init__(
         self, engine: EngineSupervisor, config: ShardConfig, follower: Follower | None = None
     ) -> None:
-        """A `follower` records how each request ended."""
         self._engine = engine
         self._follower = follower
         self._config = config
-        # The outboxes of open Generate calls.
+        # Outboxes of open Generate calls.
         self._outboxes: set[Outbox] = set()
 
     @property
     def num_unread(self) -> int:
-        """Outputs that callers have not been sent yet."""
         return sum(outbox.num_unread for outbox in self._outboxes)
 
     # ---- generation ----
@@ -246,7 +242,7 @@ class ShardServicer(proto_codec.Servicer):
             outlet,
             deadline_s=deadline_s,
             suspect=incoming.suspect,
-            # A name counts on its own call only: nobody takes another's turns by it.
+            # A caller's name counts only within its call, so nobody can take another's turns.
             caller=(outbox, incoming.caller[:MAX_ID_CHARACTERS]),
         )
 
@@ -259,6 +255,24 @@ class ShardServicer(proto_codec.Servicer):
         for request_id, attempt in proto_codec.aborts(request):
             self._engine.abort(namespace + request_id, attempt)
         return proto_codec.ABORT_RESPONSE
+
+    async def Retain(self, request: Any, context: Context) -> Any:
+        count = len(request.request_ids)
+        if count > _MAX_RETAINED_IN_RPC:
+            message = f"request_ids: {count} ids in one call; at most {_MAX_RETAINED_IN_RPC}"
+            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, message)
+        for name in ("seconds", "expected_seconds"):
+            seconds = getattr(request, name)
+            if not 0 <= seconds <= _MAX_RETAINED_S:
+                message = f"{name}: {seconds:g} is not from 0 to {_MAX_RETAINED_S:g}"
+                await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, message)
+        if request.priority > _MAX_RETAINED_PRIORITY:
+            message = f"priority: {request.priority} is not from 0 to {_MAX_RETAINED_PRIORITY}"
+            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, message)
+        namespace = _namespace(context)
+        for request_id in dict.fromkeys(request.request_ids):
+            self._engine.tell(proto_codec.retention(namespace + request_id, request))
+        return proto_codec.RETAIN_RESPONSE
 
     # ---- embeddings ----
 
@@ -277,7 +291,7 @@ class ShardServicer(proto_codec.Servicer):
             proto_codec.add_embedding(
                 response, vector, dimensions=incoming.dimensions, normalize=incoming.normalize
             )
-            # Many long vectors take a tenth of a second; let other calls run in between.
+            # Many long vectors take a tenth of a second: let other calls run in between.
             await asyncio.sleep(0)
         return response
 
@@ -307,11 +321,11 @@ class ShardServicer(proto_codec.Servicer):
             await _abort(context, proto_codec.status(refusal.error), refusal.error.message)
 
     async def _put_image(self, chunks: AsyncIterator[Any]) -> bool:
-        """Put the image, and tell whether it was there already. Raises `Refusal`."""
+        """Receive an image; true if the engine has it already. Raises `Refusal`."""
         incoming: IncomingImage | None = None
         images, is_whole = self._engine.images, False
         try:
-            # It holds memory until it has come.
+            # A timeout, because an arriving image takes memory.
             async with asyncio.timeout(_IMAGE_TIMEOUT_S):
                 async for chunk in chunks:
                     if incoming is None:
@@ -332,7 +346,7 @@ class ShardServicer(proto_codec.Servicer):
                 images.end(incoming, is_whole=is_whole)
         return False
 
-    # ---- what the shard is ----
+    # ---- facts about the shard ----
 
     async def GetInfo(self, request: Any, context: Context) -> Any:
         ready = await self._ready(context)
@@ -360,7 +374,7 @@ class ShardServicer(proto_codec.Servicer):
             self._engine.unlisten(changed)
 
     async def WatchBlocks(self, request: Any, context: Context) -> AsyncIterator[Any]:
-        # Closed as soon as the caller is gone: changes wait for it.
+        # Closed as soon as the caller is gone: changes would pile up.
         async with aclosing(self._engine.pieces.watch()) as reports:
             async for report in reports:
                 yield proto_codec.blocks_report(report)
@@ -370,7 +384,8 @@ class ShardServicer(proto_codec.Servicer):
         loop = asyncio.get_running_loop()
         end_s = loop.time() + request.limit_ms / 1000 if request.limit_ms else float("inf")
         while True:
-            # As they are now: more may end while the report is sent, and the last one says so.
+            # The present counts. More requests may end while the report is sent; the last report
+            # includes them.
             live, waiting = self._engine.num_live, self._engine.num_waiting
             yield proto_codec.drain_progress(live - waiting, waiting)
             if live == 0 or loop.time() >= end_s:
@@ -398,7 +413,7 @@ class ShardServicer(proto_codec.Servicer):
     # ---- internals ----
 
     def _check_engine(self, instance_id: str) -> None:
-        """Raises `Refusal` if the request names another engine instance; "" names any."""
+        """Raise `Refusal` if the request names another engine instance; "" names any."""
         if instance_id and instance_id != self._engine.instance_id:
             raise Refusal(Code.UNAVAILABLE, "the engine that was meant is gone; this is another")
 
@@ -411,21 +426,19 @@ class ShardServicer(proto_codec.Servicer):
 
 
 def _namespace(context: Context) -> str:
-    """The part that sets a caller's request ids apart from those of callers with other
-    certificates, which cannot end or take over its requests. Empty where callers show none.
+    """A prefix of request ids for the caller's certificate: callers with different certificates
+    cannot end or replace each other's requests. Empty for callers without a certificate.
     """
     shown = context.auth_context() or {}
     for key in _CALLER_NAMES:
-        # gRPC gives a certificate without a common name an empty one.
+        # gRPC reports a missing common name as an empty one.
         if any(names := shown.get(key, ())):
             return hashlib.blake2b(b"\n".join(sorted(names)), digest_size=8).hexdigest() + "/"
     return ""
 
 
 async def _refuse(context: Context, refusal: Refusal) -> NoReturn:
-    """Abort as `_abort` does, with the field at fault in metadata: a gRPC status has no place for
-    it.
-    """
+    """Abort, with the field at fault in metadata: a gRPC status has no place for a field."""
     error = refusal.error
     await context.abort(proto_codec.status(error), error.message, ((FIELD_METADATA, error.field),))
     raise AssertionError("abort raises")

@@ -1,8 +1,7 @@
 """Keeps one engine process alive and routes its outputs to the callers.
 
-Runs in the server process, on its event loop. Starts the engine, restarts it with back-off when it
-dies, ends its requests as retryable then, and knows whether it hangs. Never imports torch; never
-sees gRPC.
+Runs on the server's event loop. When the engine dies, ends its requests as retryable, and restarts
+the engine with back-off; detects hangs. Imports neither torch nor gRPC.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass
 
 import msgspec
 
@@ -33,6 +31,7 @@ from penstock_shard.server.engine_process import manner_of_end, start_engine
 from penstock_shard.server.images import EngineImages
 from penstock_shard.server.kv.held_pieces import HeldPieces
 from penstock_shard.server.kv.transfers import BlockTransfers
+from penstock_shard.server.live_requests import ClassLoads, Deliver, Route
 from penstock_shard.server.observe.metrics import ShardMetrics
 from penstock_shard.server.validation import MAX_ID_CHARACTERS, Refusal, check_adapter
 from penstock_shard.structured_output.checker import CheckFailed, ConstraintChecker, NotChecked
@@ -43,41 +42,18 @@ logger = logging.getLogger(__name__)
 _FIRST_BACK_OFF_S = 0.25
 _MAX_BACK_OFF_S = 10.0
 _WATCHDOG_S = 0.1
-# If a sleep lasts this much longer than asked for, this process was stopped or suspended.
+# A sleep that ends later than this shows that this process was stopped or suspended.
 _STOPPED_S = 0.5
-# A step that takes this many times the expected duration hangs.
+# A step that takes this many times its expected duration hangs.
 _HUNG_STEPS = 10
-
-Deliver = Callable[[messages.Output], None]
 
 
 class EngineFailed(Exception):
-    """The engine cannot be kept running; the text is one line for a person."""
+    """The engine does not keep running; the text is one line for a person."""
 
 
 class ModelRefused(EngineFailed):
-    """The engine reports that it cannot load the model; trying again would not help."""
-
-
-@dataclass(eq=False, slots=True)
-class _Route:
-    """A live request: where its outputs go, how many tokens it came with, and its progress."""
-
-    request_id: str
-    attempt: int
-    deliver: Deliver
-    num_tokens: int
-    arrived_s: float
-    # It was running in engines that died, and has not been cleared yet.
-    suspect: bool = False
-    num_given: int = 0
-    # When the engine began to compute it.
-    started_s: float | None = None
-    deadline: asyncio.TimerHandle | None = None
-    # Runs while its constraint is checked; the engine does not have the request yet.
-    checking: asyncio.Task[None] | None = None
-    # How long it waited for its first step; None before that step, and once an output carried it.
-    queue_s: float | None = None
+    """The engine cannot load the model; trying again would not help."""
 
 
 class EngineSupervisor:
@@ -92,8 +68,8 @@ class EngineSupervisor:
         transfers: BlockTransfers | None = None,
         kept_adapters: AdapterList | None = None,
     ) -> None:
-        """Without `transfers` no KV blocks go to other shards, or come from them; without
-        `kept_adapters` the next process does not know which were loaded.
+        """Without `transfers`, no KV blocks are exchanged with other shards. Without
+        `kept_adapters`, the next process does not load the adapters again.
         """
         self._config = config
         self._start_process = start_process
@@ -102,30 +78,31 @@ class EngineSupervisor:
         self._checker = checker or ConstraintChecker(config.constraint_limits)
         self._ready: messages.Ready | None = None
         self._process: ChildProcess | None = None
-        self._routes: dict[str, _Route] = {}
+        self._routes: dict[str, Route] = {}
         self._live_tokens = 0
+        self.classes = ClassLoads()
         self._early_aborts = EarlyAborts(clock)
-        # What this turn of the event loop queues for the engine.
+        # Messages that this turn of the event loop queues for the engine.
         self._inbox = messages.Inbox([], [])
         self._transfers = transfers
-        # What routers follow.
+        # Pieces of prefixes, for routers.
         self.pieces = HeldPieces()
-        self.adapters = ServerAdapters(config, self._tell, self._adapters_changed, kept_adapters)
-        self.images = EngineImages(config.image_cache_bytes, self._tell)
+        self.adapters = ServerAdapters(config, self.tell, self._adapters_changed, kept_adapters)
+        self.images = EngineImages(config.image_cache_bytes, self.tell)
         self._flush_scheduled = False
-        # A set in the order in which they came.
+        # An ordered set.
         self._listeners: dict[asyncio.Event, None] = {}
         self._beat = messages.Beat(0.0, 0.0)
         self._beat_at_s = self._clock()
-        # Whether the engine gave any output: if so, its death is not a failed start.
+        # True if the engine gave any output. Its death is no failed start then.
         self._worked = False
-        # Why the last engine could not load; empty when it could.
+        # The last engine's reason for not loading, if any.
         self._refusal = ""
         # Id of the last engine that became ready; empty before the first.
         self.instance_id = ""
         self.load = messages.Load()
         self.draining = False
-        # Draining, and clients should move their requests to other shards now.
+        # True while the shard drains and clients should move their requests to other shards.
         self.handing_over = False
 
     # ---- state ----
@@ -145,7 +122,7 @@ class EngineSupervisor:
 
     @property
     def hangs(self) -> bool:
-        """The engine gives no sign of life, or a step takes far longer than such steps do."""
+        """True if the engine sends no message, or a step takes far longer than expected."""
         limit_s = self._config.stall_timeout_s
         if self.beat_age_s >= limit_s:
             return True
@@ -154,17 +131,16 @@ class EngineSupervisor:
 
     @property
     def serving(self) -> bool:
-        """The engine is up and does not hang."""
+        """True if the engine is ready and does not hang."""
         return self._ready is not None and not self.hangs
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
         return len(self._routes)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that do not run, including those the engine has not scheduled or heard of."""
+        """Requests that do not run, including requests that the engine has not got yet."""
         return max(self.load.waiting, self.num_live - self.load.running)
 
     @property
@@ -173,7 +149,7 @@ class EngineSupervisor:
         return max(self.load.queued_tokens, self._live_tokens - self.load.running_tokens)
 
     def listen(self) -> asyncio.Event:
-        """An event that is set whenever the load or the state changes; `unlisten` it later."""
+        """An event that is set at each change of load or state; call `unlisten` later."""
         event = asyncio.Event()
         self._listeners[event] = None
         return event
@@ -192,10 +168,10 @@ class EngineSupervisor:
         suspect: bool = False,
         caller: Hashable = None,
     ) -> None:
-        """Hand a request to the engine. `deliver` gets its outputs, of which exactly one is last.
+        """Hand a request to the engine. `deliver` gets its outputs; exactly one of them is last.
 
-        A suspect was running in engines that died; only one is accepted at a time. Callers take
-        turns with their constraints.
+        A suspect request ran in engines that died; only one is accepted at a time. Callers take
+        turns to have their constraints checked.
         """
         key = (request.request_id, request.attempt)
         if self._early_aborts.include(*key):
@@ -209,12 +185,13 @@ class EngineSupervisor:
         present = self._routes.get(request.request_id)
         if present is not None:
             self._supersede(present, request)
-        route = _Route(*key, deliver, request.num_tokens, self._clock(), suspect)
+        route = Route(*key, deliver, request.num_tokens, request.priority, self._clock(), suspect)
         if deadline_s is not None:
             loop = asyncio.get_running_loop()
             route.deadline = loop.call_later(deadline_s, self._overdue, route)
         self._routes[request.request_id] = route
         self._live_tokens += route.num_tokens
+        self.classes.add(route)
         if request.constraint is None:
             self._hand_over(request)
         else:
@@ -224,15 +201,15 @@ class EngineSupervisor:
         self._inbox.requests.append(request)
         self._schedule_flush()
 
-    def _supersede(self, present: _Route, request: Request) -> None:
+    def _supersede(self, present: Route, request: Request) -> None:
         if present.checking is None and request.constraint is not None:
-            # The engine only gets the new attempt once its constraint is checked, if at all: until
-            # then it would go on with the old one.
+            # The engine may get the new attempt only after its constraint is checked. Until then
+            # the engine would continue the old attempt.
             self._abort_in_engine(present)
         self._end_route(present, finish=FinishReason.ABORTED)
 
     def _check(
-        self, route: _Route, request: Request, constraint: Constraint, caller: Hashable
+        self, route: Route, request: Request, constraint: Constraint, caller: Hashable
     ) -> None:
         """Hand the request to the engine once its constraint is known to be valid."""
         verdict = self._checker.known(constraint)
@@ -243,7 +220,7 @@ class EngineSupervisor:
             self._judge(route, request, constraint, verdict)
 
     async def _await_verdict(
-        self, route: _Route, request: Request, constraint: Constraint, caller: Hashable
+        self, route: Route, request: Request, constraint: Constraint, caller: Hashable
     ) -> None:
         try:
             verdict = await self._checker.check(constraint, caller)
@@ -258,7 +235,7 @@ class EngineSupervisor:
             route.checking = None
             self._judge(route, request, constraint, verdict)
 
-    def _judge(self, route: _Route, request: Request, constraint: Constraint, verdict: str) -> None:
+    def _judge(self, route: Route, request: Request, constraint: Constraint, verdict: str) -> None:
         if verdict:
             error = messages.Error(Code.INVALID_ARGUMENT, verdict, field=constraint.kind)
             self._end_route(route, error=error)
@@ -272,10 +249,9 @@ class EngineSupervisor:
             self._hand_over(request)
 
     def _refusal_of(self, request: Request, suspect: bool) -> messages.Error | None:
-        """Say why the request is not accepted; None when it is."""
         if self.draining:
             return messages.Error(Code.UNAVAILABLE, "the shard is draining")
-        # A hung engine reads nothing from the socket: what is sent to it would pile up here.
+        # A hung engine reads nothing from the socket: messages would pile up here.
         if not self.serving:
             return messages.Error(Code.UNAVAILABLE, "the shard's engine is not serving")
         routes = self._routes.values()
@@ -284,7 +260,7 @@ class EngineSupervisor:
             reason = "another request that engines died of is being tried"
             return messages.Error(Code.RESOURCE_EXHAUSTED, reason)
         config = self._config
-        # A higher attempt takes the place of the one it ends.
+        # A higher attempt replaces the one it ends.
         num_others = self.num_live - (request.request_id in self._routes)
         if num_others >= config.max_num_seqs + config.max_queued_requests:
             return messages.Error(
@@ -292,7 +268,7 @@ class EngineSupervisor:
                 f"{num_others} requests run or wait; --max-num-seqs is {config.max_num_seqs}, "
                 f"--max-queued-requests {config.max_queued_requests}",
             )
-        # A request is always accepted while none waits: the context length bounds its tokens.
+        # While no request waits, one is always accepted: the context length bounds its tokens.
         if self.num_waiting and self.queued_tokens + request.num_tokens > config.max_queued_tokens:
             return messages.Error(
                 Code.RESOURCE_EXHAUSTED,
@@ -302,13 +278,13 @@ class EngineSupervisor:
         return None
 
     def live_attempt(self, request_id: str) -> int | None:
-        """The live attempt of this request id; None when there is none."""
+        """The live attempt of this request id; None if none is live."""
         route = self._routes.get(request_id)
         return None if route is None else route.attempt
 
     def abort(self, request_id: str, attempt: int) -> None:
-        """End a request before the next step, if this attempt or a lower one is live. An abort of
-        an attempt that has not come yet is remembered.
+        """End a request before the next step, if this attempt or a lower one is live. An abort
+        that arrives before its attempt is remembered.
         """
         route = self._routes.get(request_id)
         if (route is None or route.attempt < attempt) and len(request_id) <= MAX_ID_CHARACTERS:
@@ -321,15 +297,14 @@ class EngineSupervisor:
             self._abort_in_engine(route)
 
     def end_all(self, reason: str) -> None:
-        """End every live request as retryable."""
         for route in list(self._routes.values()):
             self._end_route(route, error=messages.Error(Code.UNAVAILABLE, reason))
 
-    def _abort_in_engine(self, route: _Route) -> None:
+    def _abort_in_engine(self, route: Route) -> None:
         self._inbox.aborts.append((route.request_id, route.attempt))
         self._schedule_flush()
 
-    def _overdue(self, route: _Route) -> None:
+    def _overdue(self, route: Route) -> None:
         if route.checking is None:
             self._abort_in_engine(route)
         error = messages.Error(Code.DEADLINE_EXCEEDED, "the request's deadline passed")
@@ -337,21 +312,22 @@ class EngineSupervisor:
 
     def _end_route(
         self,
-        route: _Route,
+        route: Route,
         *,
         finish: FinishReason | None = None,
         error: messages.Error | None = None,
     ) -> None:
-        """Give a request its last output here; later outputs of the engine for it are dropped."""
+        """Give a request its last output. Later outputs of the engine for it are dropped."""
         key = (route.request_id, route.attempt)
         last = messages.Output(*key, 0, [], finish=finish, error=error, queue_s=route.queue_s)
         route.queue_s = None
         self._forget(route, last)
         route.deliver(last)
 
-    def _forget(self, route: _Route, last: messages.Output) -> None:
+    def _forget(self, route: Route, last: messages.Output) -> None:
         del self._routes[route.request_id]
         self._live_tokens -= route.num_tokens
+        self.classes.remove(route)
         if route.deadline is not None:
             route.deadline.cancel()
         if route.checking is not None:
@@ -359,7 +335,7 @@ class EngineSupervisor:
         self.metrics.on_request_end(last, route.num_given, self._clock() - route.arrived_s)
 
     def _schedule_flush(self) -> None:
-        """Send one message to the engine for all that this turn of the event loop queues."""
+        """Send the engine one message with everything that this turn of the event loop queues."""
         if not self._flush_scheduled:
             self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -373,7 +349,7 @@ class EngineSupervisor:
     # ---- the process ----
 
     def drain(self, *, hand_over: bool) -> None:
-        """Accept no more requests; with `hand_over` clients are asked to move theirs elsewhere."""
+        """Accept no more requests; with `hand_over`, ask clients to move theirs elsewhere."""
         self.draining = True
         self.handing_over = self.handing_over or hand_over
         self._inbox.drains = True
@@ -389,7 +365,7 @@ class EngineSupervisor:
         """
         try:
             await self._keep_running()
-            # A draining shard admits nothing, and its live requests ended with the engine.
+            # A draining shard admits no requests, and the live ones ended with the engine.
             logger.info("the engine is gone while the shard drains; none is needed any more")
             await asyncio.Event().wait()
         finally:
@@ -411,21 +387,19 @@ class EngineSupervisor:
                 reason = self._refusal or manner
                 raise EngineFailed(f"{failures} engines failed in a row: {reason}")
             if self._worked:
-                # Whoever lost an output waits for it.
+                # Callers whose requests ended with the engine are waiting.
                 back_off_s = 0.0
             logger.warning("starting the engine again in %.2f s", back_off_s)
             await asyncio.sleep(back_off_s)
             back_off_s = min(max(2 * back_off_s, _FIRST_BACK_OFF_S), _MAX_BACK_OFF_S)
 
     async def _run_once(self) -> str:
-        """Run one engine to its end. Returns how it ended, for an error without a message of its
-        own.
-        """
+        """Run one engine to its end. Describe the end, for an error without a message."""
         self._worked = False
         try:
             process = await self._start()
         except OSError as error:
-            # No memory for a process or no file descriptor; retrying may succeed.
+            # Memory or file descriptors are short; a later try may succeed.
             logger.error("the engine cannot be started: %s", error)
             self.metrics.on_engine_death()
             await self._stop()
@@ -437,7 +411,7 @@ class EngineSupervisor:
             watchdog.cancel()
         was_ready, num_live = self._ready is not None, len(self._routes)
         self._died()
-        # The requests have ended by now: the process may take a while.
+        # End the requests first: the process may take a while to end.
         manner = manner_of_end(await self._stop())
         if was_ready:
             ended = "1 request ends" if num_live == 1 else f"{num_live} requests end"
@@ -445,7 +419,7 @@ class EngineSupervisor:
         return manner
 
     async def _kill_when_it_hangs(self) -> None:
-        """Kill the engine when it hangs, so that its requests end and another is started."""
+        """Kill the engine when it hangs, so that its requests end and another engine starts."""
         while self._ready is None or not self.hangs:
             slept_at_s = self._clock()
             await asyncio.sleep(_WATCHDOG_S)
@@ -457,17 +431,16 @@ class EngineSupervisor:
         )
         if self._process is not None:
             self._process.kill()
-            # A process stuck in a device driver may not die when killed. Closing the link ends its
-            # requests all the same, so that callers retry them elsewhere.
+            # A process that is stuck in a device driver may survive a kill. Closing the link ends
+            # its requests even then, so that callers retry them elsewhere.
             self._process.writer.transport.abort()
 
     def _excuse(self, late_s: float) -> None:
-        """Do not count the time that this process was stopped as silence of the engine."""
+        """Do not count the time for which this process was stopped as silence of the engine."""
         if late_s > _STOPPED_S:
             self._beat_at_s = min(self._clock(), self._beat_at_s + late_s)
 
     async def _listen_to(self, reader: asyncio.StreamReader) -> None:
-        """Handle the engine's messages until it closes the link."""
         while (message := await messages.receive_from_engine(reader)) is not None:
             self._beat_at_s = self._clock()
             match message:
@@ -498,9 +471,9 @@ class EngineSupervisor:
         return process
 
     async def _stop(self) -> int | None:
-        """Close our end, upon which the engine ends itself; kill it if it has not after a second.
-        Returns its exit status. Raises EngineFailed if it, or what it started, cannot be ended: the
-        next engine would not have the device's memory.
+        """Close our end of the link, so that the engine exits; kill it after a second. Return the
+        exit status. Raises EngineFailed if the engine or a child of it survives: the next engine
+        would lack device memory.
         """
         process, self._process = self._process, None
         if process is None:
@@ -508,7 +481,7 @@ class EngineSupervisor:
         process.writer.close()
         try:
             try:
-                # Not `wait_for`: before Python 3.12 it loses a cancellation in the turn of the end.
+                # Not `wait_for`: before Python 3.12 it loses a cancellation at the moment of exit.
                 async with asyncio.timeout(1.0):
                     return await process.wait()
             except TimeoutError:
@@ -520,7 +493,7 @@ class EngineSupervisor:
     def _became_ready(self, ready: messages.Ready) -> None:
         self._ready = ready
         if self._transfers is not None:
-            self._transfers.on_engine_ready(ready.info, self._tell)
+            self._transfers.on_engine_ready(ready.info, self.tell)
         self._refusal = ""
         self.instance_id = uuid.uuid4().hex
         self.pieces.begin(self.instance_id)
@@ -531,7 +504,8 @@ class EngineSupervisor:
             self._checker.use(tokenizer, info.vocab_size, info.eos_token_ids)
         self._notify()
 
-    def _tell(self, message: messages.Told) -> None:
+    def tell(self, message: messages.Told) -> None:
+        """Send the engine a message that is not about a live request."""
         self._inbox.add(message)
         self._schedule_flush()
 
@@ -545,6 +519,7 @@ class EngineSupervisor:
         for request_id in request_ids:
             route = self._routes.get(request_id)
             if route is not None:
+                self.classes.start(route)
                 route.started_s = self._clock()
                 route.queue_s = route.started_s - route.arrived_s
                 self.metrics.on_request_start(route.num_tokens, route.queue_s)
@@ -557,6 +532,8 @@ class EngineSupervisor:
             if route is None or route.attempt != output.attempt:
                 continue
             if output.token_ids:
+                if not route.num_given:
+                    self.classes.end_prompt(route)
                 if not route.num_given and route.started_s is not None:
                     seconds = self._clock() - route.started_s
                     self.metrics.on_first_token(seconds, output.cached_tokens or 0)
@@ -576,7 +553,7 @@ class EngineSupervisor:
             self._notify()
 
     def _died(self) -> None:
-        """End the live requests as retryable, and mark those that may have killed the engine."""
+        """End the live requests as retryable, and mark requests that may have killed the engine."""
         if self._ready is not None or not self.draining:
             self.metrics.on_engine_death()
         self._ready = None

@@ -1,6 +1,6 @@
-"""Answers messages that are no protobuf in a line of ours, whichever service they are for.
+"""Answers messages that are not valid protobuf with our own error, for every service.
 
-gRPC's own answer would be the text of protobuf and the name of an exception, as an unknown error.
+gRPC's own answer would be an unknown error with protobuf's text and an exception's name.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import grpc
 
 from penstock_shard.server.proto_codec import UnreadableMessage
 
-# gRPC's own type is generic for type checkers only.
+# gRPC's own type is generic only for type checkers.
 Handler = Any
 
-# By the names under which a handler has its function.
+# Makers of handlers, by the attribute in which a handler has its function.
 _KINDS = {
     "unary_unary": grpc.unary_unary_rpc_method_handler,
     "unary_stream": grpc.unary_stream_rpc_method_handler,
@@ -38,9 +38,8 @@ class RefuseUnreadable(grpc.aio.ServerInterceptor):
 
 
 def _reading(handler: Handler, method: str) -> Handler:
-    """The handler, but for what it does with a message that cannot be read."""
     kind, answer = next((k, found) for k in _KINDS if (found := getattr(handler, k)) is not None)
-    # Of a stream, gRPC reads messages while the handler runs.
+    # Messages of a stream are read while the handler runs.
     streams = handler.request_streaming
     read = (lambda requests: requests) if streams else handler.request_deserializer
 
@@ -70,5 +69,5 @@ def _refuse(context: Any, method: str) -> None:
 
 
 def unreadable(method: str) -> str:
-    """The line that callers get."""
+    """The error's text for callers."""
     return f"{method}: a message cannot be read; send the one that the service's proto names"

@@ -1,6 +1,7 @@
 """Checks a request against what the shard serves, and fills in the model's defaults.
 
-Pure: an incoming request, `RunnerInfo` and configuration in, a `Request` or a `Refusal` out.
+Pure functions of an incoming request, `RunnerInfo` and configuration; they return a `Request` or
+raise a `Refusal`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import hashlib
 from collections import abc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -19,6 +21,7 @@ from penstock_common.request_bounds import (
     MAX_BAD_WORD_TOKENS,
     MAX_CHOICE_OPTIONS,
 )
+from penstock_proto.features import Asked
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import Error
@@ -53,24 +56,6 @@ _OBJECTIVE_RANGES: Mapping[str, Range] = {
     "seconds_between_tokens": Range(0, above_low=True),
 }
 
-# Fields that need a capability of the same name unless they have this value, which changes nothing.
-# Filters that every shard has (temperature, top-k and the like) are not listed.
-_NEUTRAL: Mapping[str, object] = {
-    "typical_p": 1.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "penalty_window_tokens": None,
-    "min_tokens": 0,
-    "priority": 0,
-    "time_to_first_token_s": None,
-    "seconds_between_tokens": None,
-    "latency_sensitive": False,
-    "adapter": "",
-    "thinking_budget": None,
-    "logprobs": None,
-    "prompt_logprobs": None,
-}
 _NEUTRAL_SAMPLING = SamplingParams()
 _NO_PENALTIES: Mapping[str, float] = {
     "repetition_penalty": 1.0,
@@ -78,9 +63,6 @@ _NO_PENALTIES: Mapping[str, float] = {
     "frequency_penalty": 0.0,
 }
 _NO_OBJECTIVE = Objective()
-_NEUTRAL_WHEN_EMPTY = (
-    *("logit_bias", "bad_words", "allowed_token_ids", "logprob_token_ids", "images"),
-)
 
 
 class Refusal(Exception):
@@ -105,13 +87,13 @@ def _no_ids() -> TokenIds:
 
 @dataclass(slots=True)
 class IncomingRequest:
-    """A GenerateRequest as it came. An absent field for which 0 has a meaning is None."""
+    """An unchecked GenerateRequest. An absent field for which 0 has a meaning is None."""
 
     request_id: str
     attempt: int
     prompt: TokenIds
     output: TokenIds
-    # The number that stands for this attempt in responses of one token; 0: none.
+    # Stands for the attempt in responses of one token; 0: none.
     number: int = 0
     model: str = ""
     temperature: float | None = None
@@ -136,7 +118,7 @@ class IncomingRequest:
     logprob_token_ids: TokenIds = field(default_factory=_no_ids)
     cache_salt: str = ""
     adapter: str = ""
-    # The content hash that the adapter must have; empty: any.
+    # Required content hash of the adapter; empty: any.
     adapter_hash: str = ""
     priority: int = 0
     deadline_ms: int | None = None
@@ -148,28 +130,27 @@ class IncomingRequest:
     instance_id: str = ""
     hand_back: bool = False
     suspect: bool = False
-    # Where KV blocks may be; not checked: it is only used if it is a peer's address.
+    # Address of a shard that may have the KV blocks; unchecked, and used only if it is a peer's.
     kv_source: str = ""
     images: abc.Sequence[PlacedImage] = ()
-    # For logs and traces only; not checked.
+    # For logs and traces only; unchecked.
     label: str = ""
     traceparent: str = ""
-    # Who of those that share the call it is for; not checked.
+    # A name that tells apart the users who share the call; unchecked.
     caller: str = ""
 
 
 def check(
     incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig, namespace: str = ""
 ) -> Request:
-    """The request as the engine gets it: all defaults filled in, its id in its caller's namespace.
+    """Make the request for the engine, with all defaults, and its id in the caller's namespace.
 
     Raises:
-        Refusal: a field is out of its bounds (INVALID_ARGUMENT), the model is another or the
-            adapter not loaded (NOT_FOUND), or the shard lacks what the request needs
-            (FAILED_PRECONDITION).
+        Refusal: a field is out of its bounds (INVALID_ARGUMENT), the model or adapter is not loaded
+            (NOT_FOUND), or the shard lacks a feature that the request needs (FAILED_PRECONDITION).
     """
     _check_model(incoming.model, config)
-    _check_features(incoming, info.capabilities)
+    _check_features(incoming, info)
     adapter_hash = check_adapter(incoming.adapter, incoming.adapter_hash, info.adapters)
     if not 1 <= len(incoming.request_id) <= MAX_ID_CHARACTERS:
         _refuse("request_id", len(incoming.request_id), f"1..{MAX_ID_CHARACTERS} characters")
@@ -195,7 +176,8 @@ def check(
         max_tokens=max_tokens,
         stop_token_ids=frozenset(stop_token_ids),
         logprobs=0 if only_requested else incoming.logprobs,
-        # A continued request had its prompt log-probabilities delivered before its first token.
+        # Prompt log-probabilities are delivered before the first token: a continued request has
+        # them already.
         prompt_logprobs=None if incoming.output.size else incoming.prompt_logprobs,
         cache_salt=incoming.cache_salt,
         adapter=incoming.adapter,
@@ -215,7 +197,7 @@ def check(
 def check_prefetch(
     incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig, call_id: str
 ) -> Request:
-    """A request for the KV blocks of one that will come; its id is `call_id`. Raises as `check`."""
+    """A request `call_id` that only fetches the KV blocks of a later one. Raises as `check`."""
     checked = check(incoming, info, config)
     return msgspec.structs.replace(
         checked, request_id=call_id, attempt=0, constraint=None, only_fetches=True
@@ -224,7 +206,7 @@ def check_prefetch(
 
 @dataclass(slots=True)
 class IncomingEmbedding:
-    """An EmbedRequest as it came: None where a field was absent."""
+    """An unchecked EmbedRequest. An absent field is None."""
 
     request_id: str
     inputs: abc.Sequence[TokenIds]
@@ -232,7 +214,7 @@ class IncomingEmbedding:
     dimensions: int | None = None
     normalize: bool = False
     instance_id: str = ""
-    # The user's own id of it, which nothing here reads.
+    # The user's own id, which nothing here reads.
     label: str = ""
 
 
@@ -292,25 +274,21 @@ def _check_model(model: str, config: ShardConfig) -> None:
         )
 
 
-def _check_features(incoming: IncomingRequest, capabilities: frozenset[str]) -> None:
-    asked: dict[str, object] = {}
-    if incoming.constraint is not None:
-        asked[incoming.constraint.kind] = "a constraint"
-    for name, neutral in _NEUTRAL.items():
-        value = getattr(incoming, name)
-        if value is not None and value != neutral:
-            asked[name] = value
-    for name in _NEUTRAL_WHEN_EMPTY:
-        if count := len(getattr(incoming, name)):
-            asked[name] = f"{count} entries"
-    for name, value in asked.items():
-        if name not in capabilities:
-            raise Refusal(
-                Code.FAILED_PRECONDITION,
-                f"{name} is not served by this shard",
-                field=name,
-                value=value,
-            )
+def _check_features(incoming: IncomingRequest, info: RunnerInfo) -> None:
+    asked = Asked(
+        partial(getattr, incoming),
+        constraint=incoming.constraint.kind if incoming.constraint is not None else "",
+        is_continued=bool(incoming.output.size),
+    )
+    unserved = asked.unserved_by(info)
+    if unserved is not None:
+        raise Refusal(
+            Code.FAILED_PRECONDITION,
+            unserved.text("this shard"),
+            field=unserved.field,
+            value=unserved.value,
+            bound=unserved.bound,
+        )
 
 
 def check_adapter(name: str, content_hash: str, loaded: abc.Sequence[Adapter]) -> str:
@@ -336,7 +314,7 @@ def check_adapter(name: str, content_hash: str, loaded: abc.Sequence[Adapter]) -
 
 
 def _check_lengths(incoming: IncomingRequest, max_model_len: int) -> int:
-    """Returns max_tokens."""
+    """Check the lengths; return max_tokens."""
     num_prompt = incoming.prompt.size
     if not 1 <= num_prompt < max_model_len:
         _refuse(
@@ -399,7 +377,7 @@ def _marks_of(budget: ThinkingBudget | None) -> Iterator[tuple[str, TokenIds]]:
 def _check_images(
     incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig
 ) -> tuple[PlacedImage, ...]:
-    """Check the images; whether they are there, and of which size, is not known here."""
+    """Check the images' places; whether the shard has the images is checked later."""
     end = 0
     if any(group.bidirectional_images for group in info.cache_groups):
         _check_whole_images(incoming, info, config)
@@ -416,7 +394,7 @@ def _check_images(
 
 
 def _check_whole_images(incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig) -> None:
-    """Images that a model computes in one step each, beside as many decodes as there may be."""
+    """Check that each image fits into one step, beside the largest number of decodes."""
     most = config.batched_tokens(info.device) - config.max_num_seqs
     why = "(--max-num-batched-tokens less --max-num-seqs)"
     if incoming.prompt_logprobs is not None and info.max_scored_tokens < most:
@@ -428,7 +406,7 @@ def _check_whole_images(incoming: IncomingRequest, info: RunnerInfo, config: Sha
 
 
 def _check_constraint(constraint: Constraint, max_bytes: int) -> None:
-    """Check a constraint's size only; whether it compiles takes longer to find out."""
+    """Check only a constraint's size: compiling it here would take too long."""
     kind, options = constraint.kind, constraint.options
     if kind == "choice" and not 1 <= len(options) <= MAX_CHOICE_OPTIONS:
         _refuse(kind, f"{len(options)} options", f"1..{MAX_CHOICE_OPTIONS} options")
@@ -438,7 +416,7 @@ def _check_constraint(constraint: Constraint, max_bytes: int) -> None:
 
 
 def _reluctant_stop_ids(incoming: IncomingRequest, info: RunnerInfo) -> frozenset[int]:
-    """Eos ids that the request ignores, which still end it when its constraint is complete."""
+    """Eos ids that the request ignores, but that still end it once its constraint is complete."""
     if incoming.constraint is None or not incoming.ignore_eos:
         return frozenset()
     return frozenset(info.eos_token_ids)
@@ -447,7 +425,7 @@ def _reluctant_stop_ids(incoming: IncomingRequest, info: RunnerInfo) -> frozense
 def _check_something_is_left(
     incoming: IncomingRequest, stop_token_ids: abc.Sequence[int], vocab_size: int
 ) -> None:
-    """Refuse a request whose bans leave none of its allowed ids at its next position."""
+    """Refuse a request that bans all of its allowed token ids at its next position."""
     allowed: abc.Sequence[int] = incoming.allowed_token_ids.tolist() or range(vocab_size)
     never = {int(word[0]) for word in incoming.bad_words if word.size == 1}
     if incoming.output.size < incoming.min_tokens:
@@ -491,7 +469,7 @@ def _sampling(incoming: IncomingRequest, defaults: Mapping[str, float]) -> Sampl
         penalty_window_tokens=window,
         top_k=max(0, top_k),
         seed=seed,
-        # Sorted, as a protobuf map has no order.
+        # Sorted: a protobuf map has no order.
         logit_bias=tuple(sorted(incoming.logit_bias.items())),
         bad_words=tuple(tuple(word.tolist()) for word in incoming.bad_words),
         allowed_token_ids=tuple(incoming.allowed_token_ids.tolist()),
@@ -499,7 +477,9 @@ def _sampling(incoming: IncomingRequest, defaults: Mapping[str, float]) -> Sampl
 
 
 def _seed_of(request_id: str) -> int:
-    """The seed of a request that brings none: each of its attempts draws the same tokens."""
+    """A seed for a request without one. All attempts get the same seed, so they draw the same
+    tokens.
+    """
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")
 
 

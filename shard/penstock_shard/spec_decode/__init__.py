@@ -1,1 +1,1 @@
-"""Proposes draft tokens."""
+"""Draft tokens for speculative decoding."""

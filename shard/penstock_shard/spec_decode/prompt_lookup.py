@@ -1,8 +1,8 @@
 """Drafts of a sequence's next tokens, from its own tokens.
 
-Where the last tokens of a sequence occurred in it before, the tokens that followed them become the
-draft (prompt lookup decoding, Saxena 2023): answers quote their prompts, and repeat themselves. A
-wrong draft costs computing, never exactness: the sampler verifies each token.
+If the last tokens of a sequence occurred in it before, the tokens that followed them become the
+draft (prompt lookup decoding, Saxena 2023). Answers often quote their prompts and repeat
+themselves. A wrong draft costs only time, because the sampler verifies each token.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from numpy.typing import NDArray
 
 from penstock_shard.sequence import Sequence
 
-# The most trailing tokens that a match agrees in.
+# The largest number of trailing tokens that a match compares.
 _LONGEST_MATCH = 3
-# How many tokens back matches are looked for: this bounds a look-up to some 20 microseconds.
+# The number of tokens searched for matches, which bounds a look-up to some 20 microseconds.
 _WINDOW = 32_768
-# After n wrong drafts in a row the next waits for 2 ** n tokens; n grows no larger than this.
+# After n wrong drafts in a row, the next draft waits for 2 ** n tokens. This is the largest n.
 _MOST_MISSES = 6
 _SPARE = 256
 
 
 class _History:
-    """Tokens of one sequence, and how well its drafts did."""
+    """The tokens of one sequence, and the success of its drafts."""
 
     __slots__ = ("_ids", "limit", "misses", "quiet_until", "size", "waited")
 
     def __init__(self, limit: int) -> None:
         self._ids: NDArray[np.int32] = np.empty(0, dtype=np.int32)
         self.size = 0
-        # The longest draft worth trying, by how many tokens of the last ones were accepted.
+        # The longest draft worth trying, judged by the accepted tokens of recent drafts.
         self.limit = limit
-        # Drafts in a row of which no token was accepted.
+        # The number of drafts in a row without an accepted token.
         self.misses = 0
-        # No draft before the sequence has this many tokens.
+        # The number of tokens that the sequence must have before its next draft.
         self.quiet_until = 0
-        # Whether the sequence left out a step to wait for its next draft.
+        # True if the sequence left out a step to wait for its next draft.
         self.waited = False
 
     def read(self, token_ids: abc.Sequence[int]) -> NDArray[np.int32]:
-        """All tokens, as an array; only new ones are copied."""
+        """Return all tokens as an array; only new ones are copied."""
         count = len(token_ids)
         if count > len(self._ids):
             grown = np.empty(count + max(_SPARE, count // 4), dtype=np.int32)
@@ -57,7 +57,7 @@ class _History:
 
 
 class Drafter:
-    """Drafts up to `most` tokens; fewer and less often for sequences whose drafts were wrong."""
+    """Drafts up to `most` tokens; fewer, and less often, for sequences whose drafts were wrong."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -67,7 +67,7 @@ class Drafter:
         self.accepted_total = 0
 
     def expects(self, sequence: Sequence) -> bool:
-        """Whether there may be a draft once its pending tokens are known: waiting may pay."""
+        """Tell whether waiting for the pending tokens may help, because a draft may follow them."""
         history = self._history(sequence)
         if sequence.num_tokens < history.quiet_until:
             return False
@@ -75,7 +75,7 @@ class Drafter:
         return history.waited
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """Draft the next tokens of a sequence without pending ones: up to `most`, often none."""
+        """Draft up to `most` next tokens of a sequence without pending tokens; often none."""
         history = self._history(sequence)
         if most <= 0 or len(sequence.token_ids) < history.quiet_until:
             return []
@@ -101,7 +101,6 @@ class Drafter:
         history.limit = min(self.most, wanted)
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence is over."""
         self._histories.pop(sequence, None)
 
     def _history(self, sequence: Sequence) -> _History:
@@ -112,13 +111,13 @@ class Drafter:
 
 
 def look_up(token_ids: NDArray[np.int32], most: int) -> list[int]:
-    """The tokens that followed the best earlier match of the last tokens: ids [most], or none.
+    """Return the tokens that followed the best earlier match of the last tokens: ids [most], or [].
 
-    The best match agrees in the most trailing tokens, up to three; among equals it is the latest.
-    Where fewer than `most` tokens follow it, the draft repeats them.
+    The best match agrees in the most trailing tokens, up to three; among equal matches it is the
+    latest. If fewer than `most` tokens follow it, the draft repeats them.
     """
     ids = token_ids[-_WINDOW:]
-    # Ends of the matches: places whose token is the last one, and which a token follows.
+    # The end of each match, which is an earlier place of the last token.
     ends = np.flatnonzero(ids[:-1] == ids[-1]) if len(ids) > 1 else ids[:0]
     if not len(ends):
         return []

@@ -1,7 +1,7 @@
-"""What the server and its check process say to each other: each message gets one answer.
+"""Messages between the server and its check process; each message gets one answer.
 
-The first message, on the first lane, is the `Start` with the tokenizer's JSON after it; all others
-are a `Check`.
+The first message, on the first lane, is `Start`, followed by the tokenizer's JSON; all later ones
+are `Check`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from penstock_shard.ipc.request import Constraint
 
 
 class Start(msgspec.Struct, array_like=True, frozen=True):
-    """The vocabulary that constraints are for, and the limits of one."""
+    """The vocabulary of all later checks, and the limits of each constraint."""
 
     tokenizer_bytes: int
     vocab_size: int
@@ -22,20 +22,20 @@ class Start(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Check(msgspec.Struct, array_like=True, frozen=True):
-    """A constraint to be tried out, for so much processor time."""
+    """A constraint to try out within `timeout_s` of processor time."""
 
     constraint: Constraint
     timeout_s: float
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True):
-    """Why the constraint, or the tokenizer, is refused; "" if it is not."""
+    """The reason of a refusal; "" if there is none."""
 
     reason: str = ""
-    # Exit code of the process that tried it out, if that died: negative for a signal.
+    # Exit code of the fork, if it died: negative for a signal.
     exit_code: int = 0
 
 
 def patience_s(timeout_s: float) -> float:
-    """How long a check may take by the clock that may take `timeout_s` of processor time."""
+    """The longest wall-clock time of a check with `timeout_s` of processor time."""
     return 1.0 + 3.0 * timeout_s

@@ -1,12 +1,11 @@
-"""The process that checks constraints: compiles each one, fills its first mask, and answers yes or
-why not.
+"""The process that checks constraints: compiles each, fills its first mask, and answers.
 
     python -m penstock_shard.structured_output.check_process FD...
 
-Each socket FD is a lane, with a process of its own that makes one check at a time, in a fork: a
-constraint that uses up its memory, time or stack ends that fork and affects no other. The time
-limit counts the fork's processor time: the verdict must not depend on how busy the machine was.
-Lanes end themselves when the server is gone. Never imports torch or grpc.
+Each socket FD is a lane with its own process, which makes one check at a time, in a fork: a
+constraint that uses up its memory, time or stack ends only that fork. The time limit is of
+processor time, so that the verdict does not depend on the machine's load. Lanes exit when the
+server is gone. Never imports torch or grpc.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from penstock_shard.structured_output.check_messages import Answer, Check, Start
 from penstock_shard.structured_output.compiler import Compiler, TokenizerUnusable
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
-# Less than the engine's threads have: what fits in this does not overflow there.
+# Less than the stacks of the engine's threads: what fits here does not overflow there.
 _STACK_BYTES = 1 << 20
 # Lower priority than the engine's steps.
 _NICENESS = 5
@@ -41,7 +40,7 @@ _CHECKS = msgspec.msgpack.Decoder(Check)
 
 
 class ServerGone(Exception):
-    """The server, which answers are for, has closed the connection."""
+    """The server has closed the connection."""
 
 
 def main() -> None:
@@ -59,7 +58,7 @@ def main() -> None:
 
 
 def _read_tokenizer(lane: socket.socket, start: Start) -> Compiler | None:
-    """None if it cannot be used; the server is told which."""
+    """Read the tokenizer. If it is unusable, tell the server and return None."""
     tokenizer_json = exactly(lane)(start.tokenizer_bytes)
     try:
         compiler = Compiler(tokenizer_json, start.vocab_size, start.eos_token_ids, start.limits)
@@ -67,14 +66,16 @@ def _read_tokenizer(lane: socket.socket, start: Start) -> Compiler | None:
         lane.sendall(encode_frame(Answer(str(error))))
         return None
     lane.sendall(encode_frame(Answer()))
-    # Before there are forks, which share what they do not write to.
+    # Before the forks, so that they share less memory.
     return_free_memory()
     return compiler
 
 
 def _own_lane(lanes: list[socket.socket]) -> socket.socket:
-    """The lane of this process, after a fork for each but the first; it alone is left open."""
-    # Keep the garbage collector from writing to objects, whose pages forks share until written to.
+    """Fork a process for each lane but the first. Return this process's lane; the others are
+    closed.
+    """
+    # Forks share pages that nobody writes to; the garbage collector would write to objects.
     gc.freeze()
     own = next((lane for lane in lanes[1:] if not os.fork()), lanes[0])
     for lane in lanes:
@@ -84,7 +85,7 @@ def _own_lane(lanes: list[socket.socket]) -> socket.socket:
 
 
 def _serve(lane: socket.socket, compiler: Compiler, memory_bytes: int) -> None:
-    """Make one check after the other. Raises `ServerGone`, `ConnectionError`."""
+    """Make one check after another. Raises `ServerGone`, `ConnectionError`."""
     while True:
         check = _receive(lane, _CHECKS)
         reading, writing = os.pipe()
@@ -95,7 +96,7 @@ def _serve(lane: socket.socket, compiler: Compiler, memory_bytes: int) -> None:
         answer = os.read(reading, select.PIPE_BUF)
         os.close(reading)
         if answer:
-            # Not after its end: giving back its memory takes a while.
+            # Do not wait for the fork to exit: freeing its memory takes a while.
             lane.sendall(answer)
         _, status = os.waitpid(process_id, 0)
         if not answer:
@@ -114,17 +115,16 @@ def _receive(lane: socket.socket, decoder: msgspec.msgpack.Decoder[_Message]) ->
 
 
 def _try_out(compiler: Compiler, check: Check, memory_bytes: int, writing: int) -> NoReturn:
-    """Write the answer, if there is one, and end the process, whatever happens."""
     try:
         _limit_this_process(check.timeout_s, memory_bytes)
-        # Short enough for a pipe to take in one write.
+        # Short enough for one write to a pipe.
         os.write(writing, encode_frame(Answer(_refusal_of(compiler, check.constraint))))
     finally:
         os._exit(1)
 
 
 def _limit_this_process(timeout_s: float, memory_bytes: int) -> None:
-    # Their signals end the process, even inside the library or after its parent died.
+    # The timers' signals end this process even inside the library, or after its parent died.
     signal.setitimer(signal.ITIMER_PROF, timeout_s)
     signal.setitimer(signal.ITIMER_REAL, patience_s(timeout_s))
     _lower(resource.RLIMIT_CORE, 0)
@@ -142,7 +142,7 @@ def _lower(kind: int, most: int) -> None:
 
 
 def _address_space_bytes() -> int | None:
-    """None if the system does not report it (macOS, which does not enforce a limit either)."""
+    """Return None if the system does not report it (macOS, which enforces no limit either)."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
@@ -154,10 +154,10 @@ def _refusal_of(compiler: Compiler, constraint: Constraint) -> str:
     try:
         compiler.compile(constraint)
     except ConstraintRefused as error:
-        # It may quote half a character.
+        # The message may quote half a character.
         return str(error).encode(errors="replace").decode()
     except MemoryError:
-        # The library aborts too.
+        # Out of memory, the library aborts too.
         os.abort()
     return ""
 

@@ -1,11 +1,10 @@
-"""Checks in the server whether constraints can be honoured, by asking a process of its own.
+"""Checks in the server whether constraints can be honoured, by asking a separate process.
 
-Two checks run at once, and callers take turns; equal constraints share a check, which begins in
-the turn of whoever of those who wait for it has one first. Verdicts are cached by content. Each
-constraint gets a short time first. Those that need more are checked again, one at a time: they hold
-up only each other. The process is started as soon as the tokenizer is known: reading a large one
-takes seconds, and neither the first constraint nor one continued from another shard should wait for
-that. If the process is lost, the next check starts another.
+Two checks run at once, and callers take turns. Equal constraints share one check, which begins when
+any of their callers has its turn. Verdicts are cached by content. Constraints that need more than
+a short time are checked again, one at a time, so that they delay only each other. The process
+starts as soon as the tokenizer is known: reading it may take seconds. If the process is lost, the
+next check starts another.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from penstock_shard.structured_output.turns import Turns
 
 logger = logging.getLogger(__name__)
 
-# Checks at once, each in a fork with its own bound on memory.
+# Checks at once, each in a fork with its own memory limit.
 _NUM_LANES = 2
-# Processor time that a constraint gets first; ordinary ones take a tenth of it.
+# Processor time of a first check; ordinary constraints take a tenth of it.
 _FIRST_S = 0.1
-# Most different constraints that wait for their check or are checked. A caller may have as many of
-# these as are still free: half of them if it is alone.
+# Bound of the different constraints without a verdict. A caller may have at most as many as are
+# free: half of the bound if it is alone.
 _MAX_PENDING = 512
 _MAX_VERDICTS = 8192
 # Enough to read the largest tokenizers on a busy machine.
@@ -47,9 +46,9 @@ _START_S = 120.0
 # Added to the time after which a fork ends itself.
 _GRACE_S = 5.0
 
-# What is copied into a socket's buffer at once.
+# Bytes copied into a socket's buffer at once.
 _PIECE_BYTES = 1 << 18
-# A fork that used up its time ends so: by the processor's, or by the clock's.
+# Exits of forks that used up their processor time or wall-clock time.
 _OVERDUE = (-signal.SIGPROF, -signal.SIGALRM)
 
 _ANSWERS = msgspec.msgpack.Decoder(Answer)
@@ -57,16 +56,16 @@ _Result = TypeVar("_Result")
 
 
 class NotChecked(Exception):
-    """There is no verdict, for lack of time or room; the same constraint may be served later."""
+    """A constraint has no verdict, for lack of time or room; a later check may succeed."""
 
 
 class CheckFailed(Exception):
-    """The check failed unexpectedly: a defect, which the log describes."""
+    """The check failed because of a defect, which the log describes."""
 
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A constraint without a verdict, and who waits for it: callers, with how many requests."""
+    """A constraint without a verdict, and the number of waiting requests of each caller."""
 
     key: bytes
     constraint: Constraint
@@ -83,7 +82,7 @@ class ConstraintChecker:
         self._tokenizer_json = b""
         self._start: Start | None = None
         self._process: _CheckProcess | None = None
-        # Held while a process is started or ended.
+        # Held while the process is started or ended.
         self._lock = asyncio.Lock()
         self._lanes, self._slow = Turns(_NUM_LANES), Turns(1)
         self._pending: dict[bytes, _Pending] = {}
@@ -91,7 +90,7 @@ class ConstraintChecker:
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
 
     def use(self, tokenizer_json: bytes, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """Check constraints for this tokenizer from now on, and start a process for it."""
+        """Check for this tokenizer from now on; start a process for it."""
         start = Start(len(tokenizer_json), vocab_size, eos_token_ids, self._limits)
         if (start, tokenizer_json) != (self._start, self._tokenizer_json):
             self._start, self._tokenizer_json = start, tokenizer_json
@@ -99,18 +98,18 @@ class ConstraintChecker:
             self._spawn(self._prepare())
 
     def known(self, constraint: Constraint) -> str | None:
-        """The cached verdict (see `check`); None if there is none."""
+        """The cached verdict (see `check`), or None."""
         key = _key(constraint)
         if key in self._verdicts:
             self._verdicts.move_to_end(key)
         return self._verdicts.get(key)
 
     async def check(self, constraint: Constraint, caller: Hashable = None) -> str:
-        """Why the constraint is refused; "" if it is not. Callers take turns.
+        """Return why the constraint is refused; "" if it is not. Callers take turns.
 
         Raises:
             NotChecked: too many constraints wait, or the machine is too busy.
-            CheckFailed: there will be no verdict.
+            CheckFailed: a defect ended the check.
         """
         pending = self._join(_key(constraint), constraint, caller)
         pending.callers[caller] += 1
@@ -134,7 +133,7 @@ class ConstraintChecker:
     # ---- checks ----
 
     def _join(self, key: bytes, constraint: Constraint, caller: Hashable) -> _Pending:
-        """The constraint's check, for one request more. Raises `NotChecked`."""
+        """Add a request to the check of its constraint. Raises `NotChecked`."""
         present = self._pending.get(key)
         if present is None or caller not in present.callers:
             self._refuse_more(caller, len(self._pending) - (present is not None))
@@ -146,7 +145,7 @@ class ConstraintChecker:
         return pending
 
     def _refuse_more(self, caller: Hashable, total: int) -> None:
-        """Raise `NotChecked` if the caller may not wait for one more beside these."""
+        """Raise `NotChecked` if the caller may not add one constraint to these `total` ones."""
         own = sum(caller in pending.callers for pending in self._pending.values())
         if own >= _MAX_PENDING - total:
             raise NotChecked(
@@ -155,22 +154,21 @@ class ConstraintChecker:
             )
 
     def _forget(self, pending: _Pending) -> None:
-        # An equal one may have come since.
+        # An equal constraint may have arrived later.
         if self._pending.get(pending.key) is pending:
             del self._pending[pending.key]
         if pending.task.done() and not pending.task.cancelled():
-            # Those who waited may be gone, and then nobody else asks for its exception.
+            # Retrieve the exception: the callers that waited for it may be gone.
             pending.task.exception()
 
     async def _run(self, pending: _Pending) -> str:
-        """The verdict, which is kept."""
-        # Those for this tokenizer: there may be another when the check is over.
+        # The tokenizer, and with it this dict, may be replaced before the check is over.
         verdicts = self._verdicts
         try:
             verdict = await self._verdict_on(pending)
         except NotChecked:
             raise
-        except Exception as error:  # a defect costs the constraint it shows on
+        except Exception as error:  # a defect fails only this constraint
             logger.error("a check failed: %s", error, exc_info=error)
             raise CheckFailed("the shard failed to check a constraint") from None
         verdicts[pending.key] = verdict
@@ -179,24 +177,24 @@ class ConstraintChecker:
         return verdict
 
     async def _verdict_on(self, pending: _Pending) -> str:
-        """Raises `NotChecked`."""
+        """Check, and check again with more time if needed. Raises `NotChecked`."""
         longest_s = self._limits.timeout_s
         first_s = min(_FIRST_S, longest_s)
         answer = await self._ask(pending, pending.callers, first_s)
         if answer.exit_code in _OVERDUE and first_s < longest_s:
             if not pending.callers:
-                # All left while it was checked, and nobody's turn would come.
+                # All callers left during the check, so this constraint would never get a turn.
                 self._forget(pending)
                 raise NotChecked("nobody waits for it any more")
             async with self._slow.place(pending.callers):
-                # Among those that wait for a lane, the slow ones are one caller.
+                # While they wait for a lane, all slow constraints count as one caller.
                 answer = await self._ask(pending, (self._slow,), longest_s)
         return self._judge(pending.constraint.kind, answer)
 
     async def _ask(
         self, pending: _Pending, callers: Collection[Hashable], timeout_s: float
     ) -> Answer:
-        """Raises `NotChecked`."""
+        """Have the process make the check. Raises `NotChecked`."""
         async with self._lanes.place(callers) as lane:
             pending.is_running = True
             try:
@@ -209,7 +207,7 @@ class ConstraintChecker:
                 pending.is_running = False
 
     def _judge(self, kind: str, answer: Answer) -> str:
-        """The verdict that an answer means. Raises `NotChecked`."""
+        """Turn an answer into a verdict. Raises `NotChecked`."""
         match -answer.exit_code:
             case 0:
                 return answer.reason
@@ -218,7 +216,7 @@ class ConstraintChecker:
             case signal.SIGPROF:
                 bound = f"{self._limits.timeout_s:g} s to compile (--constraint-timeout-s)"
             case signal.SIGABRT | signal.SIGKILL:
-                # Without memory the library aborts, and the kernel kills.
+                # Out of memory, the library aborts (SIGABRT) and the kernel kills (SIGKILL).
                 bound = f"{self._limits.memory_bytes} bytes (--constraint-memory-bytes)"
             case other:
                 ending = signal.strsignal(other) if other > 0 else None
@@ -243,7 +241,7 @@ class ConstraintChecker:
             _log_loss(error)
 
     async def _running_process(self) -> _CheckProcess:
-        """Raises `OSError`."""
+        """The process for the present tokenizer, started if needed. Raises `OSError`."""
         assert self._start is not None  # no engine, no request
         async with self._lock:
             if self._process is None or not self._process.serves(self._start):
@@ -259,7 +257,7 @@ class ConstraintChecker:
 
 @dataclass(eq=False, slots=True)
 class _CheckProcess:
-    """The process, what it was started for, and our ends of its lanes."""
+    """The process, its `Start`, and the server's ends of its lanes."""
 
     start: Start
     process: asyncio.subprocess.Process
@@ -267,7 +265,7 @@ class _CheckProcess:
 
     @classmethod
     async def started(cls, start: Start, tokenizer_json: bytes) -> _CheckProcess:
-        """A process that is ready for constraints. Raises `OSError`."""
+        """Start a process, and return it once it is ready. Raises `OSError`."""
         ours, theirs = zip(*(socket.socketpair() for _ in range(_NUM_LANES)), strict=True)
         try:
             process = await _new_process(theirs)
@@ -284,12 +282,12 @@ class _CheckProcess:
         return one
 
     def serves(self, start: Start) -> bool:
-        """Whether it lives, and checks constraints for this vocabulary."""
+        """True if the process lives and checks constraints for this vocabulary."""
         is_lost = any(reader.at_eof() or writer.is_closing() for reader, writer in self.lanes)
         return start is self.start and not is_lost
 
     async def answer_to(self, check: Check, lane: int) -> Answer:
-        """Raises `OSError` if there is none; the process has been ended then."""
+        """Get the answer. If there is none, end the process and raise `OSError`."""
         return await self._answer(lane, patience_s(check.timeout_s) + _GRACE_S, encode_frame(check))
 
     async def _answer(self, lane: int, longest_s: float, *message: bytes) -> Answer:
@@ -307,11 +305,11 @@ class _CheckProcess:
             raise ConnectionError(f"no answer in {longest_s:g} s") from None
         finally:
             if answer is None:
-                # Also when cancelled: the next check on this lane must not get this one's answer.
+                # Also after a cancellation: the next check on this lane must not get this answer.
                 await self.end()
 
     async def end(self) -> None:
-        """Kill the process with its lanes and forks, whatever they are doing."""
+        """Kill the process with its forks."""
         for _, writer in self.lanes:
             writer.transport.abort()
         kill_group(self.process.pid)
@@ -334,14 +332,14 @@ async def _new_process(lanes: Sequence[socket.socket]) -> asyncio.subprocess.Pro
         # The library's crash messages may quote callers' constraints.
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
-        # As with the engine, a terminal's signals must reach the server only.
+        # As with the engine, a terminal's signals must reach only the server.
         start_new_session=True,
         env=child_environment(),
     )
 
 
 async def _send(writer: asyncio.StreamWriter, *message: bytes) -> None:
-    """In pieces: to copy a large tokenizer at once would hold up the event loop."""
+    """Send in pieces: copying a large tokenizer at once would block the event loop."""
     for part in message:
         for start in range(0, len(part), _PIECE_BYTES):
             writer.write(part[start : start + _PIECE_BYTES])

@@ -1,4 +1,4 @@
-"""States of constraints, advanced past the output that was delivered before."""
+"""Makes a constraint's state, advanced past the output that was delivered before."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from penstock_shard.structured_output.refusal import ConstraintRefused
 
 logger = logging.getLogger(__name__)
 
-# A matcher's limit of work for consuming tokens is renewed at each mask. A mask after this many
-# delivered tokens uses little of that limit even with a highly ambiguous regex, and computes few
-# masks, which cost more than consuming tokens.
+# Each mask renews a matcher's limit of work for consuming tokens. With one mask for this many
+# delivered tokens, even a highly ambiguous regex stays within the limit. More masks would cost more
+# than the tokens.
 _TOKENS_A_MASK = 16
 _NICE = 10
 
 
 def _stand_back() -> None:
-    """Lower this thread's priority below that of steps, where the system has one per thread."""
+    """Lower this thread's priority below the thread of steps, where threads have priorities."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def compiling_threads(count: int) -> ThreadPoolExecutor:
-    """Threads that stand back behind the one that steps."""
+    """Make threads of lower priority than the one that runs steps."""
     return ThreadPoolExecutor(count, thread_name_prefix="constraints", initializer=_stand_back)
 
 
@@ -53,18 +53,18 @@ class OutputExhausts(Exception):
 
 
 class Discarded(Exception):
-    """The request ended while its matcher was made."""
+    """The request ended while its matcher was being made."""
 
 
 def state_after_output(
     compiler: Compiler, request: Request, is_discarded: threading.Event
 ) -> ConstraintState:
-    """Make the state of a request's constraint after the output that it brings.
+    """The state of a request's constraint after the output that the request brings.
 
     Raises:
         ConstraintRefused: the constraint cannot be compiled.
-        OutputRefused: the output is no beginning of what the constraint allows.
-        OutputExhausts: following it exceeds the matcher's limits.
+        OutputRefused: the output is not a prefix of what the constraint allows.
+        OutputExhausts: following the output exceeds the matcher's limits.
         Discarded: the event was set meanwhile.
     """
     constraint = request.constraint
@@ -78,9 +78,8 @@ def state_after_output(
     except (OutputRefused, OutputExhausts):
         if not is_worn_out(beginning):
             raise
-        # Requests with the same constraint share a lexer and its limits, which others may have
-        # used up. Compiled alone, with a mask before each token, it repeats how the tokens were
-        # drawn.
+        # Requests with the same constraint share a lexer and its limits, which others may have used
+        # up. Compile alone, with a mask before each token, to repeat how the tokens were sampled.
         matcher = compiler.compile_alone(constraint)
         distinct = compiler.distinct(constraint, matcher)
         _follow(matcher, distinct, output, is_discarded, 1)
@@ -91,7 +90,7 @@ def state_after_output(
 
 
 def error_of(request: Request, reason: BaseException) -> Error:
-    """The error that ends a request for which `state_after_output` raised this."""
+    """The error that ends a request for which `state_after_output` raised `reason`."""
     assert request.constraint is not None
     kind = request.constraint.kind
     if isinstance(reason, OutputRefused):
@@ -111,7 +110,7 @@ def _follow(
     is_discarded: threading.Event,
     tokens_a_mask: int,
 ) -> None:
-    """Advance the matcher past an output, and check that it can fill a mask there. Raises
+    """Advance the matcher past an output, and check that it can fill the next mask. Raises
     OutputRefused, OutputExhausts, Discarded.
     """
     for start in range(0, len(output), tokens_a_mask):
@@ -133,8 +132,8 @@ def _unfollowed(matcher: LLMatcher) -> OutputRefused | OutputExhausts:
 
 
 def _consume(matcher: LLMatcher, distinct: Distinct | None, token_ids: list[int]) -> bool:
-    # One by one: each holds the interpreter lock, which a step needs, for some milliseconds where a
-    # grammar is ambiguous.
+    # One token at a time: with an ambiguous grammar, each token holds the interpreter lock for
+    # some milliseconds, and steps need the lock.
     if distinct is None:
         return all(matcher.consume_token(each) for each in token_ids)
     return all(distinct.consume([each], matcher) for each in token_ids)

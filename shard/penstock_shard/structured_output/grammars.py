@@ -1,4 +1,4 @@
-"""Constraints as requests state them -> grammars of llguidance."""
+"""Turns constraints, as requests state them, into grammars of llguidance."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from penstock_shard.structured_output.structural_tag import read
 
 
 def grammar_of(constraint: Constraint, special_tokens: Mapping[str, int]) -> str:
-    """The grammar of the texts that the constraint allows, apart from what `watched_of` tells.
+    """The grammar of a constraint, without the rules of `watched_of`.
 
-    `special_tokens`: text and id of tokens that occur as themselves only, never as part of a text.
+    `special_tokens`: text and id of tokens that stand for themselves and never for text.
     """
     return _written(constraint, tuple(special_tokens.items()))[0]
 
 
 def watched_of(constraint: Constraint, special_tokens: Mapping[str, int]) -> dict[str, Watched]:
-    """In which JSON of the constraint's texts items or names must differ: by the name of the
-    grammar's capture behind which it begins; "" for where the text begins.
+    """The JSON in which items or names must differ. The keys are names of the grammar's captures,
+    after which the JSON begins; "": it begins at the start of the text.
     """
     schemas = _written(constraint, tuple(special_tokens.items()))[1]
     found = {name: watched_in(schema) for name, schema in schemas.items()}
@@ -33,19 +33,19 @@ def watched_of(constraint: Constraint, special_tokens: Mapping[str, int]) -> dic
 
 
 def holds_grammar(constraint: Constraint, special_tokens: Mapping[str, int]) -> bool:
-    """Whether rules of the caller's, which may be recursive and ambiguous, are part of it."""
+    """True if the grammar has rules that the caller wrote: they may be recursive and ambiguous."""
     if constraint.kind != "structural_tag":
         return constraint.kind == "grammar"
     written_as = _written(constraint, tuple(special_tokens.items()))[0]
     return len(json.loads(written_as)["grammars"]) > 1
 
 
-# All are asked for, one after the other.
+# The three functions above are called one after another.
 @functools.lru_cache(4)
 def _written(
     constraint: Constraint, special_tokens: tuple[tuple[str, int], ...]
 ) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The grammar, and the prepared schemas of its JSON, by the captures behind which it begins."""
+    """The grammar, and the prepared schemas of its JSON by the name of the capture before it."""
     match constraint.kind:
         case "json_schema" | "json_object":
             is_any = constraint.kind == "json_object"
@@ -65,8 +65,6 @@ def _written(
 
 
 def _parsed(constraint: Constraint) -> Any:
-    """The constraint's value, parsed as JSON."""
-
     def not_json(name: str) -> Never:
         raise ConstraintRefused(f"{name} is not JSON")
 
@@ -79,5 +77,5 @@ def _parsed(constraint: Constraint) -> Any:
 def _choice(options: tuple[str, ...]) -> str:
     if not options:
         raise ConstraintRefused("choice: no options")
-    # One terminal, and no rule, which has a position for each option.
+    # One terminal: a rule would have a position for each option.
     return unforced("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, options)))

@@ -1,4 +1,4 @@
-"""The languages of constraints, which parts of structural tags may be in too -> llguidance's."""
+"""Turns a constraint's own language (also inside structural tags) into llguidance's."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from penstock_shard.structured_output.json_schema.schema import prepared
 from penstock_shard.structured_output.json_schema.whitespace import json_writing
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
-# An escape of eight digits, behind an even number of backslashes.
+# An escape of eight digits, after an even number of backslashes.
 _CODE_POINT = re.compile(r"(?<!\\)((?:\\\\)*)\\U([0-9A-Fa-f]{8})")
 _EBNF = re.compile(r"^\s*([A-Za-z_][A-Za-z0-9_-]*)\s*::=", re.MULTILINE)
 _RULE = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-# Strings, classes of characters, tokens and comments.
+# Strings, character classes, tokens and comments.
 _NO_RULE = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|<[^<>\n]*>|#.*')
 
 
 def schema_of(schema: Any, *, is_watched: bool = False) -> dict[str, Any]:
-    """A schema as given to llguidance: keywords that it handles right, and whitespace rules.
+    """A schema for llguidance: keywords that it handles correctly, and whitespace rules.
 
-    `is_watched`: where its JSON begins is known, and so its items and names are watched.
+    `is_watched`: the beginning of the JSON is known, so its items and names can be watched.
     """
     if not isinstance(schema, dict | bool):
         raise ConstraintRefused(f"json_schema: {shown(schema)} is no schema")
@@ -34,11 +34,11 @@ def schema_of(schema: Any, *, is_watched: bool = False) -> dict[str, Any]:
 
 
 def lark_regex(pattern: str) -> str:
-    """A regular expression in Lark's syntax; Rust's dialect, without look-around."""
+    """A regular expression of Rust's dialect, without look-around, in Lark's syntax."""
     if not pattern:
         raise ConstraintRefused("regex: it is empty")
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
-        # The library would ignore it.
+        # The library would ignore the backslash.
         raise ConstraintRefused(f"regex: {shown(pattern)} ends with a backslash")
     return f"/{regex_to_lark(pattern, '')}/"
 
@@ -57,7 +57,7 @@ def lark_of(text: str) -> str:
 
 
 def _check_rules(text: str) -> None:
-    """Refuse a rule that is not defined, for which the library has no error of its own."""
+    """Refuse an undefined rule, for which the library has no error of its own."""
     named = _RULE.findall(_NO_RULE.sub(" ", text))
     defined = _EBNF.findall(text)
     for name in named:
@@ -66,7 +66,7 @@ def _check_rules(text: str) -> None:
 
 
 def _character(escaped: re.Match[str]) -> str:
-    """A character for its escape: Lark has none for those of more than four digits."""
+    """Replace an escape of more than four digits, which Lark lacks, by its character."""
     number = int(escaped[2], 16)
     if 0xFFFF < number <= sys.maxunicode:
         return escaped[1] + chr(number)
@@ -74,7 +74,7 @@ def _character(escaped: re.Match[str]) -> str:
 
 
 def unforced(lark: str) -> str:
-    """Switch off llguidance's search for forced text in the same grammar.
+    """Switch off llguidance's search for forced text in this grammar.
 
     At each mask llguidance would follow forced text to its end, and nothing bounds its length.
     """

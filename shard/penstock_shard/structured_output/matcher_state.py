@@ -1,6 +1,4 @@
-"""The state of a sequence's constraint: how far its matcher has got, and which tokens may
-follow.
-"""
+"""The state of a sequence's constraint: its matcher's position, and the tokens that may follow."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from penstock_shard.structured_output.distinct.distinct import Distinct
 from penstock_shard.structured_output.pace import SLOW_S, Pace
 from penstock_shard.structured_output.refusal import is_of_parser, reason_of
 
-# Most that an ordinary mask takes.
+# Longest time of an ordinary mask.
 _ORDINARY_S = 0.0001
 # One bit for each token, the lowest bit first: int32 [words of the vocabulary].
 Mask = NDArray[np.int32]
@@ -39,8 +37,8 @@ class ConstraintState:
         distinct: Distinct | None = None,
         pace: Pace | None = None,
     ) -> None:
-        """Both have consumed the output that was delivered before. `distinct`: what else must not
-        follow. `pace`: that of all sequences with this constraint.
+        """`matcher` and `distinct` have consumed the output delivered before. `distinct` enforces
+        what the matcher cannot; `pace` is shared by all sequences of this constraint.
         """
         self.matcher = matcher
         self.pace = Pace() if pace is None else pace
@@ -48,9 +46,9 @@ class ConstraintState:
         self.mask: Mask | None = None
         self._request = request
         self._position = len(request.output) // 4
-        # The last tokens up to there that the matcher has yet to consume.
+        # The last tokens before the position, which the matcher has not consumed yet.
         self._waiting: list[int] = []
-        # Nothing may follow, though the text is not complete.
+        # No token is allowed, though the text is not complete.
         self._is_at_end = False
         self._stop_ids = _ids(request.stop_token_ids)
         self._reluctant_ids = _ids(request.reluctant_stop_ids)
@@ -69,19 +67,18 @@ class ConstraintState:
 
     @property
     def may_be_others_failure(self) -> bool:
-        """Tell whether the matcher failed, and perhaps for what other sequences of this constraint
-        did, whose lexer it shares.
+        """True if other sequences of this constraint may have made the matcher fail: they share
+        its lexer.
         """
         return self.matcher.is_error() and not is_of_parser(self.matcher.get_error())
 
     def is_ready_after(self, num_tokens: int) -> bool:
-        """Tell whether no step waits for what follows so many tokens of output: the mask is there,
-        or will never be.
+        """True if no step needs to wait for the mask after `num_tokens` output tokens: the mask
+        is ready, or the state has an error.
         """
         return bool(self.error) or (self._position == num_tokens and self.mask is not None)
 
     def move_to(self, output: abc.Sequence[int]) -> None:
-        """Go to after this output."""
         position = len(output)
         if position == self._position:
             return
@@ -93,8 +90,8 @@ class ConstraintState:
         self.mask = None
 
     def append(self, token_id: int) -> None:
-        """Take the token that was drawn: consume it now or, if that may take milliseconds as its
-        mask does, where the next mask is filled.
+        """Add the sampled token. The matcher consumes it now, or if that may take milliseconds,
+        with the next mask.
         """
         self._waiting.append(token_id)
         if not self.pace.is_slow:
@@ -103,7 +100,7 @@ class ConstraintState:
         self.mask = None
 
     def catch_up(self) -> None:
-        """Consume all tokens up to the position."""
+        """Have the matcher consume all tokens up to the position."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
@@ -113,7 +110,6 @@ class ConstraintState:
             self._distinct.consume(waiting, self.matcher)
 
     def _go_back(self) -> None:
-        """Go to the beginning."""
         if self._distinct is None:
             self.matcher.reset()
         else:
@@ -122,25 +118,25 @@ class ConstraintState:
         self._waiting.clear()
 
     def skip(self) -> None:
-        """Advance by a position without a token; the mask there is meaningless."""
+        """Advance by one position without a token; the mask there is meaningless."""
         self._position += 1
         self.mask = None
 
     def repeat(self) -> None:
-        """Take a `skip` back."""
+        """Undo a `skip`."""
         self._position -= 1
 
     def restrict(self, mask: Mask) -> None:
-        """Clear what only the matcher allows."""
+        """Clear tokens that the matcher allows but `distinct` does not."""
         if self._distinct is not None and not self.matcher.is_error():
             self._distinct.restrict(mask, self.matcher)
 
     def set_mask(self, mask: Mask) -> None:
-        """Take the mask, with changes: stop ids are allowed where the constraint may end;
-        reluctant ones, and before min_tokens all, only where nothing else is allowed.
+        """Store the mask, with changes: stop ids are allowed where the constraint may end;
+        reluctant stop ids, and before min_tokens all stop ids, only if no other token is allowed.
         """
         if self.matcher.is_error():
-            # In error its mask would allow the sequence to end.
+            # After an error the matcher's mask would allow the sequence to end.
             return
         self._is_at_end = not mask.any()
         if self._is_at_end:
@@ -161,7 +157,7 @@ class ConstraintState:
 
 
 def fill_mask(state: ConstraintState, vocab_size: int) -> None:
-    """Fill the mask of one in this thread, and have its pace learn how long that takes."""
+    """Fill one state's mask in this thread, and report the time to its pace."""
     bitmasks = allocate_token_bitmask(1, vocab_size)
     _fill_measured(state, bitmasks, 0)
     state.set_mask(bitmasks[0])
@@ -176,23 +172,23 @@ def _fill_measured(state: ConstraintState, bitmasks: NDArray[np.int32], row: int
 
 
 class MaskFiller:
-    """Fills masks in threads, while the caller does other work. Masks that are there stay."""
+    """Fills masks in threads, while the caller does other work. Existing masks are kept."""
 
     def __init__(self, vocab_size: int, num_threads: int = 1) -> None:
         self._vocab_size = vocab_size
         self._executor = LLExecutor(num_threads)
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
-        # Whether the last masks took long: which of them did is found out with the next ones.
+        # True if the last masks took long; the next ones are measured singly, to find the slow one.
         self._measures = False
 
     def fill(self, states: abc.Sequence[ConstraintState]) -> None:
-        """Fill the masks of all, and return when they are filled."""
+        """Fill the masks of all states, and wait for them."""
         states = _without_masks(states)
         self._set(states, self._filled(states))
 
     def start(self, states: abc.Sequence[ConstraintState]) -> Callable[[], None]:
-        """Begin to fill the masks of all. Leave `states` alone until the returned function, which
-        waits for the masks, has been called.
+        """Begin to fill the masks of all states. Leave `states` alone until you have called the
+        returned function, which waits for the masks.
         """
         states = _without_masks(states)
         filling = self._threads.submit(self._filled, states)
@@ -226,7 +222,6 @@ def _without_masks(states: abc.Sequence[ConstraintState]) -> list[ConstraintStat
 
 
 def allowed_ids(mask: Mask) -> NDArray[np.intp]:
-    """The ids whose bits are set, in order."""
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
 
 
@@ -247,12 +242,12 @@ def _bits(ids: NDArray[np.int64]) -> NDArray[np.uint32]:
 
 
 def failure_of(matcher: LLMatcher) -> str:
-    """Say why the matcher cannot go on, in one line."""
+    """The reason why the matcher cannot go on, in one line."""
     return f"cannot be followed any further: {reason_of(matcher.get_error())}"
 
 
 def is_mismatch(matcher: LLMatcher) -> bool:
-    """Tell whether a matcher cannot go on because a token was none of those that it allowed;
-    otherwise a limit of its work was met.
+    """True if the matcher failed because a token was not allowed; false if it met a limit of
+    work.
     """
     return "doesn't satisfy the grammar" in matcher.get_error()

@@ -1,35 +1,37 @@
-"""How slowly masks of a constraint are filled, and so in which steps its sequences take part.
+"""Measures how slowly masks of a constraint are filled, to decide which steps its sequences join.
 
-Time decides nothing else: a token depends on its mask, whenever that is filled.
+Time decides nothing else: a token depends only on its mask, whenever that is filled.
 """
 
 from __future__ import annotations
 
-# Processor time of a mask for which a step should not wait: some tenth of a step.
+# A step does not wait for a mask that takes more processor time: about a tenth of a step.
 SLOW_S = 0.002
-# For how many masks in a row, after a slow one, a constraint counts as slow: at first, and at most.
-# Each time that it turns slow again it does so for twice as many.
+# After a slow mask, a constraint counts as slow for this many masks: at first, and at most. The
+# number doubles each time that the constraint turns slow again.
 _FIRST_MASKS = 16
 _MOST_MASKS = 4096
 
 
 class Pace:
-    """The pace of one constraint. All its sequences share it, so that they hold up one step and not
-    one each.
+    """The pace of one constraint. All its sequences share it, so that together they delay one step
+    only.
     """
 
     def __init__(self) -> None:
-        # How many masks are left until it is not slow any more, of how many in a row.
+        # Masks for which the constraint still counts as slow, and the number at the beginning.
         self._masks_left = self._masks = 0
         self._next_masks = _FIRST_MASKS
 
     @property
     def is_slow(self) -> bool:
-        """Whether masks are filled aside, and sequences join a step once theirs is there."""
+        """True if masks are filled in the background: sequences join a step once their mask is
+        ready.
+        """
         return self._masks_left > 0
 
     def learn(self, seconds: float) -> None:
-        """Take the processor time of a mask."""
+        """Add the measured processor time of a mask."""
         if seconds <= SLOW_S:
             self._masks_left = max(0, self._masks_left - 1)
             return

@@ -24,7 +24,7 @@ def shown(value: object, longest: int = 60) -> str:
 
 
 _OF_PARSER = "parser error|Parser Error"
-# How what llguidance says begins -> the same for callers, without names of its own.
+# The beginning of an error of llguidance -> the error for callers, without internal names.
 _TOLD = (
     ("NoExtensionBias", "no text is allowed"),
     (_OF_PARSER, "too much of it fits what is written so far"),
@@ -42,9 +42,9 @@ _TOLD = (
     ("min/maxProperties only", "minProperties and maxProperties are served beside properties only"),
     ("lookarounds not", "pattern: ^ and $ are served at the ends only"),
 )
-# Words of llguidance's code, of which callers know nothing.
+# Words of llguidance's code, which mean nothing to callers.
 _INTERNAL = re.compile(r"json-schema:///|assertion|backtrace|::|\bparser?\.|<non-verbose/>")
-# An error's place in the grammar, which is not the caller's text and so of no use to it.
+# An error's place in our grammar, which is not the caller's text.
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 
 
@@ -60,8 +60,8 @@ def reason_of(error: str) -> str:
 
 
 def is_of_parser(error: str) -> bool:
-    """Tell whether an error of llguidance is that of one sequence's parser, which it shares with no
-    other sequence, unlike its lexer.
+    """True if an error of llguidance comes from the parser, and not from the lexer: sequences share
+    a lexer, but not a parser.
     """
     return re.match(_OF_PARSER, next(filter(None, _lines(error)), "")) is not None
 

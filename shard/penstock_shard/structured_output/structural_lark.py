@@ -1,7 +1,7 @@
-"""The formats of a structural tag as one Lark grammar.
+"""Writes the formats of a structural tag as one Lark grammar.
 
-Each item is written together with what follows it, because the rule of a free text contains the
-text that ends it. A special token's text inside a text stands for that token.
+Each item is written together with the items after it, because the rule of a free text contains the
+text that ends it. A special token's text inside another text stands for that token.
 """
 
 from __future__ import annotations
@@ -35,28 +35,27 @@ _ANYTHING = "/(?s:.)*/"
 
 @dataclass(frozen=True, slots=True)
 class _Loop:
-    """Items, any number of times."""
-
     items: tuple[_Item, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Either:
-    """Several sequences of items, of which a text has one."""
+    """Several sequences of items; a text has one of them."""
 
     cases: tuple[tuple[_Item, ...], ...]
 
 
 _Item = Format | _Loop | _Either
-# How items may begin: in pieces (texts, and texts of special tokens), and the items after those.
+# A possible beginning of items: pieces (texts, and texts of special tokens), and the items after
+# them.
 _Beginning = tuple[tuple[str, ...], tuple[_Item, ...]]
 
 
 def written(
     format_: Format, special_tokens: Mapping[str, int]
 ) -> tuple[str, dict[str, dict[str, Any]]]:
-    """A grammar for llguidance; and prepared schemas whose JSON is to be watched, by the names of
-    captures that it follows directly.
+    """A grammar for llguidance, and the prepared schemas of watched JSON, by the name of the
+    capture directly before the JSON.
     """
     writer = _Writer(special_tokens)
     start = writer.whole(format_)
@@ -72,23 +71,21 @@ class _Writer:
         self.rules: list[str] = []
         self.grammars: list[dict[str, str]] = []
         self._special_tokens = special_tokens
-        # The longest first, so that of two that match at one place the longer is taken.
+        # Longest first: the longer of two tokens that match at one place is taken.
         ordered = sorted(filter(None, special_tokens), key=len, reverse=True)
         self._marks = re.compile(f"({'|'.join(map(re.escape, ordered))})") if ordered else None
         self._kept: dict[str, str] = {}
         self.watched: dict[str, dict[str, Any]] = {}
-        # The first schema of JSON behind each text, and the name of its capture.
+        # For each text: the schema of the first JSON after it, and the name of the text's capture.
         self._behind: dict[tuple[str, ...], tuple[Any, str]] = {}
 
     def whole(self, format_: Format) -> str:
-        """An expression for all of the text."""
         leading = _leading_json((format_,))
         if leading is None:
             return self.sequence((format_,))
         return f"{self._watched_json('', leading[0])} {self.sequence(leading[1])}"
 
     def sequence(self, items: tuple[_Item, ...]) -> str:
-        """An expression for these, one after the other."""
         out: list[str] = []
         while items:
             item, rest = items[0], items[1:]
@@ -128,7 +125,7 @@ class _Writer:
         return self._rule(self.sequence(item.items)) + "*"
 
     def _before_json(self, pieces: tuple[str, ...], schema: Any) -> str:
-        """A text, and JSON directly behind it."""
+        """An expression for a text with JSON directly after it."""
         name = self._capture(pieces, schema)
         if name is None:
             return f"{self._pieces(pieces)} {self._closed(JsonSchema(schema))}"
@@ -136,20 +133,21 @@ class _Writer:
         return f"{text} {self._watched_json(name, schema)}"
 
     def _capture(self, pieces: tuple[str, ...], schema: Any) -> str | None:
-        """The name of the capture of a text behind which JSON is watched; None if there is other
-        JSON behind the same text.
+        """Return the name for the capture of a text before watched JSON; None if JSON of another
+        schema may follow the same text.
         """
         first, name = self._behind.setdefault(pieces, (schema, str(len(self._behind))))
         return name if same(first, schema) else None
 
     def _watched_json(self, name: str, schema: Any) -> str:
-        """JSON that begins behind the capture of this name, and is captured too; "" for where the
-        text begins.
+        """An expression for JSON that begins after the capture of this name ("": at the start of
+        the text). The JSON is captured too.
         """
         if name not in self.watched:
             self.watched[name] = schema_of(schema, is_watched=True)
         json_ = self._rule("%json " + json.dumps(self.watched[name]))
-        # A capture is not told if it equals the last of its name; the JSON stands between.
+        # llguidance does not report a capture equal to the last one of its name: capturing the JSON
+        # makes them differ.
         return self._named("r", f'[capture="{name}"]', json_) if name else json_
 
     def _either(self, item: _Either, rest: tuple[_Item, ...]) -> str:
@@ -167,7 +165,7 @@ class _Writer:
         return self._rule(f"{out} | {tail}") if out else tail
 
     def _up_to(self, beginnings: list[_Beginning], excludes: tuple[str, ...]) -> str:
-        """Free text without any of the beginnings, then one of them, then what follows that one."""
+        """Free text without any of the beginnings, then one beginning and the items after it."""
         grouped: dict[tuple[str, ...], list[str]] = {}
         captures: dict[tuple[str, ...], str] = {}
         for pieces, after in beginnings:
@@ -184,7 +182,7 @@ class _Writer:
         texts = ["".join(pieces) for pieces in grouped]
         alternatives = []
         for pieces, follows in grouped.items():
-            # Exclude the other beginnings, except those that this one contains.
+            # Exclude the other beginnings, except those inside this one.
             own = "".join(pieces)
             others = (text for text in texts if text not in own)
             head = self._head(pieces, (*excludes, *others), captures.get(pieces))
@@ -193,22 +191,24 @@ class _Writer:
         return self._rule(" | ".join(alternatives))
 
     def _split(self, pieces: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-        """Pieces as a text, and what begins with a special token."""
+        """Split pieces into a leading text and the rest, which begins with a special token."""
         is_token = pieces[0] in self._special_tokens
         return ("", pieces) if is_token else (pieces[0], pieces[1:])
 
     def _head(self, pieces: tuple[str, ...], excludes: tuple[str, ...], capture: str | None) -> str:
-        """Free text up to these pieces, of which it includes the first unless that is a token."""
+        """Free text up to these pieces, with the first piece unless it is a token."""
         text, tokens = self._split(pieces)
         whole = f"/(?s:.)*{_escaped(text)}/"
         if not tokens:
             options = "[lazy]" if capture is None else f'[lazy, capture="{capture}"]'
             return self._rule(self._terminal(_but(whole, excludes)), options)
-        # A special token ends a text. Exclude its text, which would be the same when written out.
+        # A special token ends the text. Exclude the token's text: written out, it looks the same.
         return self._terminal(_but(whole, (*excludes, "".join(pieces))))
 
     def _beginnings(self, items: tuple[_Item, ...]) -> Iterator[_Beginning]:
-        """Yield how the items may begin; a beginning without pieces: they may be empty."""
+        """Yield the possible beginnings of the items; one without pieces if the items may be
+        empty.
+        """
         if not items:
             yield (), ()
             return
@@ -242,8 +242,8 @@ class _Writer:
         return (Or(item.tags), *again) if item.at_least_one else again
 
     def _trigger(self, triggers: tuple[str, ...], tag: Tag) -> tuple[_Item, ...]:
-        """A tag in parts, the first of which it is recognized by: its trigger, or its text up to
-        the end of the special token that the trigger is part of.
+        """Split a tag after the text by which it is recognized: its trigger, extended to the end
+        of a special token that the trigger is part of.
         """
         trigger = min((text for text in triggers if tag.begin.startswith(text)), key=len)
         length, end = len(trigger), 0
@@ -256,7 +256,7 @@ class _Writer:
         return (*begin, *_tag_parts(tag)[1:])
 
     def _cut(self, text: str) -> tuple[str, ...]:
-        """A text in pieces: texts, and texts of special tokens."""
+        """Split a text into texts and texts of special tokens."""
         return tuple(filter(None, self._marks.split(text) if self._marks else [text]))
 
     def _pieces(self, pieces: Iterable[str]) -> str:
@@ -282,7 +282,7 @@ class _Writer:
 
 
 def _leading_json(items: tuple[_Item, ...]) -> tuple[Any, tuple[_Item, ...]] | None:
-    """The schema of the first of the items, and the others; None if that is no JSON."""
+    """The schema of the first item, and the other items; None if the first is not JSON."""
     while items and (parts := _parts(items[0])) is not None:
         items = parts + items[1:]
     if items and isinstance(items[0], JsonSchema):
@@ -291,7 +291,7 @@ def _leading_json(items: tuple[_Item, ...]) -> tuple[Any, tuple[_Item, ...]] | N
 
 
 def _parts(item: _Item) -> tuple[_Item, ...] | None:
-    """Write out what an item is short for; None if it is not."""
+    """The items that an item stands for; None if it stands only for itself."""
     match item:
         case Sequence():
             return item.elements
@@ -321,7 +321,7 @@ def _separated(item: TagsWithSeparator) -> tuple[_Item, ...]:
 
 
 def _open(items: tuple[_Item, ...]) -> bool:
-    """Tell whether the items may end in free text, whose rule depends on what follows."""
+    """True if the items may end in free text, whose rule depends on what follows."""
     if not items:
         return False
     before, item = items[:-1], items[-1]
@@ -338,7 +338,7 @@ def _open(items: tuple[_Item, ...]) -> bool:
 
 
 def _but(terminal: str, excludes: Iterable[str]) -> str:
-    """A terminal of the texts that `terminal` matches and that contain none of `excludes`."""
+    """A terminal for texts that match `terminal` and contain none of `excludes`."""
     texts = [_escaped(text) for text in dict.fromkeys(excludes) if text]
     if not texts:
         return terminal
@@ -346,7 +346,6 @@ def _but(terminal: str, excludes: Iterable[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """A text as a regular expression that matches it literally."""
     return "".join(
         character if character.isascii() and character.isalnum() else f"\\x{{{ord(character):X}}}"
         for character in text

@@ -1,10 +1,11 @@
 """Structural tags: free text, literal texts, and other languages between tags.
 
-Both forms, the older with `structures` and the newer with `format`, are read as formats; whatever
-is not understood is refused.
+Both forms, the older with `structures` and the newer with `format`, are read as formats; anything
+not understood is refused.
 
-Where other implementations differ: `at_least_one` of triggered tags means that the text begins with
-a tag; free text contains neither its `excludes`, nor a trigger, nor what ends it.
+Other implementations differ in two rules. Here `at_least_one` of triggered tags means that the text
+begins with a tag. Free text contains none of its `excludes`, no trigger, and not the text that ends
+it.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import msgspec
 
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
-# A surrogate without its other half, which JSON escapes can express but no text can hold.
+# A lone surrogate, which JSON escapes can express but no text can hold.
 _HALF = re.compile("[\ud800-\udfff]")
 _NotEmpty = msgspec.Meta(min_length=1)
 _Text = Annotated[str, _NotEmpty]
 _End = str | Annotated[tuple[str, ...], _NotEmpty]
-# Where an error is about which format it is.
+# The place that an error names if the `type` of a format is wrong.
 _OF_TYPE = re.compile(r"(format|content|elements\[\d+\])\.type`$")
 
 
@@ -66,7 +67,7 @@ class Tag(_Fields, tag="tag"):
 
 
 class TriggeredTags(_Fields, tag="triggered_tags"):
-    """Free text until one of the triggers; then a tag that begins with it; then again."""
+    """Free text up to a trigger, then a tag that begins with that trigger; both may repeat."""
 
     triggers: Annotated[tuple[_Text, ...], _NotEmpty]
     tags: Annotated[tuple[Tag, ...], _NotEmpty]
@@ -81,7 +82,7 @@ class TriggeredTags(_Fields, tag="triggered_tags"):
 
 
 class TagsWithSeparator(_Fields, tag="tags_with_separator"):
-    """Tags, with nothing but a separator between them."""
+    """Tags, with only a separator between them."""
 
     tags: Annotated[tuple[Tag, ...], _NotEmpty]
     separator: str
@@ -118,12 +119,12 @@ class _Older(_Fields, tag="structural_tag"):
     triggers: Annotated[tuple[_Text, ...], _NotEmpty]
 
 
-# msgspec reads a type once, and two threads must not make it do so at once: it does at import.
+# msgspec builds its type information once, which two threads must not do at once: do it at import.
 _READ_ONCE = msgspec.json.Decoder(_Newer), msgspec.json.Decoder(_Older)
 
 
 def read(tag: Any) -> Format:
-    """The format that a structural tag, parsed as JSON, has."""
+    """The format of a structural tag, which is parsed as JSON."""
     if _HALF.search(json.dumps(tag, ensure_ascii=False)):
         raise ConstraintRefused("structural_tag: it holds half a character")
     try:

@@ -1,4 +1,4 @@
-"""Places that callers get in turn."""
+"""Gives places to callers in turn."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import AsyncIterator, Collection, Hashable
 
 
 class Turns:
-    """A few places, numbered from 0. Of those who wait for one, callers come in turn. What several
-    callers wait for is in the line of each: the first that comes up has it begun.
+    """A few places, numbered from 0, which waiting callers get in turn. Work for several callers
+    gets a place at the first turn of any of them.
     """
 
     def __init__(self, num_places: int) -> None:
         self._free = list(range(num_places))
-        # In the order in which they came, each with those who wait for it at present.
+        # Work that waits for a place, in order of arrival, with its present callers.
         self._waiting: dict[asyncio.Future[int], Collection[Hashable]] = {}
-        # In which round each caller gets its next place. In a round each gets one.
+        # The round of each caller's next place. A caller gets one place per round.
         self._rounds: dict[Hashable, int] = {}
         self._round = 0
 
     @contextlib.asynccontextmanager
     async def place(self, callers: Collection[Hashable]) -> AsyncIterator[int]:
-        """A place until the context ends, got in the turn of any of the `callers`: those that are
-        in the collection when places come free.
+        """Hold a place until the context ends. The place is given at the turn of any caller that is
+        then in `callers`, which may change.
         """
         place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting[place] = callers
@@ -40,7 +40,7 @@ class Turns:
         while self._free:
             waiting = {place: who for place, who in self._waiting.items() if not place.cancelled()}
             callers = dict.fromkeys(caller for who in waiting.values() for caller in who)
-            # Who has just come is in the round after the present one.
+            # A new caller begins in the round after the present one.
             self._rounds = {each: self._rounds.get(each, self._round + 1) for each in callers}
             if not callers:
                 return

@@ -1,4 +1,4 @@
-"""An engine process whose tokens vLLM computes: the same messages, another engine behind them.
+"""An engine process in which vLLM computes the tokens. Its messages are those of our engine.
 
-It runs in vLLM's own environment, which has msgspec and numpy and nothing else of ours.
+It runs in vLLM's own environment, which has only msgspec and numpy of our dependencies.
 """

@@ -1,14 +1,15 @@
-"""Between the server's messages and vLLM's core: which requests it has, and what comes of them."""
+"""Passes requests from the server to vLLM's core, and its outputs back."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from penstock_shard.errors import first_line
+from penstock_shard.engine.adapter_slots import EngineAdapters
+from penstock_shard.errors import ImageUnusable, first_line
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import (
     Beat,
@@ -19,40 +20,31 @@ from penstock_shard.ipc.messages import (
     Started,
     StepOutputs,
 )
-from penstock_shard.ipc.request import FinishReason, Request
+from penstock_shard.ipc.request import FinishReason, Pooling, Request
 from penstock_shard.ipc.runner_info import RunnerInfo
+from penstock_shard.vllm_engine.images import PromptImages
 from penstock_shard.vllm_engine.load import LoadCount
 from penstock_shard.vllm_engine.outputs import Progress, read_output
-from penstock_shard.vllm_engine.requests import (
-    CannotServe,
-    Continuation,
-    core_id,
-    grammar_of,
-    prompt_of,
-    sampling_of,
-)
+from penstock_shard.vllm_engine.requests import CoreRequest, core_id, core_request
+from penstock_shard.vllm_engine.silence import Silence
 
 logger = logging.getLogger(__name__)
 
-# The server takes ten times as long for a hang. Steps with shapes that are met for the first time
-# compile kernels, so half a minute of silence is none.
-_EXPECTED_STEP_S = 3.0
+# The server assumes that a step hangs after this many times its expected duration.
+_HUNG_STEPS = 10.0
 _LOOK_S = 0.25
 
 
 class Core(Protocol):
-    """The engine behind the bridge; `core.VllmCore` says what each call does."""
+    """The engine behind the bridge; `core.VllmCore` documents each call."""
 
-    async def add(
-        self,
-        core_id: str,
-        prompt: Mapping[str, Any],
-        sampling: Mapping[str, Any],
-        bad_words: list[list[int]],
-        grammar: str,
-        priority: int,
-        /,
-    ) -> None: ...
+    @property
+    def keeps_output(self) -> bool: ...
+
+    @property
+    def max_step_tokens(self) -> int: ...
+
+    async def add(self, request: CoreRequest, adapter: int, /) -> None: ...
 
     async def abort(self, core_ids: list[str], /) -> None: ...
 
@@ -67,24 +59,30 @@ class Bridge:
     def __init__(
         self,
         core: Core,
+        adapters: EngineAdapters,
+        number_of: Callable[[int], int],
         info: RunnerInfo,
-        continuation: Continuation,
         send: Callable[[FromEngine], None],
+        images: PromptImages | None = None,
     ) -> None:
+        """`images` is given if the model's images are served."""
         self._core = core
-        self._continuation = continuation
-        self._info = info
+        self._images = images
+        self._adapters = adapters
+        # Returns the core's number of the adapter at an index.
+        self._number_of = number_of
+        self._pooling = None if info.embedding is None else info.embedding.pooling
         self._send = send
         self._known: dict[str, Progress] = {}
         self._counts = LoadCount(info.num_blocks)
         self._inbox: asyncio.Queue[Inbox] = asyncio.Queue()
-        self._last_s = time.monotonic()
+        self._silence = Silence(core.max_step_tokens)
 
     async def run(self) -> None:
-        """Run until cancelled. Raises an error of vLLM's when its core is dead."""
+        """Run until cancelled. Raises vLLM's error if its core is dead."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._step())
-            group.create_task(self._submit())
+            group.create_task(self._submit(group))
             group.create_task(self._watch())
 
     def take(self, inbox: Inbox) -> None:
@@ -92,45 +90,85 @@ class Bridge:
         self._inbox.put_nowait(inbox)
 
     def beat(self) -> Beat:
-        """Tell how long the core has said nothing while it has something to do."""
-        silent_s = time.monotonic() - self._last_s if self._known else 0.0
-        return Beat(silent_s, _EXPECTED_STEP_S)
+        """Return the time for which the core has been silent while it had work, and the allowed
+        time.
+        """
+        return Beat(self._silence.silent_s, self._silence.allowed_s / _HUNG_STEPS)
 
-    async def _submit(self) -> None:
+    async def _submit(self, group: asyncio.TaskGroup) -> None:
         while True:
             inbox = await self._inbox.get()
+            if self._images is not None:
+                self._images.take(inbox)
             for request in inbox.requests:
-                await self._add(request)
+                await self._add(request, group)
             await self._abort(inbox.aborts)
+            for change in inbox.adapter_changes:
+                self._adapters.change(change)
+            self._settle_adapters()
+
+    def _settle_adapters(self) -> None:
+        for answer in self._adapters.settle(self._adapter_indices):
+            self._send(answer)
+
+    def _adapter_indices(self) -> set[int]:
+        return {each.adapter_index for each in self._known.values()}
 
     async def _abort(self, aborts: list[tuple[str, int]]) -> None:
-        """End these requests, of which vLLM says nothing more."""
+        """End these requests; vLLM gives no more outputs for them."""
         names = [core_id(*each) for each in aborts]
         gone = {name: self._known.pop(name) for name in names if name in self._known}
         if gone:
             await self._core.abort(list(gone))
             self._tell([_aborted(progress) for progress in gone.values()])
 
-    async def _add(self, request: Request) -> None:
-        name = core_id(request.request_id, request.attempt)
-        was_idle = not self._known
+    async def _add(self, request: Request, group: asyncio.TaskGroup) -> None:
+        if request.pooling != self._pooling:
+            self._refuse(request, _other_task(self._pooling))
+            return
+        asked = core_request(request, as_output=self._core.keeps_output)
+        index = self._adapters.index_of(request.adapter)
+        progress = Progress(request, len(request.output) // 4, index)
+        self._known[asked.name] = progress
+        if request.images and self._images is not None:
+            # Run this as a task, so that other requests do not wait for the images.
+            group.create_task(self._add_with_images(progress, asked, self._images))
+        else:
+            await self._give_to_core(progress, asked)
+
+    async def _add_with_images(
+        self, progress: Progress, asked: CoreRequest, images: PromptImages
+    ) -> None:
         try:
-            sampling = sampling_of(request, self._continuation)
-            self._known[name] = progress = Progress(request, len(request.output) // 4)
-            bad_words = [list(each) for each in request.sampling.bad_words]
-            late = bad_words, grammar_of(request), request.priority
-            await self._core.add(name, prompt_of(request), sampling, *late)
-        except CannotServe as refusal:
-            self._refuse(request, refusal.error)
+            prompt = await images.put_into(asked.prompt, progress.request)
+        except ImageUnusable as error:
+            if self._known.get(asked.name) is progress:
+                del self._known[asked.name]
+                refusal = Error(Code.INVALID_ARGUMENT, str(error), field="images")
+                self._refuse(progress.request, refusal)
+        else:
+            # The request may have been aborted meanwhile.
+            if self._known.get(asked.name) is progress:
+                await self._give_to_core(progress, dataclasses.replace(asked, prompt=prompt))
+
+    async def _give_to_core(self, progress: Progress, asked: CoreRequest) -> None:
+        request, was_idle = progress.request, not self._is_busy
+        try:
+            await self._core.add(asked, self._number_of(progress.adapter_index))
         except ValueError as error:
-            del self._known[name]
+            del self._known[asked.name]
             self._refuse(request, Error(Code.INVALID_ARGUMENT, f"vLLM: {first_line(error)}"))
         else:
             self._counts.on_submit(was_idle)
-            self._last_s = time.monotonic() if was_idle else self._last_s
-            # The core may die of its first step: the server knows by then that it was in it.
+            # Report the request first: if the first step kills the core, the server knows that the
+            # core had it.
             progress.is_started = True
+            self._silence.begin(self._waiting_tokens())
             self._send(Started([request.request_id]))
+
+    @property
+    def _is_busy(self) -> bool:
+        return any(each.is_started for each in self._known.values())
 
     def _refuse(self, request: Request, error: Error) -> None:
         self._tell([Output(request.request_id, request.attempt, 0, [], error=error)])
@@ -138,8 +176,7 @@ class Bridge:
     async def _step(self) -> None:
         while True:
             given = await self._core.step()
-            self._last_s = time.monotonic()
-            self._counts.on_step(given)
+            computed = self._counts.on_step(given)
             outputs = []
             for each in given.outputs:
                 progress = self._known.get(each.request_id)
@@ -147,7 +184,14 @@ class Bridge:
                     outputs.append(read_output(progress, each))
                     if outputs[-1].is_last:
                         del self._known[each.request_id]
+            waiting = self._waiting_tokens()
+            self._silence.note_step(computed, waiting, is_busy=self._is_busy)
             self._tell(outputs)
+            self._settle_adapters()
+
+    def _waiting_tokens(self) -> int:
+        """Count the prompt tokens of requests in the core that have no output yet."""
+        return sum(each.waiting_tokens for each in self._known.values() if each.is_started)
 
     async def _watch(self) -> None:
         while True:
@@ -162,3 +206,11 @@ def _aborted(progress: Progress) -> Output:
     request = progress.request
     key = request.request_id, request.attempt
     return Output(*key, progress.num_output, [], finish=FinishReason.ABORTED)
+
+
+def _other_task(pooling: Pooling | None) -> Error:
+    """Return the refusal of a task that this engine does not serve; `pooling` is the pooling of its
+    embeddings.
+    """
+    serves = "generated tokens" if pooling is None else f"embeddings with pooling {pooling.value}"
+    return Error(Code.FAILED_PRECONDITION, f"this shard's engine serves {serves} and nothing else")

@@ -1,7 +1,7 @@
-"""vLLM's engine core in processes of its own: what is imported of vLLM, and all that is called.
+"""vLLM's engine core in processes of its own: all imports and calls of vLLM.
 
-Level: the client of the core, below `AsyncLLM`. Outputs come by the step, and no task stands for a
-request.
+This is the client of the core, below `AsyncLLM`: it returns the outputs of a whole step, and needs
+no task for each request.
 """
 
 from __future__ import annotations
@@ -10,94 +10,154 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-# Set before vLLM is imported. Its logging would close ours; a child that is forked would keep our
-# link open; no statistics of use are sent; no plugins run.
+from penstock_common.request_bounds import MAX_BAD_WORD_TOKENS
+from penstock_shard.errors import first_line
+from penstock_shard.vllm_engine.requests import MOST_BAD_WORDS, CoreRequest
+
+# Set before vLLM is imported. Its logging would close ours, and a forked child would keep our link
+# open. No usage statistics are sent and no plugins run. The limits on bad words are raised to the
+# limits that `requests.py` reports.
 ENVIRONMENT: Mapping[str, str] = {
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_PLUGINS": "",
+    "VLLM_MAX_NUM_BAD_WORDS": str(MOST_BAD_WORDS),
+    "VLLM_MAX_BAD_WORDS_TOTAL_TOKENS": str(MOST_BAD_WORDS * MAX_BAD_WORD_TOKENS),
 }
 
 
-def configure(arguments: Mapping[str, Any]) -> Any:
-    """Make vLLM's configuration, with a scheduler of ours. Raises ValueError, TypeError, OSError,
-    as vLLM finds the arguments.
-    """
-    os.environ.update(ENVIRONMENT)
+def run_workers(arguments: Mapping[str, Any], *, is_exact: bool) -> None:
+    """Compute for machine 0 until one of this machine's workers ends."""
+    version(is_exact=is_exact)
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    config = AsyncEngineArgs(**arguments).create_engine_config()
+    context = UsageContext.OPENAI_API_SERVER
+    made = AsyncEngineArgs(**arguments)
+    config = made.create_engine_config(usage_context=context, headless=True)
+    MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
+
+
+def configure(arguments: Mapping[str, Any], *, schedules: bool) -> Any:
+    """Make vLLM's configuration; with our scheduler if `schedules`. Raises ValueError, TypeError or
+    OSError if vLLM refuses the arguments.
+    """
+    from vllm.config import PoolerConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    arguments = dict(arguments)
+    if "pooler_config" in arguments:
+        arguments["pooler_config"] = PoolerConfig(**arguments["pooler_config"])
+    # Step sizes are the defaults of vLLM's own server for the device.
+    context = UsageContext.OPENAI_API_SERVER
+    config = AsyncEngineArgs(**arguments).create_engine_config(usage_context=context)
+    if not schedules:
+        return config
     overlaps = config.scheduler_config.async_scheduling
     name = "OverlappingScheduler" if overlaps else "StepwiseScheduler"
-    config.scheduler_config.scheduler_cls = f"penstock_shard.vllm_engine.scheduler.{name}"
+    config.scheduler_config.scheduler_cls = f"penstock_shard.vllm_engine.in_core.scheduler.{name}"
     return config
 
 
-def version() -> str:
-    """The version of vLLM that is installed here."""
+def version(*, is_exact: bool) -> str:
+    """Prepare the installed vLLM for import, with batch invariance if `is_exact`; return its
+    version.
+    """
+    os.environ.update(ENVIRONMENT)
+    if is_exact:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
     import vllm
 
     return str(vllm.__version__)
 
 
 class VllmCore:
-    """Processes that schedule and compute. Made within a running event loop; blocks it while the
-    model is loaded.
+    """Processes that schedule and compute. Made within a running event loop, which it blocks while
+    the model is loaded.
     """
 
     def __init__(self, config: Any) -> None:
+        from vllm.lora.request import LoRARequest
+        from vllm.pooling_params import PoolingParams
         from vllm.renderers import renderer_from_config
         from vllm.sampling_params import SamplingParams, StructuredOutputsParams
         from vllm.v1.engine.core_client import EngineCoreClient
         from vllm.v1.engine.input_processor import InputProcessor
         from vllm.v1.executor import Executor
 
+        self._make_adapter = LoRARequest
+        self._make_pooling = PoolingParams
         self._make_sampling = SamplingParams
         self._make_grammar = StructuredOutputsParams
         self._client = EngineCoreClient.make_async_mp_client(
             vllm_config=config,
             executor_class=Executor.get_class(config),
-            # Without statistics the core says nothing of a step that gives no token.
+            # Without statistics, the core sends nothing about a step that gives no token.
             log_stats=True,
         )
         self._inputs = InputProcessor(config, renderer_from_config(config))
-        # Its older worker takes a whole prompt for what came before the first step.
+        self._adapters: dict[int, Any] = {}
+        self.max_step_tokens: int = config.scheduler_config.max_num_batched_tokens
+        # Its older worker treats output from before the first step as part of the prompt.
         self.keeps_output = bool(config.use_v2_model_runner)
 
-    async def add(
-        self,
-        core_id: str,
-        prompt: Mapping[str, Any],
-        sampling: Mapping[str, Any],
-        bad_words: list[list[int]],
-        grammar: str,
-        priority: int,
-    ) -> None:
-        """Add a request. Raises ValueError for what vLLM does not take."""
-        params = self._make_sampling(**sampling)
+    async def add(self, asked: CoreRequest, adapter: int) -> None:
+        """Add a request; `adapter` is the number of a loaded adapter, or 0. Raises ValueError if
+        vLLM refuses it.
+        """
+        params, task = self._params(asked)
         request = self._inputs.process_inputs(
-            core_id, dict(prompt), params, ("generate",), priority=priority
+            asked.name,
+            asked.prompt,
+            params,
+            (task,),
+            lora_request=self._adapters.get(adapter),
+            priority=asked.priority,
         )
-        # Its own reading of these is of texts, for which it has no tokenizer.
-        if bad_words:
-            request.sampling_params._bad_words_token_ids = bad_words
-        if grammar:
-            request.sampling_params.structured_outputs = self._make_grammar(grammar=grammar)
+        # Set here because vLLM parses these from textand has no tokenizer here.
+        if asked.bad_words:
+            request.sampling_params._bad_words_token_ids = asked.bad_words
+        if asked.grammar:
+            request.sampling_params.structured_outputs = self._make_grammar(grammar=asked.grammar)
         await self._client.add_request_async(request)
 
+    def _params(self, asked: CoreRequest) -> tuple[Any, str]:
+        if asked.pools:
+            # The server scales the vectors.
+            return self._make_pooling(task="embed", use_activation=False), "embed"
+        return self._make_sampling(**asked.sampling), "generate"
+
     async def abort(self, core_ids: list[str]) -> None:
-        """End these requests; nothing more comes of them."""
         await self._client.abort_requests_async(core_ids)
 
+    async def load_adapter(self, number: int, path: str) -> None:
+        """Load an adapter into all workers. Raises ValueError if vLLM refuses it."""
+        adapter = self._make_adapter(str(number), number, path)
+        try:
+            await self._client.add_lora_async(adapter)
+        except Exception as error:
+            # Any error in a worker is a plain Exception here.
+            raise ValueError(first_line(error)) from error
+        self._adapters[number] = adapter
+
+    async def unload_adapter(self, number: int) -> None:
+        """Drop an adapter that no request uses any more."""
+        del self._adapters[number]
+        await self._client.remove_lora_async(number)
+
     async def preempt_all(self) -> None:
-        """Have all that runs begin anew with what it has, from no cached prefix."""
+        """Preempt all running requests; they continue from their tokens, without a cached
+        prefix.
+        """
         await self._client.reset_prefix_cache_async(reset_running_requests=True)
 
     async def step(self) -> Any:
-        """The next step's `EngineCoreOutputs`. Raises an error of vLLM's when the core is dead."""
+        """Return the next step's `EngineCoreOutputs`. Raises vLLM's error if the core is dead."""
         return await self._client.get_output_async()
 
     def check_alive(self) -> None:
-        """Raises an error of vLLM's when the core is dead, which it may be between steps."""
+        """Raise vLLM's error if the core is dead, which may happen between steps."""
         self._client.ensure_alive()

@@ -1,5 +1,5 @@
-"""Facts that a shard tells of a model that vLLM serves: by penstock's own reading of its files, so
-that a shard with another engine tells the same of it.
+"""Facts that a shard reports about a model that vLLM serves. penstock itself reads them from the
+files, so that shards with any engine report the same.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from typing import Any
 from penstock_shard.checkpoint.weight_files import model_shape
 from penstock_shard.checkpoint.weights_hash import hash_weights
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.runner_info import RunnerInfo
+from penstock_shard.ipc.runner_info import EmbeddingDefaults, RunnerInfo
 from penstock_shard.model_loader.generation_config import as_ids, generation_defaults
+from penstock_shard.vllm_engine.requests import bounds
 
 
 def defaults_of(
     model_dir: Path, given: Any, progress: Callable[[str], None]
 ) -> tuple[tuple[int, ...], dict[str, float]]:
-    """The model's eos ids, and its default sampling values. Raises ModelError."""
+    """Return the model's eos ids, and its default sampling values. Raises ModelError."""
     model = given.model_config
     stated = as_ids(getattr(model.hf_text_config, "eos_token_id", None))
     return generation_defaults(model_dir, stated, model.get_vocab_size(), progress)
@@ -31,8 +32,9 @@ def describe(
     version: str,
     defaults: tuple[tuple[int, ...], dict[str, float]],
     capabilities: frozenset[str],
+    embedding: EmbeddingDefaults | None,
 ) -> RunnerInfo:
-    """Facts of a loaded model, with `given` vLLM's configuration of it. Raises ModelError."""
+    """Return the facts of a loaded model; `given` is vLLM's configuration. Raises ModelError."""
     model, cache = given.model_config, given.cache_config
     return RunnerInfo(
         architecture=model.architectures[0],
@@ -52,6 +54,8 @@ def describe(
         device=given.device_config.device_type,
         attention_backend=f"vllm {version}",
         capabilities=capabilities,
+        embedding=embedding,
+        bounds=bounds(len(defaults[0])),
         max_steps_ahead=1,
         shape=model_shape(model_dir),
     )

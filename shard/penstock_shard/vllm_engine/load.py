@@ -1,4 +1,4 @@
-"""The load of vLLM's engine, as a shard tells it."""
+"""The load of vLLM's engine, in the form that shards report."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ class LoadCount:
         self._last_s = time.monotonic()
 
     def on_submit(self, was_idle: bool) -> None:
-        """Time without work is no step's."""
+        """Restart the clock after idle time, which belongs to no step."""
         if was_idle:
             self._last_s = time.monotonic()
 
-    def on_step(self, given: Any) -> None:
-        """Count a step from vLLM's `EngineCoreOutputs`."""
+    def on_step(self, given: Any) -> int:
+        """Count a step from vLLM's `EngineCoreOutputs`; return the prompt tokens that the step
+        finished.
+        """
+        before = self._prompt_tokens
         now_s = time.monotonic()
         self._seconds += now_s - self._last_s
         self._last_s = now_s
@@ -44,9 +47,9 @@ class LoadCount:
             self._preemptions += sum(event.type.name == "PREEMPTED" for event in events)
         if given.scheduler_stats is not None:
             self._usage = given.scheduler_stats.kv_cache_usage
+        return self._prompt_tokens - before
 
     def load(self, known: Collection[Progress]) -> Load:
-        """The load with these requests in the engine."""
         running = [each for each in known if each.is_started]
         waiting_tokens = sum(each.request.num_tokens for each in known if not each.is_started)
         return Load(

@@ -1,14 +1,15 @@
 """The engine process that vLLM computes in: a link to the server, and vLLM's core beside it.
 
-Started by `server/supervisor.py` with one end of a socket pair, as `engine/main.py` is. Its core
-and workers are processes of its own group: when this process ends, the server ends the others, and
-when the server is gone, this process ends all.
+`server/supervisor.py` starts it with one end of a socket pair, like `engine/main.py`. Its core and
+workers are processes of its group. If this process ends, the server ends them. If the server is
+gone, this process ends them and itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -16,14 +17,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
+
+import msgspec
 
 from penstock_common.logs import set_up_logging
-from penstock_shard.checkpoint.model_source import resolve_model
-from penstock_shard.checkpoint.tokenizer_files import read_tokenizer_files, tokenizer_hash
+from penstock_shard.checkpoint.model_source import resolve_adapter
 from penstock_shard.config import ShardConfig
+from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.errors import ModelError, first_line
 from penstock_shard.ipc.messages import (
     Beat,
@@ -31,19 +32,18 @@ from penstock_shard.ipc.messages import (
     Inbox,
     LoadFailed,
     Progress,
-    Ready,
     Start,
 )
 from penstock_shard.ipc.process_group import end_own_group
-from penstock_shard.ipc.request import CONSTRAINT_KINDS
-from penstock_shard.structured_output.compiler import Compiler, TokenizerUnusable
+from penstock_shard.ipc.runner_info import RunnerInfo
+from penstock_shard.vllm_engine.adapters import CoreAdapters
 from penstock_shard.vllm_engine.bridge import Bridge
-from penstock_shard.vllm_engine.continuation_check import find_continuation
-from penstock_shard.vllm_engine.core import VllmCore, configure, version
-from penstock_shard.vllm_engine.core_settings import CoreSettings, add_settings
-from penstock_shard.vllm_engine.describe import defaults_of, describe
-from penstock_shard.vllm_engine.engine_arguments import engine_arguments
-from penstock_shard.vllm_engine.requests import CAPABILITIES
+from penstock_shard.vllm_engine.devices import device_facts, give_way_on_processors
+from penstock_shard.vllm_engine.load_checks.continuation import find_uncontinued
+from penstock_shard.vllm_engine.load_checks.exactness import check_bits, fingerprint
+from penstock_shard.vllm_engine.load_checks.trials import CheckedCore
+from penstock_shard.vllm_engine.load_core import load_core
+from penstock_shard.vllm_engine.machines.connections import await_losses, listening_port
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ _BEAT_S = 0.25
 
 
 def main() -> int:
-    """Run until the server is gone or the core dies; the exit status."""
+    """Run until the server is gone or the core dies; return the exit status."""
     # Service managers signal all processes at once; the server drains, and decides when we end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -62,86 +62,86 @@ def main() -> int:
     config = start.config
     set_up_logging(config.log_format, config.log_level, shard=config.log_name)
     try:
-        return asyncio.run(_serve(link, config))
+        return asyncio.run(_serve(link, start))
     except ModelError as error:
         link.send(LoadFailed(str(error)))
         return 1
 
 
-async def _serve(link: EngineEnd, config: ShardConfig) -> int:
+async def _serve(link: EngineEnd, start: Start) -> int:
     def progress(line: str) -> None:
         link.send(Progress(line))
 
+    config = start.config
     loop = asyncio.get_running_loop()
     bridges: list[Bridge] = []
-    # From now on, so that the end of the server is noticed while the model is loaded too.
+    # Start this thread now, so that the end of the server is also noticed while the model loads.
     receive = threading.Thread(target=_read_inboxes, args=(link, loop, bridges), daemon=True)
     receive.start()
     beats = threading.Thread(target=_beat, args=(link, bridges), daemon=True)
     beats.start()
-    core, ready = _load(config, progress)
+    if config.nnodes > 1:
+        _await_machines(config)
+    loaded = load_core(config, progress)
+    give_way_on_processors()
+    core, ready = loaded.core, loaded.ready
+    store = CoreAdapters(core, loop, lambda source: resolve_adapter(source, config))
+
+    def settle() -> None:
+        loop.call_soon_threadsafe(bridge.take, Inbox([], []))
+
+    served = store if config.serves_adapters else None
+    adapters = EngineAdapters(served, config.max_loras, settle)
+    await asyncio.to_thread(adapters.load_wanted, start.adapters, progress)
     progress("checking how requests go on from output")
-    continuation = await find_continuation(core, ready.info)
-    bridge = Bridge(core, ready.info, continuation, link.send)
+    info = dataclasses.replace(
+        ready.info,
+        uncontinued=await find_uncontinued(core, ready.info, store.any_number),
+        adapters=adapters.loaded,
+    )
+    if config.exact:
+        info = await _exact(core, info, config)
+    bridge = Bridge(core, adapters, store.number_of, info, link.send, loaded.images)
     bridges.append(bridge)
-    link.send(ready)
+    link.send(msgspec.structs.replace(ready, info=info))
     try:
         await bridge.run()
     except Exception as error:  # noqa: BLE001 - vLLM's errors of a dead core are of no common kind
-        logger.critical("vLLM's engine ended: %s", first_line(error))
+        cause: BaseException = error
+        while isinstance(cause, BaseExceptionGroup):
+            cause = cause.exceptions[0]
+        logger.critical("vLLM's engine ended: %s", first_line(cause))
     return 1
 
 
-def _load(config: ShardConfig, progress: Callable[[str], None]) -> tuple[VllmCore, Ready]:
-    """Raises ModelError."""
-    source = resolve_model(config, progress=progress)
-    template = None if config.chat_template is None else Path(config.chat_template)
-    files = read_tokenizer_files(source.path, template)
-    if "tokenizer.json" not in files:
-        raise ModelError(f"{source.path}: has no tokenizer.json, which --engine vllm needs")
-    progress("importing vLLM and loading the model, which takes a minute")
+def _await_machines(config: ShardConfig) -> None:
+    """Let the other machines connect, and end once one of them is gone. Raises ModelError."""
+
+    def lose(address: str) -> None:
+        logger.critical("the workers at %s ended", address)
+        logging.shutdown()
+        os._exit(1)
+
+    port = listening_port(config.master_port)
     try:
-        given = configure(engine_arguments(config, source.path))
-        defaults = defaults_of(source.path, given, progress)
-        settings = _settings(config, files["tokenizer.json"], source.path, given, defaults[0])
-        add_settings(given, settings)
-        core = VllmCore(given)
-    except Exception as error:
-        raise ModelError(f"vLLM: {_reason(error)}") from error
-    lacks = frozenset[str]() if settings.tokenizer_dir else CONSTRAINT_KINDS
-    info = describe(config, source.path, given, version(), defaults, CAPABILITIES - lacks)
-    return core, Ready(info, files, tokenizer_hash(files), source.revision)
+        await_losses(port, lose)
+    except OSError as error:
+        raise ModelError(f"--master-port: {port}, the port after it: {error}") from error
 
 
-def _settings(
-    config: ShardConfig, tokenizer: bytes, model_dir: Path, given: Any, eos: tuple[int, ...]
-) -> CoreSettings:
-    vocab_size, limits = given.model_config.get_vocab_size(), config.constraint_limits
-    try:
-        Compiler(tokenizer, vocab_size, eos, limits)
-    except TokenizerUnusable as error:
-        logger.warning("outputs cannot be constrained: %s", error)
-        return CoreSettings()
-    return CoreSettings(
-        str(model_dir),
-        vocab_size,
-        eos,
-        limits.timeout_s,
-        limits.memory_bytes,
-        config.constraint_threads,
-    )
-
-
-def _reason(error: Exception) -> str:
-    """The line of an error that says most: of several, the first names only a class."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join((lines[1] if len(lines) > 1 else first_line(error)).split())[:500]
+async def _exact(core: CheckedCore, info: RunnerInfo, config: ShardConfig) -> RunnerInfo:
+    """Check the bits of a core; return its facts with a fingerprint. Raises ModelError."""
+    await check_bits(core, info)
+    facts = device_facts(config.tensor_parallel_size)
+    # The effect of vLLM's arguments on bits is unknown here.
+    name = "" if config.engine_args else fingerprint(info, facts)
+    return dataclasses.replace(info, batch_invariant=True, numerics_fingerprint=name)
 
 
 def _read_inboxes(
     link: EngineEnd, loop: asyncio.AbstractEventLoop, bridges: list[Bridge]
 ) -> NoReturn:
-    """Hand on what the server sends; end with all that was started once it is gone."""
+    """Pass on the server's messages; once it is gone, end with all processes that were started."""
     while isinstance(message := link.receive(), Inbox):
         for bridge in bridges:
             loop.call_soon_threadsafe(bridge.take, message)
@@ -150,7 +150,7 @@ def _read_inboxes(
 
 
 def _beat(link: EngineEnd, bridges: list[Bridge]) -> None:
-    """Send beats while the model loads, and from then on as the bridge has them."""
+    """Send beats while the model loads, and then the bridge's beats."""
     with contextlib.suppress(OSError):
         while True:
             link.send(bridges[0].beat() if bridges else Beat(0.0, 0.0))
@@ -158,7 +158,7 @@ def _beat(link: EngineEnd, bridges: list[Bridge]) -> None:
 
 
 def run() -> NoReturn:
-    """Run `main`, then end the process at once: vLLM would wait for a core that is dead."""
+    """Run `main`, then end the process at once, because vLLM would wait for a dead core."""
     status = 1
     try:
         status = main()

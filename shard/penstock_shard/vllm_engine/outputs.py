@@ -1,4 +1,6 @@
-"""Outputs of a shard from what vLLM's core gave in a step. Takes vLLM's objects by their fields."""
+"""Turns a step's outputs of vLLM's core into outputs of a shard, by the fields of vLLM's
+objects.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,23 @@ _FINISH = {
 
 @dataclass(slots=True)
 class Progress:
-    """A request in the core, and what came of it."""
+    """A request in the core, or one that waits for its images, and its output so far."""
 
     request: Request
     num_output: int
+    adapter_index: int = 0
     num_scored: int = 0
-    # Whether the core began to compute it, and whether the server was told.
+    # True if the core has the request and the server was told.
     is_started: bool = False
+
+    @property
+    def waiting_tokens(self) -> int:
+        """The prompt tokens of a request that has no new output yet, else 0."""
+        is_waiting = self.num_output == len(self.request.output) // 4
+        return self.request.num_tokens if is_waiting else 0
 
 
 def read_output(progress: Progress, given: Any) -> Output:
-    """The output of one request, from vLLM's `EngineCoreOutput`."""
     request = progress.request
     token_ids = list(given.new_token_ids)
     output = Output(request.request_id, request.attempt, progress.num_output, token_ids)
@@ -41,12 +49,15 @@ def read_output(progress: Progress, given: Any) -> Output:
     if given.new_logprobs is not None:
         output.logprobs = _logprobs(*given.new_logprobs[:3], top_n=request.logprobs or 0)
     if given.new_prompt_logprobs_tensors is not None:
-        columns = [each.numpy() for each in given.new_prompt_logprobs_tensors[:3]]
+        columns = [np.asarray(each) for each in given.new_prompt_logprobs_tensors[:3]]
         output.prompt_logprobs = _logprobs(*columns, top_n=request.prompt_logprobs or 0)
         output.prompt_logprobs_start = 1 + progress.num_scored
         progress.num_scored += len(columns[0])
     if given.prefill_stats is not None:
         output.cached_tokens = given.prefill_stats.num_cached_tokens
+    if given.pooling_output is not None:
+        vector = given.pooling_output.float().numpy()
+        output.embedding = np.ascontiguousarray(vector, dtype="<f4").tobytes()
     if given.finish_reason is not None:
         _end(output, str(given.finish_reason), given.stop_reason)
     return output
@@ -55,10 +66,10 @@ def read_output(progress: Progress, given: Any) -> Output:
 def _end(output: Output, reason: str, stop_reason: Any) -> None:
     output.finish = _FINISH.get(reason)
     if output.finish is None:
-        # What was drawn against a constraint, say.
+        # For example tokens drawn against a constraint.
         output.token_ids = []
         output.logprobs = None
-        # Such a text is the core's `grammars.py`'s.
+        # Only the core's `grammars.py` sets such a text.
         is_told = isinstance(stop_reason, str)
         unknown = Error(Code.INTERNAL, f"vLLM ended this request: {reason}")
         output.error = _ERRORS.decode(stop_reason) if is_told else unknown
@@ -68,7 +79,7 @@ def _end(output: Output, reason: str, stop_reason: Any) -> None:
 
 
 def _logprobs(ids: Any, logprobs: Any, ranks: Any, *, top_n: int) -> Logprobs:
-    """Columns of rows that hold the chosen token first, and then the best ones."""
+    """Make columns from rows that hold the chosen token first, and then the best ones."""
     best = slice(1, 1 + top_n)
     return Logprobs(
         chosen=logprobs[:, 0].tolist(),

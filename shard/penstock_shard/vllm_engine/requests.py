@@ -1,5 +1,5 @@
-"""Requests as vLLM's core takes them. What vLLM cannot honour is refused before it gets there: a
-request that raises in vLLM's worker ends the engine for all.
+"""Requests in the form of vLLM's core, and the fields that it supports. The server refuses other
+fields, because a request that fails in vLLM's worker ends the engine.
 """
 
 from __future__ import annotations
@@ -11,65 +11,73 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock_shard.ipc.codes import Code
-from penstock_shard.ipc.messages import Error
+from penstock_proto.features import FieldBound
 from penstock_shard.ipc.request import CONSTRAINT_KINDS, Request
 
-# What requests may ask of it; see `server/validation.py`.
+# Features that requests may use; see `server/validation.py`.
 CAPABILITIES = frozenset(
     (
         *sorted(CONSTRAINT_KINDS),
         *("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty"),
         *("presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
-        *("min_tokens", "logprobs", "prompt_logprobs", "priority"),
+        *("min_tokens", "logprobs", "prompt_logprobs", "priority", "adapter"),
     )
 )
-# In vLLM's extra arguments: how many tokens at the end of a prompt are output.
+# A key of vLLM's extra arguments: the number of tokens at the end of a prompt that are output.
 OUTPUT_TOKENS = "penstock_output_tokens"
-# vLLM's worker checks these during a step, and its engine does not survive that.
-_MOST_BIASED = 1024
-_MOST_ALLOWED = 1024
-_MOST_STOPS_BELOW_MINIMUM = 128
-_MOST_BAD_WORDS = 128
-_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 0.01, 2.0
+MOST_BAD_WORDS = 128
+_MOST_STOP_TOKEN_IDS = 128
+# Fields for which vLLM counts output. It counts wrongly if the output is part of the prompt.
+COUNTED = frozenset(("presence_penalty", "frequency_penalty", "bad_words"))
 
 
 @dataclass(frozen=True, slots=True)
-class Continuation:
-    """The way requests go on after output that they bring: as vLLM's output, or as a part of the
-    prompt; and fields that would be honoured wrongly then.
+class CoreRequest:
+    """A request in vLLM's terms. `bad_words` are token ids; `grammar` stands for its constraint."""
+
+    name: str
+    prompt: dict[str, Any]
+    sampling: dict[str, Any]
+    bad_words: list[list[int]]
+    grammar: str
+    priority: int
+    # True if the request asks for its prompt's vector instead of tokens.
+    pools: bool
+
+
+def bounds(num_eos: int) -> tuple[FieldBound, ...]:
+    """Return the bounds of some fields in vLLM, for a model with `num_eos` eos ids. vLLM's worker
+    checks lengths only during a step, where a failure ends the engine. vLLM replaces small
+    temperatures.
     """
-
-    as_output: bool
-    lacks: frozenset[str]
-
-
-# What vLLM counts output for, if that came as a part of the prompt.
-COUNTED = ("presence_penalty", "frequency_penalty", "bad_words")
-AS_PROMPT = Continuation(as_output=False, lacks=frozenset(COUNTED))
-
-
-class CannotServe(Exception):
-    """A request that this engine does not take; others may."""
-
-    def __init__(self, field: str, value: object, bound: str) -> None:
-        super().__init__(field)
-        self.error = Error(
-            Code.FAILED_PRECONDITION,
-            f"{field}: {value} is not served by this shard's engine: {bound}",
-            field=field,
-            value=str(value),
-            bound=bound,
-        )
+    return (
+        FieldBound("temperature", least=0.01, most=2.0),
+        FieldBound("logit_bias", most=1024),
+        FieldBound("allowed_token_ids", most=1024),
+        FieldBound("stop_token_ids", most=_MOST_STOP_TOKEN_IDS - num_eos),
+        FieldBound("bad_words", most=MOST_BAD_WORDS),
+    )
 
 
 def core_id(request_id: str, attempt: int) -> str:
-    """The name of an attempt in vLLM's core."""
     return f"{request_id}/{attempt}"
 
 
+def core_request(request: Request, *, as_output: bool) -> CoreRequest:
+    """Return the request in the form of vLLM's core; `as_output` as in `sampling_of`."""
+    return CoreRequest(
+        core_id(request.request_id, request.attempt),
+        prompt_of(request),
+        sampling_of(request, as_output=as_output),
+        [list(word) for word in request.sampling.bad_words],
+        grammar_of(request),
+        request.priority,
+        request.pooling is not None,
+    )
+
+
 def prompt_of(request: Request) -> dict[str, Any]:
-    """The prompt as vLLM's processor takes it, with the output that was delivered before."""
+    """Return the prompt in the form of vLLM's processor, with the output delivered before."""
     ids = np.frombuffer(request.prompt + request.output, dtype="<u4").tolist()
     prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": ids}
     if request.cache_salt:
@@ -78,20 +86,21 @@ def prompt_of(request: Request) -> dict[str, Any]:
 
 
 def grammar_of(request: Request) -> str:
-    """The text that stands for the request's constraint in vLLM, which `grammars.py` reads; "" if
-    it has none.
+    """Return the text that stands for the request's constraint in vLLM, which `grammars.py` reads;
+    "" if it has none.
     """
     if request.constraint is None:
         return ""
     return msgspec.json.encode(msgspec.structs.replace(request, prompt=b"")).decode()
 
 
-def sampling_of(request: Request, continuation: Continuation) -> dict[str, Any]:
-    """Keyword arguments of vLLM's `SamplingParams`. Raises `CannotServe`."""
-    _check(request, continuation)
+def sampling_of(request: Request, *, as_output: bool) -> dict[str, Any]:
+    """Return keyword arguments of vLLM's `SamplingParams`. The request's earlier output counts as
+    output if `as_output`, else as part of the prompt.
+    """
     sampling, given = request.sampling, len(request.output) // 4
-    as_prompt = 0 if continuation.as_output else given
-    # A constraint tells where these may end it, and how many tokens it takes at least.
+    as_prompt = 0 if as_output else given
+    # A constraint decides where these ids may end the output, and how many tokens it needs.
     reluctant = request.reluctant_stop_ids if request.constraint else frozenset[int]()
     min_tokens = 0 if request.constraint else request.min_tokens
     return {
@@ -108,60 +117,24 @@ def sampling_of(request: Request, continuation: Continuation) -> dict[str, Any]:
         "max_tokens": request.max_tokens - as_prompt,
         "min_tokens": max(0, min_tokens - as_prompt),
         "stop_token_ids": sorted(request.stop_token_ids | reluctant),
-        # Ids that end a sequence are all among those above.
+        # All ids that end a sequence are in stop_token_ids.
         "ignore_eos": True,
         "logprobs": request.logprobs,
         "prompt_logprobs": request.prompt_logprobs,
         "detokenize": False,
         "skip_clone": True,
-        "extra_args": {OUTPUT_TOKENS: given} if given and continuation.as_output else None,
+        "extra_args": {OUTPUT_TOKENS: given} if given and as_output else None,
     }
 
 
 def _seed(seed: int, given: int) -> int:
-    """A seed that vLLM takes, a signed number. If so many tokens of output are given as prompt, its
-    generator begins anew, and gets a seed of its own: the distribution is kept, tokens are not.
+    """Return a seed that vLLM takes, a signed number. If `given` tokens of output are in the
+    prompt, vLLM's generator restarts, so it gets another seed. This keeps the distribution but not
+    the tokens.
     """
     if given:
         digest = hashlib.blake2b(f"{seed}:{given}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "little")
     signed = seed - 2**64 if seed >= 2**63 else seed
-    # -1 stands for none there.
+    # In vLLM -1 means no seed.
     return 0 if signed == -1 else signed
-
-
-def _check(request: Request, continuation: Continuation) -> None:
-    """Raises `CannotServe`."""
-    sampling = request.sampling
-    temperature = sampling.temperature
-    if temperature > _MOST_TEMPERATURE or 0 < temperature < _LEAST_TEMPERATURE:
-        bound = f"0, or {_LEAST_TEMPERATURE:g} to {_MOST_TEMPERATURE:g}"
-        raise CannotServe("temperature", temperature, bound)
-    bounds = {
-        "logit_bias": (len(sampling.logit_bias), _MOST_BIASED),
-        "allowed_token_ids": (len(sampling.allowed_token_ids), _MOST_ALLOWED),
-        "bad_words": (len(sampling.bad_words), _MOST_BAD_WORDS),
-    }
-    if request.min_tokens:
-        bounds["stop_token_ids"] = (len(request.stop_token_ids), _MOST_STOPS_BELOW_MINIMUM)
-    for field, (count, most) in bounds.items():
-        if count > most:
-            raise CannotServe(field, count, f"at most {most}")
-    if request.output:
-        _check_continuation(request, continuation)
-
-
-def _check_continuation(request: Request, continuation: Continuation) -> None:
-    """Refuse what would go on wrongly from the output that a request brings."""
-    sampling = request.sampling
-    counted = {
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "bad_words": len(sampling.bad_words),
-        "min_tokens": 0 if request.constraint else request.min_tokens,
-    }
-    if request.prompt_logprobs is not None:
-        raise CannotServe("prompt_logprobs", request.prompt_logprobs, "a continuation has none")
-    for field, value in counted.items():
-        if value and field in continuation.lacks:
-            raise CannotServe(field, value, "a continuation has none")

@@ -1,4 +1,4 @@
-"""The interface between the engine loop and what computes tokens.
+"""The interface between the engine loop and the runner that computes tokens.
 
 A runner turns batches of plain integers into sampled tokens. It owns weights, KV memory and the
 sampler; it knows nothing of queues, block accounting or the wire. Importing this module must not
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a runner has to know of a sequence, told once: when it is given a slot.
+    """The facts about a sequence that a runner is told once, when it gives the sequence a slot.
 
-    `token_ids` are its prompt and its output so far. `adapter_index` says where the runner has its
-    adapter; 0 without one. `constraint` is how far its constraint has got, if it has one.
+    `token_ids` are the prompt and the output so far. `adapter_index` is the runner's index of the
+    LoRA adapter; 0 without one. `constraint` is the state of the sequence's constraint, if it has
+    one.
     """
 
     slot: int
@@ -40,23 +41,25 @@ class Batch:
     """Everything one step computes, in columns with one value for each row.
 
     A row computes tokens [start, start + count) of the sequence in its slot. `new_blocks` has a
-    column for each cache group: the KV blocks that the sequence got since its last row, and with
-    them it has enough for all those tokens; 0 stands for a block that no later token sees. If the
-    range ends with the sequence's last token (`samples`), the row samples the next one; a request
-    with `pooling` gets the vector of its prompt instead. The last token of the range may be one
-    that the step before, which has not been collected, samples. The first `scored` tokens of the
-    range predict prompt tokens whose log-probabilities are wanted.
+    column for each cache group: the KV blocks that the sequence got since its last row. With these
+    blocks it has enough for all tokens of the row. Block 0 stands for a block that no later token
+    sees.
+
+    If the range ends with the sequence's last token (`samples`), the row samples the next token. A
+    request with `pooling` gets the vector of its prompt instead. The previous step, if not
+    collected yet, may still have to sample the last token of the range. The first `scored` tokens
+    of the range predict prompt tokens whose log-probabilities are wanted.
 
     A row with `drafts` computes its sequence's last known token and the draft tokens after it. A
     token is sampled at each of these positions, up to the first that differs from its draft or ends
-    the sequence. So the row gives 1 to `count` tokens, and no other step may be launched for its
-    slot until it is collected.
+    the sequence. So the row gives 1 to `count` tokens. No other step may be launched for its slot
+    until this step is collected.
 
-    Where layers have states, the step begins with `state_copies`, in this order: from which block
-    to which.
+    If layers have recurrent states, the step begins with `state_copies`, in order: pairs of source
+    block and target block.
 
     Decode rows (`count` 1, sampling) come first, then rows with drafts, then other chunks. A slot
-    is given to another sequence (`admitted`) only after every step with a row of it was collected.
+    is given to another sequence (`admitted`) only after all steps with a row of it were collected.
     """
 
     slots: abc.Sequence[int] = ()
@@ -80,15 +83,16 @@ class Batch:
 
 @dataclass(slots=True)
 class RowResult:
-    """What one row of a step gave.
+    """The result of one row of a step.
 
     `token_id` is None for a row that did not sample. `prompt_logprobs` covers the prompt tokens at
-    indices start + 1 .. start + count (bounded by the prompt's end): those that the row's logits
-    predict. `error` ends the sequence (NaN logits, say) and leaves the rest of the step alone;
-    `is_callers` says that the sequence itself is the cause: it asked for something impossible.
+    indices start + 1 .. start + count (bounded by the prompt's end), which the row's logits
+    predict. `error` ends the sequence (NaN logits, for example); the rest of the step is not
+    affected. `is_callers` is true if the request itself caused the error by asking for something
+    impossible.
 
     For a row with drafts, `more_token_ids` are the tokens after `token_id`, and `logprobs` covers
-    all of them. An error after the first token is not reported: the next step meets it again.
+    all of them. An error after the first token is not reported: the next step will raise it again.
     """
 
     token_id: int | None = None
@@ -96,14 +100,14 @@ class RowResult:
     prompt_logprobs: Logprobs | None = None
     error: str | None = None
     is_callers: bool = False
-    # The prompt's pooled final hidden states, neither cut nor normalized: float32, little-endian.
+    # The prompt's pooled final hidden states, not truncated or normalized: float32, little-endian.
     embedding: bytes | None = None
     more_token_ids: abc.Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ReadAdapter:
-    """An adapter that was read and fits the model; `weights` are opaque to all but the store."""
+    """An adapter that was read and fits the model; only the store looks into `weights`."""
 
     content_hash: str
     rank: int
@@ -111,14 +115,17 @@ class ReadAdapter:
 
 
 class AdapterStore(Protocol):
-    """Where a runner keeps adapters, under indices from 1 on that its caller assigns."""
+    """The adapters of a runner, under indices from 1 on that the caller assigns."""
 
     def read(self, source: str) -> ReadAdapter:
         """Find, read and check an adapter. Slow; may be called from any thread.
 
         Raises:
-            ModelError: one line that says what is wrong with it.
+            ModelError: one line that says what is wrong with the adapter.
         """
+
+    def discard(self, adapter: ReadAdapter) -> None:
+        """Forget an adapter that was read and is not placed."""
 
     def place(self, index: int, adapter: ReadAdapter) -> None:
         """Put an adapter under an index that no sequence uses."""
@@ -128,15 +135,16 @@ class AdapterStore(Protocol):
 
 
 class ImageEncoder(Protocol):
-    """Images of requests: their pixels, and what the model's encoder makes of them. Called between
-    steps. `salt` is the request's: what is encoded serves only requests of the same one. None
-    stands for what positions need of an image, for a request whose KV blocks hold all of it: that
-    takes no encoder, and serves everybody.
+    """Pixels of requests' images, and the features that the model's encoder computes from them.
+
+    Called between steps. Features serve only requests with the `salt` of the request for which they
+    were encoded. With salt None, a request gets only the positions of an image, because the KV
+    cache has all of its tokens: positions need no encoder and serve every request.
     """
 
-    # In a prompt the id of each token that stands for a part of an image.
+    # The id of the tokens in a prompt that stand for parts of an image.
     token_id: int
-    # Images that were encoded so far, and the seconds that it took.
+    # Number of images encoded so far, and the total seconds.
     num_encoded: int
     encode_s: float
 
@@ -147,26 +155,27 @@ class ImageEncoder(Protocol):
         """Forget the pixels of an image that no request names any more."""
 
     def num_rows(self, digest: bytes) -> int | None:
-        """For how many tokens an image stands; None if it was never encoded."""
+        """Return how many tokens stand for an image; None if it was never encoded."""
 
     def has(self, salt: str | None, image: PlacedImage) -> bool:
-        """Whether it is encoded."""
+        """Tell whether the image is encoded."""
 
     def encode(self, salt: str | None, image: PlacedImage) -> bool:
-        """Have it encoded, beside the steps; whether it is. Raises `ImageUnusable`."""
+        """Start to encode the image, beside the steps; true if it is encoded. Raises
+        `ImageUnusable`.
+        """
 
     def cancel(self, salt: str | None, image: PlacedImage) -> None:
-        """It need not be encoded any more, if that has not begun."""
+        """Cancel the encoding of an image if it has not begun."""
 
 
 class StepOutOfMemory(Exception):
-    """A step ran out of device memory. Nothing of it counts. The runner's state of its sequences
-    may be that before the step or that after it, never in between. The text says what was asked
-    for.
+    """A step ran out of device memory. All its results are void. The state of its sequences is as
+    before or as after the step, never in between. The text gives the size of the allocation.
 
-    All other steps launched before this was raised are void too: they are still collected, may
-    raise this again, and their results are thrown away. They must not fail in any other way, though
-    tokens that they need were never sampled. Steps launched later run as usual.
+    All other steps launched before this was raised are void too. The caller still collects them and
+    drops their results. They may raise only this error again, though tokens that they need were
+    never sampled. Steps launched later run as usual.
     """
 
 
@@ -185,7 +194,7 @@ class Runner(Protocol):
         """None if sequences with images are not served."""
 
     def launch(self, batch: Batch) -> None:
-        """Start a step. Returns before the step is over where the runner can."""
+        """Start a step. Returns before the step is over if the runner can."""
 
     def collect(self) -> abc.Sequence[RowResult]:
         """Wait for the oldest launched step; one result a row, in the batch's order.
@@ -195,19 +204,19 @@ class Runner(Protocol):
         """
 
     def release(self, slot: int) -> None:
-        """Drop what is kept for the sequence in this slot: it has ended, or will be admitted again
+        """Drop all state of the sequence in this slot: it has ended, or will be admitted again
         before its next row.
         """
 
     def copy_states(self, copies: abc.Sequence[tuple[int, int]]) -> None:
-        """Copy states while no step is launched, as a step does that begins with these copies."""
+        """Copy states while no step is launched, like the copies at the start of a step."""
 
     def read_block(self, group: int, block_id: int, into: memoryview) -> None:
-        """Copy the bytes of a block of a cache group, `RunnerInfo.block_bytes` of them, as steps
-        that are over have left them.
+        """Copy the `RunnerInfo.block_bytes` bytes of a group's block, as the finished steps left
+        them.
         """
 
     def write_block(self, group: int, block_id: int, data: memoryview) -> None:
-        """Replace the bytes of a block, which no launched step reads or writes, before any step
-        that is launched later.
+        """Replace the bytes of a block before any later step. No launched step may use the
+        block.
         """

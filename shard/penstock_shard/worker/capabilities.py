@@ -1,4 +1,6 @@
-"""What requests may ask of every runner, as GetInfo names it; see `server/validation.py`."""
+"""The request features that every runner supports, by their names in GetInfo; see
+`server/validation.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images of a runner without a model: what is not there cannot be encoded, and nothing is made."""
+"""Images for a runner without a model: an image whose pixels are missing cannot be encoded."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from penstock_shard.ipc.request import PlacedImage
 
 
 class FakeImages:
-    """An `ImageEncoder` that knows which images it has, and encodes them in no time."""
+    """An `ImageEncoder` that only records which images it has. Encoding takes no time."""
 
-    # No id stands for an image here: any number of tokens may.
+    # No id stands for an image, so a prompt may have any tokens.
     token_id = -1
 
     def __init__(self) -> None:
@@ -36,4 +36,4 @@ class FakeImages:
         return True
 
     def cancel(self, salt: str | None, image: PlacedImage) -> None:
-        """Nothing waits."""
+        """Do nothing, because no encoding ever waits."""

@@ -1,7 +1,7 @@
-"""The KV memory of the fake runner: eight bytes a token, which name all tokens up to it.
+"""The KV memory of the fake runner: 8 bytes for each token, a hash of all tokens up to it.
 
-A row writes its tokens and then finds in its blocks what it reads, as in a model's memory. A block
-that is stale, torn, of other tokens or of another cache group is thus found by whoever reads it.
+A row writes its tokens and then checks what it reads from its blocks, as in a model's memory. So
+the reader notices a block that is stale, torn, of other tokens or of another cache group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Names = NDArray[np.uint64]
 
 _NAME_BYTES = 8
 _FIRST_CAPACITY = 64
-# Of splitmix64.
+# Constants of splitmix64.
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -31,8 +31,8 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 class FakeKv:
     """Memory in the pools of a runner, and the block tables of its slots.
 
-    What a token writes is the sum over all tokens up to it of a hash of each and its position. So
-    what the tokens of a sequence write is computed at once, and is compared with what is found.
+    A token writes the sum, over all tokens up to it, of a hash of the token and its position. So
+    the expected values of a whole sequence are computed at once and compared with the memory.
     """
 
     def __init__(self, info: RunnerInfo) -> None:
@@ -45,8 +45,8 @@ class FakeKv:
             np.zeros((count, 1 if pool in states else info.block_size), dtype=np.uint64)
             for pool, count in enumerate(info.pools)
         ]
-        # Of the sequence in each slot: the name of no token, that of all that are written, and how
-        # many those are; and whether it ever found something else than its tokens write.
+        # For the sequence in each slot: the hash before its first token, the hash up to the last
+        # written token, the number of written tokens, and whether it ever read a wrong value.
         self._roots: Names = np.zeros(_FIRST_CAPACITY, dtype=np.uint64)
         self._last: Names = np.zeros(_FIRST_CAPACITY, dtype=np.uint64)
         self._num_written = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
@@ -54,15 +54,14 @@ class FakeKv:
 
     @property
     def block_bytes(self) -> tuple[int, ...]:
-        """Bytes of a block of each group."""
         return tuple(self._memory[group.pool].shape[1] * _NAME_BYTES for group in self._groups)
 
     def admit(self, admission: Admission) -> None:
-        """Another sequence has this slot from now on."""
+        """Register the sequence that now has this slot."""
         slot = admission.slot
         if slot >= len(self._roots):
             self._grow(max(2 * len(self._roots), slot + 1))
-        # A salt is in it, so that who finds a block of another salt is found too.
+        # The hash includes the salt, so that reading a block of another salt is noticed too.
         request = admission.request
         named = repr((self._weights, request.adapter_hash, request.cache_salt)).encode()
         digest = hashlib.blake2b(named, digest_size=_NAME_BYTES).digest()
@@ -73,18 +72,17 @@ class FakeKv:
             table.clear(slot)
 
     def add_blocks(self, batch: Batch) -> None:
-        """The sequences of a step that is launched got blocks."""
         for table, column in zip(self._tables, batch.new_blocks, strict=True):
             for slot, block_ids in zip(batch.slots, column, strict=True):
                 if block_ids:
                     table.append(slot, block_ids)
 
     def run(self, batch: Batch, tokens_of: Callable[[int], abc.Sequence[int]]) -> None:
-        """Do what the layers do in a step: copy states, have each row write its tokens, and then
-        read. `tokens_of` gives the known tokens of the sequence in a slot.
+        """Do what the layers do in a step: copy states, write the tokens of each row, then read.
+        `tokens_of` gives the known tokens of the sequence in a slot.
 
-        A row of one token, behind those that are written and in a block that was read, reads
-        nothing again: that would take a step of many such rows longer than all else does.
+        A decode row that continues in a block that was already read skips the read: reading for
+        many such rows would dominate the time of the step.
         """
         self.copy_states(batch.state_copies)
         going_on: list[int] = []
@@ -92,7 +90,7 @@ class FakeKv:
         for row, (slot, start) in enumerate(zip(batch.slots, batch.starts, strict=True)):
             token_ids = tokens_of(slot)
             if start >= len(token_ids):
-                # The step before gave this sequence an error in place of the token.
+                # The previous step gave this sequence an error and no token.
                 continue
             if self._goes_on(batch, row):
                 going_on.append(row)
@@ -107,17 +105,15 @@ class FakeKv:
             self._read_row(batch, row, names)
 
     def copy_states(self, copies: abc.Iterable[tuple[int, int]]) -> None:
-        """Copy states in this order, from which block to which."""
+        """Copy states in this order: pairs of source block and target block."""
         for source, target in copies:
             for pool in {group.pool for group in self._groups if group.has_state}:
                 self._memory[pool][target] = self._memory[pool][source]
 
     def read_block(self, group: int, block_id: int, into: memoryview) -> None:
-        """Copy a block's bytes out of the memory."""
         into[:] = self._block(group, block_id)
 
     def write_block(self, group: int, block_id: int, data: memoryview) -> None:
-        """Copy a block's bytes into the memory."""
         self._block(group, block_id)[:] = data
 
     def _block(self, group: int, block_id: int) -> memoryview:
@@ -134,7 +130,6 @@ class FakeKv:
     def _write_tokens(
         self, batch: Batch, rows: list[int], tokens_of: Callable[[int], abc.Sequence[int]]
     ) -> None:
-        """Write one token for each of these rows."""
         slots = np.array([batch.slots[row] for row in rows])
         starts = np.array([batch.starts[row] for row in rows])
         token_ids = np.array([tokens_of(batch.slots[row])[batch.starts[row]] for row in rows])
@@ -161,7 +156,7 @@ class FakeKv:
                 positions = np.arange(start, len(names))
                 places = blocks[positions // self._block_size], positions % self._block_size
                 memory[places] = names[start:] ^ _salt(index)
-        # What drafts write is written again.
+        # Later rows overwrite what drafts wrote.
         self._num_written[slot] = -1 if batch.drafts[row] else len(names)
         self._last[slot] = names[-1]
 
@@ -177,7 +172,7 @@ class FakeKv:
                 self.misread[slot] = True
 
     def _names(self, slot: int, token_ids: abc.Sequence[int]) -> Names:
-        """What each of a sequence's tokens writes, but for the group."""
+        """Return the value of each token of a sequence, before the group's salt is applied."""
         ids = np.asarray(token_ids, dtype=np.uint64)
         names: Names = np.cumsum(_hashes(ids, np.arange(len(ids))), dtype=np.uint64)
         names += self._roots[slot]
@@ -191,7 +186,7 @@ class FakeKv:
 
 
 def _salt(group: int) -> np.uint64:
-    """Tells the memory of a cache group from that of others."""
+    """Return the number that distinguishes a cache group's memory from that of other groups."""
     return np.uint64((group * 0xD6E8FEB86659FD93) % 2**64)
 
 

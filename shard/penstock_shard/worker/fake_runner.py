@@ -1,13 +1,15 @@
-"""A runner without torch or weights: for tests, for trials, and to measure all but the model.
+"""A runner without torch or weights, for tests, for trials, and to measure everything but the
+model.
 
-Its token is a hash of its weights' name, the prompt, all output so far, every sampling parameter,
-the seed and the position, so code that loses or mixes up one of them gets other tokens. It never
-draws what a constraint, a spent thinking budget, allowed ids, bad words or min_tokens rule out; a
-penalty or a bias is in the hash and has no other effect. Log-probabilities come from the same hash.
-An embedding is a hash of weights' name, prompt and pooling. With a `FakeKv`, all this is other from
-where a sequence reads a KV block that holds something else than its tokens write. A sequence ends
-early only at `eos_rate`. A step takes `step_s`, counted, as on a device stream, from when it is
-launched and the step before it is over.
+A token is a hash of the weights' name, the prompt, all output so far, every sampling parameter, the
+seed and the position, so code that loses or mixes up one of them gets other tokens. Constraints,
+spent thinking budgets, allowed ids, bad words and min_tokens are honoured; a penalty or a bias only
+changes the hash. Log-probabilities come from the same hash. An embedding is a hash of the weights'
+name, the prompt and the pooling.
+
+With a `FakeKv`, all of these change once a sequence reads a KV block with wrong content. A sequence
+ends early only at `eos_rate`. A step takes `step_s` seconds, as on a device stream: from its launch
+or from the end of the previous step, whichever is later.
 """
 
 from __future__ import annotations
@@ -45,20 +47,20 @@ from penstock_shard.worker.fake_kv import FakeKv
 from penstock_shard.worker.token_state import BadWords, Thinking
 
 FAKE_CAPABILITIES = CAPABILITIES | {"embed"}
-# Number of values of an embedding.
+# Number of values in an embedding.
 EMBEDDING_SIZE = 64
 
 
 USUAL_WEIGHTS = "fake"
 
-# The output position at which a sequence with `crash_on` ends the process: amid its output.
+# The output position at which a sequence with `crash_on` ends the process.
 _CRASH_POSITION = 9
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """The sequence in a slot: its tokens so far, the chained hash over the first `num_hashed` of
-    them, and other state that follows its output.
+    """The sequence in a slot: its tokens so far, the chained hash of the first `num_hashed` tokens,
+    and other state that depends on its output.
     """
 
     request: Request
@@ -68,7 +70,7 @@ class _Sequence:
     constraint: ConstraintState | None
     thinking: Thinking | None
     num_hashed: int = 0
-    # In all its hashes from when it read a wrong KV block on.
+    # Part of all hashes after the sequence has read a wrong KV block.
     misread: bytes = b""
 
     @property
@@ -81,29 +83,32 @@ def _exit() -> None:
 
 
 class FakeAdapters:
-    """An `AdapterStore` that checks adapter files as far as is possible without a model, and keeps
-    nothing: each sequence has its adapter's content hash.
+    """An `AdapterStore` that checks adapter files as far as possible without a model. It keeps
+    nothing: a sequence carries its adapter's content hash.
     """
 
     def __init__(self, find: Callable[[str], Path]) -> None:
-        """`find` gives the directory of a source."""
+        """`find` returns the directory of an adapter's source."""
         self._find = find
 
     def read(self, source: str) -> ReadAdapter:
         files = read_adapter_files(self._find(source))
         return ReadAdapter(files.content_hash, files.rank)
 
+    def discard(self, adapter: ReadAdapter) -> None:
+        """Do nothing."""
+
     def place(self, index: int, adapter: ReadAdapter) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
     def drop(self, index: int) -> None:
-        """Drop nothing, for nothing is kept."""
+        """Do nothing."""
 
 
 class FakeRunner:
-    """Implements `Runner`. `ordinary_ids` are what it generates; eos ids only by `eos_rate`.
+    """A `Runner`. It generates `ordinary_ids`, and eos ids at `eos_rate`.
 
-    The tenth token of a sequence with the id `crash_on` in its prompt ends the process, as does the
+    If the prompt of a sequence has the id `crash_on`, its tenth token ends the process; so does the
     embedding of such a prompt.
     """
 
@@ -131,7 +136,7 @@ class FakeRunner:
         self._eos_rate = eos_rate
         self._crash_on = crash_on
         self._clock, self._sleep, self._crash = clock, sleep, crash
-        # No salt for the default name, so that its tokens stay what they were before salts.
+        # The default name adds no salt, so that its tokens are the same as before salts existed.
         named = hashlib.blake2b(info.weights_hash.encode(), digest_size=16).digest()
         self._salt = b"" if info.weights_hash == USUAL_WEIGHTS else named
         self._sequences: dict[int, _Sequence] = {}
@@ -153,7 +158,7 @@ class FakeRunner:
 
     @property
     def done_at_s(self) -> float:
-        """The time when the oldest step that was launched is over, by the clock."""
+        """The clock's time at which the oldest launched step is over."""
         return self._launched[0][1]
 
     def launch(self, batch: Batch) -> None:
@@ -243,7 +248,7 @@ class FakeRunner:
         result.more_token_ids = more
 
     def _sample(self, sequence: _Sequence, result: RowResult) -> None:
-        """Sample what follows the sequence's tokens, and append it."""
+        """Sample the next token of the sequence, and append it."""
         request, position = sequence.request, len(sequence.token_ids) - sequence.num_prompt_tokens
         if position == _CRASH_POSITION:
             self._crash_if_told(sequence)
@@ -268,7 +273,7 @@ class FakeRunner:
             self._crash()
 
     def _draw(self, sequence: _Sequence, position: int) -> bytes:
-        """32 bytes that depend on all that a token may depend on, and on nothing else."""
+        """Hash everything that a token may depend on: 32 bytes."""
         # One token at a time, so that a prompt and an output of the same ids hash alike.
         start = sequence.num_hashed
         for index, token_id in enumerate(sequence.token_ids[start:], start):
@@ -308,14 +313,14 @@ class FakeRunner:
         banned: set[int],
         only: abc.Sequence[int],
     ) -> int | None:
-        """A token that the constraint allows, and among `only` if that is not empty. Ends the
-        sequence at the usual rate, or if nothing else is allowed.
+        """Return a token that the constraint allows and that is in `only`, unless `only` is empty.
+        The sequence ends at `eos_rate`, or if no other token is allowed.
         """
         constraint.move_to(sequence.token_ids[sequence.num_prompt_tokens :])
         self._masks.fill([constraint])
         if constraint.mask is None:
             return None
-        # Arrays: a mask may have a hundred thousand ids.
+        # Use arrays, because a mask may have 100,000 ids.
         ids = allowed_ids(constraint.mask)
         if only:
             ids = ids[np.isin(ids, only)]
@@ -328,7 +333,7 @@ class FakeRunner:
         return int(ids[int.from_bytes(draw[:8], "little") % len(ids)]) if len(ids) else None
 
     def _embedding(self, sequence: _Sequence, pooling: Pooling) -> bytes:
-        """Values from -1 to 1, float32."""
+        """Return float32 values from -1 to 1."""
         packed = np.array(sequence.token_ids, dtype="<u4").tobytes()
         seed = self._salt + pooling.value.encode() + packed + sequence.misread
         digest = hashlib.shake_256(seed).digest(4 * EMBEDDING_SIZE)
@@ -336,7 +341,6 @@ class FakeRunner:
         return values.astype("<f4").tobytes()
 
     def _prompt_logprobs(self, sequence: _Sequence, start: int, end: int) -> Logprobs:
-        """Log-probabilities of the prompt tokens at start + 1 .. end."""
         top_n = sequence.request.prompt_logprobs or 0
         columns = Logprobs(top_n=top_n)
         for index in range(start + 1, end + 1):
@@ -348,8 +352,8 @@ class FakeRunner:
         return columns
 
     def _add_logprobs(self, columns: Logprobs, draw: bytes, token_id: int, top_n: int) -> None:
-        """The chosen token is the most likely; the others follow it in steps of a quarter: the
-        ordinary ones, from where the draw says, and then all others.
+        """Add the log-probabilities. The chosen token is the most likely; the others follow in
+        steps of 0.25: first the ordinary ids, starting where the draw says, then all other ids.
         """
         chosen = _chosen_logprob(draw)
         columns.chosen.append(chosen)
@@ -361,7 +365,7 @@ class FakeRunner:
         columns.add_best(ids, self._logprobs_of(draw, token_id, ids))
 
     def _logprobs_of(self, draw: bytes, token_id: int, ids: abc.Iterable[int]) -> list[float]:
-        """Log-probabilities of `ids` where `token_id` was drawn."""
+        """Log-probabilities of `ids` if `token_id` was drawn."""
         chosen, chosen_place = _chosen_logprob(draw), self._place(draw, token_id)
         logprobs = list[float]()
         for other_id in ids:
@@ -371,7 +375,9 @@ class FakeRunner:
         return logprobs
 
     def _place(self, draw: bytes, token_id: int) -> int:
-        """An id's place among the ordinary ids, from where the draw starts; other ids follow."""
+        """Return an id's place among the ordinary ids, counted from where the draw starts. Other
+        ids follow.
+        """
         count = len(self._ordinary_ids)
         index = bisect_left(self._ordinary_ids, token_id)
         if index < count and self._ordinary_ids[index] == token_id:
@@ -380,21 +386,20 @@ class FakeRunner:
 
 
 def _parameters(request: Request) -> bytes:
-    """Gather all that tokens depend on besides the prompt and the output."""
+    """Gather everything that tokens depend on besides the prompt and the output."""
     *sampling, penalty_window_tokens = astuple(request.sampling)
     parameters = [tuple(sampling), request.min_tokens]
     images = tuple((image.digest, image.offset) for image in request.images)
     others = (request.constraint, request.thinking_budget, request.adapter_hash, images)
-    # Without these, tokens are what they were before there were such fields.
+    # Unset fields are left out, so that tokens are the same as before these fields existed.
     parameters += [part for part in (*others, penalty_window_tokens) if part]
     return repr(tuple(parameters)).encode()
 
 
 def _banned(sequence: _Sequence, position: int) -> set[int]:
-    """Ids that must not come next, at this position of the output."""
     tail_start = len(sequence.token_ids) - min(position, sequence.bad_words.num_tail_tokens)
     banned = set(sequence.bad_words.completing(sequence.token_ids[tail_start:]))
-    # With a constraint, the constraint itself says when stop ids may be drawn.
+    # With a constraint, the constraint decides when stop ids may be drawn.
     if position < sequence.request.min_tokens and sequence.constraint is None:
         return banned | sequence.request.stop_token_ids
     return banned
@@ -405,5 +410,5 @@ def _chosen_logprob(draw: bytes) -> float:
 
 
 def _second(draw: bytes) -> int:
-    """Find where the list of the most likely tokens goes on after the chosen one."""
+    """Return the place in the ordinary ids where the list of likely tokens continues."""
     return int.from_bytes(draw[17:21], "little")

@@ -1,4 +1,4 @@
-"""Which rows of the residual stream of a step come from images."""
+"""The rows of a step's residual stream that come from images."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from penstock_shard.worker.base import Admission, Batch, ImageEncoder
 
 
 class FeatureSource(ImageEncoder, Protocol):
-    """What a runner of a model asks of its encoder besides. All raise `ImageUnusable`."""
+    """The encoder interface that a model's runner needs. All methods raise `ImageUnusable`."""
 
-    # Which axis of positions each rotary frequency follows; empty where there is but one.
+    # The axis of positions that each rotary frequency follows; empty if there is one axis.
     axis_of_frequencies: tuple[int, ...]
 
     def features(self, salt: str, image: PlacedImage) -> ImageFeatures:
-        """What stands in the image's places."""
+        """Return the features of the image's tokens."""
 
     def grid(self, salt: str, image: PlacedImage) -> tuple[int, int]:
-        """In how many rows and columns that is arranged."""
+        """Return how many rows and columns of features the image has."""
 
 
 @dataclass(slots=True)
@@ -37,12 +37,12 @@ class _Placed:
 
     image: PlacedImage
     salt: str
-    # Of each of its tokens, how many before it have a row of features; and of them all.
+    # For each token of the image, the number of features before it; the last value is their total.
     num_before: Integers
     features: ImageFeatures | None = None
 
     def runs(self) -> list[tuple[int, int]]:
-        """Where in the sequence its tokens with a row follow each other: first and end of each."""
+        """Return the runs of tokens that have features: first and end of each, in the sequence."""
         has_row = np.pad(np.diff(self.num_before), 1)
         edges = np.flatnonzero(np.diff(has_row)) + self.image.offset
         return [(int(first), int(end)) for first, end in edges.reshape(-1, 2)]
@@ -50,7 +50,7 @@ class _Placed:
 
 @dataclass(slots=True)
 class _Seeing:
-    """What the sequence in a slot sees. `error` says why its rows are void."""
+    """The images of the sequence in a slot. `error` tells why the sequence's rows are void."""
 
     placed: list[_Placed]
     positions: PromptPositions | None = None
@@ -58,13 +58,12 @@ class _Seeing:
 
     @property
     def end(self) -> int:
-        """Of the last image, in the sequence."""
         return max(placed.image.offset + placed.image.num_tokens for placed in self.placed)
 
 
 @dataclass(slots=True)
 class _Found:
-    """What a step's rows bring, row after row."""
+    """The features that the rows of a step need, row after row."""
 
     places: list[Tensor] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
@@ -72,7 +71,9 @@ class _Found:
     errors: dict[int, str] = field(default_factory=dict)
 
     def add(self, first: int, own: Integers, begin: int, features: ImageFeatures) -> None:
-        """Tokens `own` of the step, of which `first` more come before, get rows from `begin` on."""
+        """Add the features from `begin` on for tokens `own` of a sequence; their indices in the
+        step are `own + first`.
+        """
         end = begin + len(own)
         self.places.append(torch.from_numpy(own + first))
         self.rows.append(features.rows[begin:end])
@@ -80,7 +81,7 @@ class _Found:
 
 
 class ImageRows:
-    """Features of the sequences in slots, from when a step needs them until all are computed."""
+    """Features of the sequences in slots, from the first step that needs them to the last."""
 
     def __init__(self, source: FeatureSource, device: torch.device) -> None:
         self._source = source
@@ -89,7 +90,6 @@ class ImageRows:
         self._seeing: dict[int, _Seeing] = {}
 
     def admit(self, admission: Admission) -> None:
-        """A sequence has this slot from now on."""
         request = admission.request
         if not request.images:
             return
@@ -110,12 +110,11 @@ class ImageRows:
                 seeing.positions = prompt_positions(offsets, grids)
 
     def release(self, slot: int) -> None:
-        """The slot is free."""
         self._seeing.pop(slot, None)
 
     def shifts(self, slots: Integers) -> Integers | None:
-        """By how much positions of tokens behind all images differ from their places in the
-        sequence, for each of the slots; None if by nothing.
+        """Return, for each slot, the difference between position and index of a token after all
+        images; None if all are 0.
         """
         if not (self._seeing and len(self._axes)):
             return None
@@ -124,7 +123,7 @@ class ImageRows:
         return np.array([0 if each is None else each.shift for each in positions])
 
     def spans(self, batch: Batch) -> list[tuple[int, int]]:
-        """Where tokens of images follow each other in a batch; see `input_batch.ImagePlaces`."""
+        """Return the runs of image tokens in a batch; see `input_batch.ImagePlaces`."""
         found, offset = [], 0
         for slot, start, count in zip(batch.slots, batch.starts, batch.counts, strict=True):
             seeing = self._seeing.get(slot) if count > 1 else None
@@ -136,14 +135,18 @@ class ImageRows:
         return found
 
     def are_in(self, batch: Batch) -> bool:
-        """Whether `inputs` gives any for a batch; see `input_batch.ImagePlaces`."""
+        """Tell whether `inputs` returns image inputs for this batch; see
+        `input_batch.ImagePlaces`.
+        """
         if not self._seeing:
             return False
         rows = zip(batch.slots, batch.starts, strict=True)
         return any(start < seeing.end for slot, start in rows if (seeing := self._seeing.get(slot)))
 
     def inputs(self, batch: Batch) -> tuple[ImageInputs | None, dict[int, str]]:
-        """What the model gets for a batch, None if nothing; and why rows of it are void."""
+        """Return the model's image inputs for a batch, or None, and the reasons why rows are
+        void.
+        """
         found = _Found()
         if not self._seeing:
             return None, found.errors
@@ -171,7 +174,6 @@ class ImageRows:
     def _add_row(
         self, found: _Found, seeing: _Seeing, row: int, first: int, tokens: tuple[int, int]
     ) -> None:
-        """What images bring to a row of these tokens of a sequence."""
         if seeing.error:
             found.errors[row] = seeing.error
             return
@@ -187,7 +189,7 @@ class ImageRows:
                 found.errors[row] = f"an image of {image.width}x{image.height} pixels: {error}"
                 return
             if high == end:
-                # A sequence is computed in order.
+                # Tokens are computed in order, so no later row needs the features.
                 placed.features = None
             before = placed.num_before[low - image.offset : high - image.offset + 1]
             own = low + np.flatnonzero(np.diff(before))
@@ -202,7 +204,9 @@ class ImageRows:
         return placed.features
 
     def _angles(self, batch: Batch) -> Integers:
-        """int64 [T, rotary_dim / 2]: the position by which each frequency of a token turns."""
+        """Return int64 [T, rotary_dim / 2]: for each token the position of each rotary
+        frequency.
+        """
         parts = []
         for slot, start, count in zip(batch.slots, batch.starts, batch.counts, strict=True):
             seeing = self._seeing.get(slot)

@@ -1,7 +1,7 @@
 """A batch -> the tensors of a forward pass.
 
-This runs between steps of the device, for hundreds of rows: what can be is done for all rows at
-once, and Python looks only at rows with new blocks, chunks of prompts or drafts.
+This runs between steps of the device, for hundreds of rows. So numpy handles all rows at once where
+it can, and Python loops only over rows with new blocks, chunks of prompts or drafts.
 
 A step computed by a CUDA graph has an attention row for each token: a draft token is a row of its
 own, which attends to the tokens before it as a decode does.
@@ -29,10 +29,10 @@ from penstock_shard.worker.slot_state import MEAN, Integers, Slots
 
 Array: TypeAlias = NDArray[Any]
 
-# In a graph each draft token is an attention row of its own and reads all keys before it again. A
-# step that would read more keys again than this is launched kernel by kernel instead: a layer has
-# some ten launches of some microseconds, and by its data sheet an H200 reads a thousand keys of
-# 4 kB (8 heads of 128 in bfloat16, and their values) in one microsecond. An estimate, not measured.
+# In a graph, each draft token is an attention row and reads all earlier keys again. If these extra
+# reads exceed this number of keys, the step's kernels are launched one by one. A layer has about
+# ten launches of a few microseconds each; by its data sheet an H200 reads 1,000 keys of 4 kB (8
+# heads of 128 in bfloat16, and their values) in one microsecond. The bound is an estimate.
 _MOST_KEYS_AGAIN = 2**15
 _NONE: Integers = np.zeros(0, dtype=np.int64)
 
@@ -51,8 +51,8 @@ class SamplingInputs:
 
 @dataclass(frozen=True, slots=True)
 class PendingTokens:
-    """Input tokens that the step before is still to sample, by their slots, int64 [G] on the
-    device. Their places in `input_ids` are `places` int64 [G], or the first G if None.
+    """Input tokens that the previous step has yet to sample: their slots, int64 [G] on the device,
+    and their `places` in `input_ids`, int64 [G]; None for the first G places.
     """
 
     slots: Tensor
@@ -63,16 +63,16 @@ class PendingTokens:
 class Inputs:
     """The inputs of a forward pass.
 
-    `logit_rows` int64 [N] are the tokens whose logits are wanted, row by row: for its prompt
-    log-probabilities, to verify its drafts, or to sample from. `hidden_rows` int64 [M] are the
-    tokens whose hidden states are pooled, None without any. `sampled_logits` are the indices in
-    `logit_rows` to sample from, None if that is all of them. `places` are the indices of each row's
-    first logits in `logit_rows`, unless sampled tokens are all that the batch gives (`is_plain`).
+    `logit_rows` int64 [N] are the tokens whose logits are wanted, row by row: for prompt
+    log-probabilities, to verify drafts, or to sample from. `hidden_rows` int64 [M] are the tokens
+    whose hidden states are pooled, or None. `sampled_logits` are the indices in `logit_rows` to
+    sample from, or None for all. `places` are the indices of each row's first logits in
+    `logit_rows`; they are not set if the batch only samples tokens (`is_plain`).
     """
 
     input_ids: Tensor
     positions: Tensor
-    # For each cache group.
+    # One attention batch for each cache group.
     attention: tuple[AttentionBatch, ...]
     batch: Batch
     logit_rows: Tensor
@@ -84,7 +84,7 @@ class Inputs:
     is_plain: bool
     # Each token's adapter index, int64 [T]; None if no row has an adapter.
     adapters: Tensor | None = None
-    # The next step may overwrite what the model gives for these.
+    # True if the next step may overwrite the model's outputs.
     is_static: bool = False
 
 
@@ -96,12 +96,12 @@ class _Columns:
     starts: Integers
     counts: Integers
     samples: NDArray[np.bool_]
-    # How many tokens have logits for prompt log-probabilities, logits that verify drafts, and
-    # hidden states that are pooled.
+    # The number of tokens with logits for prompt log-probabilities, with logits that verify drafts,
+    # and with hidden states to pool.
     scored: Integers
     verified: Integers
     pooled: Integers
-    # Whether nothing but sampled tokens is wanted.
+    # True if only sampled tokens are wanted.
     is_plain: bool
 
     @classmethod
@@ -127,20 +127,22 @@ class _Columns:
 
 
 class ImagePlaces(Protocol):
-    """What an input builder asks of the images in sequences."""
+    """The facts about images in sequences that an input builder needs."""
 
     def shifts(self, slots: Integers) -> Integers | None:
-        """By how much positions of tokens behind all images differ from their places in the
-        sequences of these slots; None if by nothing.
+        """Return, for each slot, the difference between position and index of a token after all
+        images; None if all are 0.
         """
 
     def spans(self, batch: Batch) -> abc.Sequence[tuple[int, int]]:
-        """Where tokens of images follow each other among a batch's tokens, in order: from which to
-        before which. Images that are there in part are left out.
+        """Return the runs of image tokens in a batch, in order: first and end of each. Images of
+        which the batch has only a part are left out.
         """
 
     def are_in(self, batch: Batch) -> bool:
-        """Whether a batch has tokens of images, or before one: the model gets more than ids."""
+        """Tell whether a batch has tokens of images, or tokens before an image, so that the model
+        needs more than ids.
+        """
 
 
 class InputBuilder:
@@ -155,8 +157,8 @@ class InputBuilder:
         graphs: Graphs | None = None,
         images: ImagePlaces | None = None,
     ) -> None:
-        """Steps of only decodes and drafts use the static inputs of `graphs`, if given. `images`
-        are there if the model sees images.
+        """Use the static inputs of `graphs`, if given, for steps with only decodes and drafts.
+        `images` is given if the model takes images.
         """
         self._images = images
         self._sees_ahead = any(group.bidirectional_images for group in groups)
@@ -167,7 +169,7 @@ class InputBuilder:
         self._graphs = graphs
 
     def build(self, batch: Batch) -> Inputs:
-        """The inputs for a batch, whose admitted sequences and new blocks become known here."""
+        """Return the inputs for a batch, and record its admitted sequences and new blocks."""
         for admission in batch.admitted:
             self._slots.admit(admission)
         for table, new_blocks in zip(self._slots.tables, batch.new_blocks, strict=True):
@@ -189,7 +191,7 @@ class InputBuilder:
         extra = [
             columns.slots[columns.samples],
             columns.slots[pending],
-            # If every token of the pass is missing, no places are needed.
+            # If every token of the pass is pending, no places are needed.
             tokens.offsets[1:][pending] - 1 if len(pending) < tokens.total else _NONE,
             wanted.logit_rows if static is None else _NONE,
             wanted.hidden_rows,
@@ -238,8 +240,8 @@ class InputBuilder:
         lengths: Integers,
         has_adapters: bool,
     ) -> StaticInputs | None:
-        """The static inputs of the graph for these tokens; None without one. A graph needs the
-        logits of every token, to sample from or to verify a draft.
+        """Return the static inputs of the graph for these tokens; None if there is no graph. A
+        graph computes the logits of every token, so each token must be sampled or verify a draft.
         """
         if self._graphs is None or len(wanted.logit_rows) != tokens.total:
             return None
@@ -266,7 +268,7 @@ class InputBuilder:
         return rows
 
     def _width(self, lengths: Integers) -> int:
-        """Width of the block table: the most blocks that a row has."""
+        """The width of the block table: the largest number of blocks of a row."""
         return -(-int(lengths.max()) // self._block_size)
 
     def _fill(
@@ -276,8 +278,8 @@ class InputBuilder:
         tokens: _Tokens,
         rows: _AttentionRows,
     ) -> None:
-        """Fill all that attention is told, by each token's slot and the attention rows. Rows of a
-        graph beyond these are padding.
+        """Fill the inputs of attention, from each token's slot and the attention rows. If a graph
+        has more rows, they are padding.
         """
         count, total, size = len(rows.slots), tokens.total, self._block_size
         arrays.positions[:total] = tokens.positions
@@ -314,13 +316,13 @@ class InputBuilder:
         )
 
 
-# Steps of decodes have the same layout again and again, and making one takes some microseconds.
+# Decode steps reuse the same layouts, and it takes microseconds to make one.
 _layout = lru_cache(maxsize=256)(InputLayout)
 
 
 def _num_visible(group: CacheGroup, lengths: Integers) -> Integers:
-    """How many of each row's keys its attention is told of: not those of earlier chunks. All of a
-    row's tokens are of one chunk.
+    """Return the number of each row's keys that attention sees: the keys in the row's chunk, which
+    has all tokens of the row.
     """
     return lengths if group.chunk is None else (lengths - 1) % group.chunk + 1
 
@@ -328,8 +330,8 @@ def _num_visible(group: CacheGroup, lengths: Integers) -> Integers:
 def _fill_table(
     table: Array, blocks: NDArray[np.int32], slots: Integers, first_blocks: Integers | None
 ) -> None:
-    """Fill table [rows, width] with the blocks of the rows' slots; each from its first on, if that
-    is given.
+    """Fill table [rows, width] with the blocks of the rows' slots, from each row's first block if
+    `first_blocks` is given.
     """
     width = min(table.shape[1], blocks.shape[1])
     table[:, width:] = 0
@@ -342,7 +344,9 @@ def _fill_table(
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The tokens of a pass: each one's row and position, and the index of each row's first."""
+    """The tokens of a pass: each token's row and position, and the index of each row's first
+    token.
+    """
 
     rows: Integers
     positions: Integers
@@ -366,7 +370,9 @@ class _Tokens:
         return cls(rows, positions, offsets, False)
 
     def keys_again(self, lengths: Integers) -> int:
-        """How many more keys attention reads if each token is a row of its own."""
+        """Return the number of keys that attention reads again if each token is a row of its
+        own.
+        """
         if self.is_decode:
             return 0
         return int(self.positions.sum()) + self.total - int(lengths.sum())
@@ -374,24 +380,23 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class _AttentionRows:
-    """The attention rows: each one's slot, its number of tokens and the index of the first, and its
-    number of keys, its last token's own included.
+    """The attention rows: for each its slot, its number of tokens, the index of its first token,
+    and its number of keys, including the last token's key.
     """
 
     slots: Integers
     counts: Integers
     offsets: Integers
     lengths: Integers
-    # The rows that are an image each, whose tokens may see all of it.
+    # Rows that consist of exactly one image, whose tokens may see all of the image.
     bidirectional: frozenset[int] = frozenset()
 
     def of_tokens(self, tokens: _Tokens) -> _AttentionRows:
-        """One row for each token."""
         slots, offsets = self.slots[tokens.rows], np.arange(tokens.total + 1)
         return _AttentionRows(slots, np.ones_like(slots), offsets, tokens.positions + 1)
 
     def cut(self, chunk: int) -> _AttentionRows:
-        """Rows of no more than one chunk: those that reach into others become several."""
+        """Split rows at the borders of attention chunks, so that each row is within one chunk."""
         starts = self.lengths - self.counts
         first = starts // chunk
         counts = (self.lengths - 1) // chunk - first + 1
@@ -405,7 +410,7 @@ class _AttentionRows:
         return _AttentionRows(self.slots[rows], sizes, offsets, lengths)
 
     def cut_spans(self, spans: abc.Sequence[tuple[int, int]]) -> _AttentionRows:
-        """Rows in which the tokens of each span have a row of their own."""
+        """Split rows so that the tokens of each span have a row of their own."""
         if not spans:
             return self
         firsts = [first for first, _ in spans]
@@ -419,7 +424,7 @@ class _AttentionRows:
 
 @dataclass(frozen=True, slots=True)
 class _OutputRows:
-    """Which outputs of a pass are wanted, see `Inputs`; and the first of each row's logits."""
+    """The wanted outputs of a pass (see `Inputs`), and the index of each row's first logits."""
 
     logit_rows: Integers
     sampled_logits: Integers | None
@@ -431,7 +436,7 @@ def _output_rows(columns: _Columns, offsets: Integers) -> _OutputRows:
     last = offsets[1:] - 1
     if columns.is_plain:
         return _OutputRows(last[columns.samples], None, _NONE, _NONE)
-    # Of each row: its first `first` tokens, and then its last one if it samples.
+    # The tokens of each row: its first `first` tokens, then its last token if it samples.
     first = columns.scored + columns.verified
     counts = first + columns.samples
     places = np.cumsum(counts) - counts
@@ -453,21 +458,20 @@ def _runs(starts: Integers, counts: Integers) -> Integers:
 
 
 def _adapters(columns: _Columns, tokens: _Tokens, slots: Slots) -> Integers:
-    """Each token's adapter index; empty if no row has an adapter."""
     index = slots.adapter_index[columns.slots]
     return index[tokens.rows] if index.any() else _NONE
 
 
 def _pending_tokens(columns: _Columns, lengths: Integers, slots: Slots) -> Integers:
-    """The rows whose last token is still to be sampled. Rows with drafts never lack one: the host
-    knows all tokens before those, which are no tokens of the sequence yet.
+    """Return the rows whose last token is still to be sampled. In a row with drafts the host knows
+    all tokens before the drafts.
     """
     is_missing = lengths > slots.num_known[columns.slots]
     return np.flatnonzero(is_missing & (columns.verified == 0))
 
 
 def _token_ids(batch: Batch, columns: _Columns, tokens: _Tokens, slots: Slots) -> Integers:
-    """The tokens of all rows, with any for those still to be sampled."""
+    """Return the tokens of all rows, with arbitrary ids for tokens that are still to be sampled."""
     own, starts = columns.slots, columns.starts
     ids: Integers = slots.last_token[own][tokens.rows]
     for i in np.flatnonzero(starts < slots.num_admitted[own]).tolist():
@@ -492,6 +496,5 @@ def _sampled(
 
 
 def _num_decodes(counts: Integers) -> int:
-    """How many rows at the front have a single token."""
     longer = np.flatnonzero(counts != 1)
     return int(longer[0]) if longer.size else len(counts)

@@ -1,7 +1,4 @@
-"""The runner that computes tokens with a model: steps in, sampled tokens out.
-
-Ties the model and the sampler together.
-"""
+"""The runner that computes tokens with a model and a sampler."""
 
 from __future__ import annotations
 
@@ -38,15 +35,15 @@ MakeOutputs = Callable[[Slots, Sampler], abc.Sequence[RowOutput]]
 
 @dataclass(slots=True)
 class _Pass:
-    """What a step's results are made of."""
+    """A step's forward pass, from which its results are made."""
 
     inputs: Inputs
-    # Logits to sample from, until they are sampled.
+    # The logits to sample from, until they are sampled.
     logits: Tensor | None = None
     enqueued: PendingSamples | None = None
-    # What rows give besides sampled tokens.
+    # Outputs of rows besides sampled tokens.
     outputs: abc.Sequence[PendingOutput] = ()
-    # What images bring in, and why rows are void that lack them.
+    # Inputs from images, and for rows without the images that they need, the reason.
     images: ImageInputs | None = None
     void_rows: dict[int, str] = field(default_factory=dict)
 
@@ -55,7 +52,7 @@ class _Pass:
         return self.inputs.sampled is not None and self.enqueued is None
 
     def gives_all_and_nothing_else(self, num_rows: int) -> bool:
-        """Whether the sampled tokens are the results of all rows, in order."""
+        """Tell whether the sampled tokens are the results of all rows, in order."""
         sampled = self.inputs.sampled
         has_others = self.outputs or self.void_rows
         return sampled is not None and len(sampled.rows) == num_rows and not has_others
@@ -70,7 +67,7 @@ class _Step:
     # Waits until the device has finished the step.
     wait: Callable[[], None] | None = None
     results: list[RowResult] | None = None
-    # Why the step is void: it ran out of memory, as the error says. Empty if it did not.
+    # The out-of-memory error that makes the step void; empty without one.
     failure: str = ""
 
 
@@ -78,9 +75,9 @@ class ModelRunner:
     """A `Runner`: see `penstock_shard.worker.base`.
 
     `launch` gives all work of a step to the device and waits for none of it: input tokens that the
-    step before samples are read from a table on the device. If a row's sampling state (penalties,
-    constraints) needs that token on the host, only the forward pass is launched; sampling follows
-    as soon as the step before is finished, while the pass runs.
+    previous step samples are read from a table on the device. If a row's sampling state (penalties,
+    constraints) needs that token on the host, only the forward pass is launched. Sampling then
+    follows as soon as the previous step is finished, while the pass runs.
     """
 
     def __init__(
@@ -94,9 +91,10 @@ class ModelRunner:
         adapters: AdapterStore | None = None,
         images: FeatureSource | None = None,
     ) -> None:
-        """`shaping` has the logits processors, and `make_outputs` makes what rows may give besides
-        sampled tokens; by default there are none of either. `graphs` and `adapters` are the
-        model's CUDA graphs and LoRA adapters, if it has any; `images` is there if it sees images.
+        """`shaping` has the logits processors; `make_outputs` makes the outputs of rows besides
+        sampled tokens. By default there are no processors and no such outputs. `graphs` and
+        `adapters` are the model's CUDA graphs and LoRA adapters, if any; `images` is given if the
+        model sees images.
         """
         self.model = model
         self._adapters = adapters
@@ -128,7 +126,7 @@ class ModelRunner:
 
     def launch(self, batch: Batch) -> None:
         step = _Step(batch.num_rows)
-        # This step reads the tokens that deferred steps sample, so they are sampled now.
+        # This step reads the tokens of deferred steps, so sample them now.
         self._sample_deferred(len(self._launched))
         failure = next((earlier.failure for earlier in self._launched if earlier.failure), "")
         if failure:
@@ -136,7 +134,7 @@ class ModelRunner:
             step.failure = failure
         else:
             self._guarded(step, partial(self._launch, step, batch))
-        # Only now: a launch that raises leaves nothing to collect.
+        # Append last: a launch that raises leaves nothing to collect.
         self._launched.append(step)
 
     def collect(self) -> abc.Sequence[RowResult]:
@@ -180,7 +178,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _guarded(self, step: _Step, work: Callable[[], None]) -> None:
-        """Do the work; if it runs out of memory the step is void, and its memory is freed."""
+        """Do the work. If it runs out of memory, free the step's memory and mark the step as
+        void.
+        """
         try:
             work()
         except RuntimeError as error:
@@ -188,7 +188,7 @@ class ModelRunner:
                 raise
             step.failure = first_line(error)
         if step.failure:
-            # Outside `except`: there the error's traceback still holds tensors of the step.
+            # Outside `except`: inside it, the error's traceback keeps tensors of the step alive.
             step.forward = None
             self._sampler.abandon()
             empty_caches(self.model.device)
@@ -215,13 +215,13 @@ class ModelRunner:
         step.wait = mark(self.model.device)
 
     def _defers(self, inputs: Inputs) -> bool:
-        """Whether a row's sampling depends on tokens that are not on the host yet."""
+        """Tell whether a row's sampling depends on tokens that are not on the host yet."""
         if inputs.sampled is None or all(step.results is not None for step in self._launched):
             return False
         return self._sampler.needs_tokens(_sample_rows(inputs.sampled))
 
     def _forward(self, forward: _Pass, *, prepares: bool) -> tuple[Tensor, Tensor]:
-        """Have the model compute; all its logits and hidden states."""
+        """Run the model; return all its logits and hidden states."""
         inputs = forward.inputs
         if inputs.pending is not None:
             self._fill(inputs, inputs.pending)
@@ -243,7 +243,6 @@ class ModelRunner:
         return logits, hidden
 
     def _fill(self, inputs: Inputs, pending: PendingTokens) -> None:
-        """Fill in the input tokens that the step before samples."""
         if pending.places is None:
             ids = inputs.input_ids[: len(pending.slots)]
             torch.index_select(self._last_tokens, 0, pending.slots, out=ids)
@@ -264,7 +263,7 @@ class ModelRunner:
         self._last_tokens.index_copy_(0, sampled.device_slots, forward.enqueued.tokens)
 
     def _sample_deferred(self, count: int) -> None:
-        """Sample those of the first `count` launched steps that are not sampled yet, in order."""
+        """Sample the launched steps, in order, among the first `count` that are not sampled yet."""
         for step in list(self._launched)[:count]:
             if step.failure:
                 return
@@ -279,14 +278,13 @@ class ModelRunner:
     # ---- the host's part ----
 
     def _finish_before(self, step: _Step) -> None:
-        """Finish all steps launched before it (all there are, while it is being launched)."""
+        """Finish all steps launched before this one (all steps, while it is being launched)."""
         for earlier in self._launched:
             if earlier is step:
                 return
             self._finish(earlier)
 
     def _finish(self, step: _Step) -> None:
-        """Wait for a step and make its results, once."""
         if step.results is not None or step.failure:
             return
         assert step.wait is not None
@@ -302,7 +300,7 @@ class ModelRunner:
             step.results = found
             return
         step.results = results = [RowResult() for _ in range(step.num_rows)]
-        # Drafts may still be drawn on the device.
+        # Accepting drafts may still draw tokens on the device.
         self._guarded(step, partial(_finish_all, forward.outputs, results))
         if sampled is not None:
             for index, result in zip(sampled.rows.tolist(), found, strict=True):

@@ -1,4 +1,4 @@
-"""What a runner keeps of the sequence in each slot, in arrays indexed by slot."""
+"""A runner's state of the sequence in each slot, in arrays indexed by slot."""
 
 from __future__ import annotations
 
@@ -27,16 +27,14 @@ class BlockTable:
 
     def __init__(self) -> None:
         self._counts = _zeros()
-        # int32 [slots, most blocks of a sequence]: blocks, then zeros.
+        # int32 [slots, most blocks of a sequence]: each row has a sequence's blocks, then zeros.
         self.blocks: NDArray[np.int32] = np.zeros((_FIRST_CAPACITY, _FIRST_WIDTH), dtype=np.int32)
 
     def clear(self, slot: int) -> None:
-        """A sequence without blocks has this slot from now on."""
         self._counts[slot] = 0
         self.blocks[slot] = 0
 
     def append(self, slot: int, block_ids: abc.Sequence[int]) -> None:
-        """The sequence got more blocks."""
         known = int(self._counts[slot])
         count = known + len(block_ids)
         if count > self.blocks.shape[1]:
@@ -46,35 +44,33 @@ class BlockTable:
         self._counts[slot] = count
 
     def grow(self, capacity: int) -> None:
-        """Have room for so many slots."""
         self._counts, self.blocks = grown(self._counts, capacity), grown(self.blocks, capacity)
 
 
 class Slots:
-    """All arrays have one entry for each slot below `capacity`, which grows."""
+    """The arrays have one entry for each slot below `capacity`, which grows."""
 
     def __init__(self, num_groups: int = 1) -> None:
         self.num_prompt_tokens = _zeros()
-        # How many tokens came with the admission, and how many the host knows by now; the last one.
+        # The number of tokens at admission, the number of tokens that the host knows now, and the
+        # last known token.
         self.num_admitted = _zeros()
         self.num_known = _zeros()
         self.last_token = _zeros()
         self.adapter_index = _zeros()
-        # 0: none; LAST or MEAN.
+        # 0 without pooling; else LAST or MEAN.
         self.pooling = _zeros()
-        # How many of the best ones' log-probabilities are wanted at each prompt token.
+        # The number of best log-probabilities wanted at each prompt token.
         self.prompt_logprobs = _zeros()
         self.tables = [BlockTable() for _ in range(num_groups)]
-        # The tokens that came with the admission.
+        # The tokens at admission.
         self.token_ids: dict[int, TokenIds] = {}
 
     @property
     def capacity(self) -> int:
-        """All slots are below this."""
         return len(self.num_known)
 
     def admit(self, admission: Admission) -> None:
-        """Another sequence has this slot from now on."""
         slot, ids = admission.slot, np.frombuffer(admission.token_ids, dtype=np.uint32)
         if slot >= self.capacity:
             self._grow(max(2 * self.capacity, slot + 1))
@@ -89,16 +85,14 @@ class Slots:
         self.token_ids[slot] = ids
 
     def release(self, slot: int) -> None:
-        """No sequence has this slot any more."""
         self.token_ids.pop(slot, None)
 
     def append(self, slots: Integers, token_ids: Integers) -> None:
-        """The host has come to know one more token of each of these; no slot occurs twice."""
+        """Record one more known token of each sequence; no slot occurs twice."""
         self.num_known[slots] += 1
         self.last_token[slots] = token_ids
 
     def extend(self, slot: int, token_ids: abc.Sequence[int]) -> None:
-        """The host has come to know more tokens of the sequence in this slot."""
         self.num_known[slot] += len(token_ids)
         self.last_token[slot] = token_ids[-1]
 
@@ -117,7 +111,6 @@ def _zeros() -> Integers:
 
 
 def grown(array: NDArray[Item], capacity: int) -> NDArray[Item]:
-    """The array, padded with zeros to the length `capacity`."""
     if len(array) >= capacity:
         return array
     larger: NDArray[Any] = np.zeros((capacity, *array.shape[1:]), dtype=array.dtype)

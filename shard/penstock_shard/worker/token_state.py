@@ -1,7 +1,5 @@
-"""State of a sequence's tokens, position by position: how often each occurs, how far a bad word has
-matched, how many reasoning tokens there are.
-
-numpy and plain integers only.
+"""State of a sequence's tokens, position by position: counts of tokens, progress of bad words,
+number of reasoning tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ _SPARE_PLACES = 64
 
 
 class TokenCounts:
-    """Distinct tokens, and how often each is in the output; adding one costs a table look-up.
+    """Distinct tokens, and each token's count in the output. Adding a token costs a table look-up.
 
     The initial tokens are sorted; later ones follow in order of appearance.
     """
@@ -42,11 +40,10 @@ class TokenCounts:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """Beside `ids`; 0 for a token that only the prompt has."""
+        """The count of each of `ids`; 0 for a token that only the prompt has."""
         return self._counts[: self._size]
 
     def add(self, token_id: int) -> None:
-        """Count one more token of the output."""
         place = self._places.get(token_id)
         if place is None:
             place = self._places[token_id] = self._find_or_append(token_id)
@@ -66,8 +63,8 @@ class TokenCounts:
 
 
 class WindowCounts:
-    """Distinct tokens among the last `size` of the prompt and the output, and how often each is in
-    the output's part of these; adding one costs two table look-ups.
+    """Distinct tokens among the last `size` of the prompt and the output, and each token's count in
+    the output's part of this window. Adding a token costs two table look-ups.
     """
 
     def __init__(self, size: int, prompt: abc.Sequence[int], output: abc.Sequence[int]) -> None:
@@ -77,7 +74,7 @@ class WindowCounts:
         recent = np.concatenate([recent_prompt, recent_output])
         known, places, totals = np.unique(recent, return_inverse=True, return_counts=True)
         generated = np.bincount(places[len(recent_prompt) :], minlength=len(known))
-        # Columns: a token, how often the output's part has it, how often all of the window.
+        # Columns: a token, its count in the output's part, its count in the whole window.
         self._columns = np.stack([known, generated, totals])
         self._num_distinct = len(known)
         self._places = {token_id: place for place, token_id in enumerate(known.tolist())}
@@ -90,11 +87,11 @@ class WindowCounts:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """Beside `ids`; 0 for a token that only the prompt's part has."""
+        """The count of each of `ids`; 0 for a token that only the prompt's part has."""
         return self._columns[1, : self._num_distinct]
 
     def add(self, token_id: int) -> None:
-        """Move the window on by one token of the output."""
+        """Move the window forward by one token of the output."""
         place = self._places.get(token_id)
         if place is None:
             place = self._append(token_id)
@@ -124,7 +121,6 @@ class WindowCounts:
             self._remove(token_id, place)
 
     def _remove(self, token_id: int, place: int) -> None:
-        """Have the last one take its place."""
         del self._places[token_id]
         self._num_distinct -= 1
         if place < self._num_distinct:
@@ -137,13 +133,13 @@ def _last(tokens: abc.Sequence[int], count: int) -> TokenIds:
 
 
 class BadWords:
-    """The ids that would complete a word that must not occur."""
+    """The ids that would complete a forbidden word."""
 
     def __init__(self, words: Iterable[abc.Sequence[int]]) -> None:
         self._single: list[int] = []
-        # By a word's last id but one: (all its ids but the last, its last id).
+        # Keyed by a word's second-last id: (all its ids but the last, its last id).
         self._longer: dict[int, list[tuple[tuple[int, ...], int]]] = {}
-        # How many of the output's last tokens can matter.
+        # The number of last output tokens that can complete a word.
         self.num_tail_tokens = 0
         for word in words:
             *beginning, last = word
@@ -154,7 +150,7 @@ class BadWords:
             self.num_tail_tokens = max(self.num_tail_tokens, len(beginning))
 
     def completing(self, tail: Iterable[int]) -> list[int]:
-        """Ids that must not follow an output that ends with `tail`."""
+        """Return the ids that must not follow an output that ends with `tail`."""
         banned = list(self._single)
         end = tuple(tail)
         for beginning, last in self._longer.get(end[-1], ()) if end else ():
@@ -164,7 +160,7 @@ class BadWords:
 
 
 class Thinking:
-    """The progress of an output in its reasoning."""
+    """The number of reasoning tokens in an output, and its present state."""
 
     def __init__(self, budget: ThinkingBudget, output: Iterable[int] = ()) -> None:
         self._budget = budget
@@ -174,7 +170,6 @@ class Thinking:
             self.append(token_id)
 
     def append(self, token_id: int) -> None:
-        """Append this token, the next one of the output."""
         if not self._inside:
             self._inside = token_id == self._budget.begin_token_id
         elif token_id == self._budget.end_token_id:

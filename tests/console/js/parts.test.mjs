@@ -64,6 +64,13 @@ test("a request is queued, prefilled, and makes tokens until its end", () => {
   assert.deepEqual(movesOf(one), []);
 });
 
+test("what its shard was asked to retain is a part behind its end, and none while it runs", () => {
+  const made = [attempt("a", 100, 101, 103)];
+  const one = record(made, { ended_at: 103, outcome: "stop", retained_s: 60 });
+  assert.deepEqual(parts(one, 110), [["prefill", 100, 101, "a"], ["tokens", 101, 103, "a"], ["retained", 103, 163, "a"]]);
+  assert.deepEqual(parts(record(made, { retained_s: 60 }), 102), [["prefill", 100, 101, "a"], ["tokens", 101, 102, "a"]]);
+});
+
 test("a request that went on elsewhere has a part for each shard, the wait between, and a mark", () => {
   const one = record([attempt("a", 100, 101, 103, "engine_died"), attempt("b", 104, 105, null)]);
   assert.deepEqual(parts(one, 107), [["prefill", 100, 101, "a"], ["tokens", 101, 103, "a"],

@@ -41,6 +41,7 @@ from penstock_client.load_balancing.base import Candidate, Decision
 from penstock_client.rpc import generation_stream
 from penstock_common.request_bounds import TRIAL_TOKENS
 from penstock_common.tracing.spans import SpanContext
+from penstock_proto.features import FieldBound
 
 
 async def test_a_request_goes_on_at_another_shard_with_its_output_and_the_next_attempt(
@@ -1122,7 +1123,7 @@ async def test_what_was_sent_to_a_shard_counts_the_output_that_it_computes_again
     stream.fail(ShardUnavailable("gone"))
     await settled()
     assert stream.shard is not None
-    assert stream.shard.sent_prompt_tokens == 5
+    assert stream.shard.sent[0].queued_prompt_tokens == 5
 
 
 async def test_those_that_wait_are_sent_in_the_order_they_came(make: Make) -> None:
@@ -1244,6 +1245,55 @@ async def test_a_penalty_window_goes_to_a_shard_that_has_the_field(make: Make) -
     assert refused.value.field == "penalty_window_tokens"
     world.add("new", capabilities=frozenset({"penalty_window_tokens"}))
     assert world.where(world.start(sampling=windowed)) == "new"
+
+
+async def test_a_request_beyond_a_shards_bounds_goes_to_another(make: Make) -> None:
+    world = make()
+    world.add("narrow", bounds=(FieldBound("temperature", most=2.0),))
+    with pytest.raises(NotServed, match=r"temperature: 3\.0 .*: at most 2") as refused:
+        world.start(sampling=SamplingParams(temperature=3.0))
+    assert refused.value.field == "temperature"
+    world.add("wide")
+    assert world.where(world.start(sampling=SamplingParams(temperature=3.0))) == "wide"
+
+
+async def test_a_request_goes_on_only_where_its_fields_do(make: Make) -> None:
+    world = make("a")
+    stream = world.start(sampling=SamplingParams(presence_penalty=1.0))
+    world.add("b", uncontinued=frozenset({"presence_penalty"}))
+    world.add("c")
+    world.shards["c"].load = dataclasses.replace(world.shards["c"].load, running=8)
+    stream.feed(Output([10], 0))
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    assert world.where(stream) == "c"
+    assert not world.at("b").sent
+
+
+async def test_a_request_that_no_shard_goes_on_with_ends_at_once_by_name(make: Make) -> None:
+    world = make(wait_s=60.0)
+    for name in "ab":
+        world.add(name, uncontinued=frozenset({"presence_penalty"}))
+    stream = world.start(sampling=SamplingParams(presence_penalty=1.0))
+    stream.feed(Output([10], 0))
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    with pytest.raises(NoShardAvailable, match=r"presence_penalty: 1\.0 is not served by any"):
+        async for _ in stream:
+            pass
+
+
+async def test_a_request_waits_for_a_shard_that_is_away_and_goes_on_with_it(make: Make) -> None:
+    world = make("away", wait_s=60.0)
+    world.add("b", uncontinued=frozenset({"presence_penalty"}))
+    world.shards["b"].load = dataclasses.replace(world.shards["b"].load, running=8)
+    stream = world.start(sampling=SamplingParams(presence_penalty=1.0))
+    stream.feed(Output([10], 0))
+    world.shards["away"].info = None
+    stream.fail(ShardUnavailable("gone"))
+    await settled()
+    assert not stream.ended
+    assert not world.at("b").sent
 
 
 async def test_other_models_shards_do_not_make_up_for_what_a_model_s_own_lack(make: Make) -> None:

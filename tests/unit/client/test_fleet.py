@@ -25,6 +25,7 @@ from penstock_client import (
     ShardUnavailable,
 )
 from penstock_client.fleet.shard_state import ShardWatch
+from penstock_client.types import ClassLoad
 from penstock_proto.transport import CLOSES_AT_ONCE, CONNECTION_REFUSED
 
 
@@ -46,9 +47,39 @@ async def test_without_a_shard_every_door_says_which_shard_and_why() -> None:
 
 async def test_a_report_settles_what_was_sent_before_it() -> None:
     shard = ShardState("127.0.0.1:1")
-    shard.sent_requests, shard.sent_prompt_tokens = 3, 500
+    shard.record_sent(500, 0.0, num_requests=3)
+    assert shard.sent
     shard.update_load(LoadReport(running=3))
-    assert (shard.sent_requests, shard.sent_prompt_tokens, shard.load.running) == (0, 0, 3)
+    assert not shard.sent
+    assert shard.load.running == 3
+    await shard.client.close()
+
+
+async def test_a_shard_is_seen_alike_by_all_classes_between_two_that_it_tells_of() -> None:
+    shard = ShardState("127.0.0.1:1")
+    shard.info = info_of("127.0.0.1:1", schema_revision=15)
+    classes = (ClassLoad(0, 1, 0, 100), ClassLoad(5, 2, 7, 9000))
+    shard.update_load(LoadReport(serving=True, classes=classes))
+    seen = {priority: shard.candidate(priority) for priority in range(-3, 1000)}
+    assert len({id(each) for each in seen.values()}) == 3
+    assert [seen[priority].uncached_tokens for priority in (-1, 0, 4, 5, 999)] == [
+        *(0, 100, 100, 9100, 9100)
+    ]
+    # What was sent since is there at once.
+    shard.record_sent(50, 0.0, priority=3)
+    assert [shard.candidate(priority).uncached_tokens for priority in (2, 3)] == [100, 150]
+    await shard.client.close()
+
+
+@pytest.mark.parametrize(("revision", "urgent_tokens"), [(14, 700), (15, 0)])
+async def test_the_load_of_an_older_shard_counts_for_every_class(
+    revision: int, urgent_tokens: int
+) -> None:
+    shard = ShardState("127.0.0.1:1")
+    shard.info = info_of("127.0.0.1:1", schema_revision=revision)
+    shard.update_load(LoadReport(serving=True, waiting=2, queued_prompt_tokens=700))
+    assert shard.candidate(0).uncached_tokens == 700
+    assert shard.candidate(-1).uncached_tokens == urgent_tokens
     await shard.client.close()
 
 

@@ -174,7 +174,7 @@ async def test_a_stream_that_moves_is_preceded_by_its_images(make: Make) -> None
 
 async def test_shards_that_see_nothing_get_no_images(make: Make) -> None:
     world = make("blind")
-    with pytest.raises(NotServed, match="images: not served by any shard"):
+    with pytest.raises(NotServed, match="images is not served by any shard"):
         world.start(_Source(), images=[_ONE])
     world.add("seeing", capabilities=_SEES)
     world.start(_Source(), images=[_ONE])

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 
-from penstock_client.load_balancing.base import Candidate, load_tokens
+from penstock_client.load_balancing.base import (
+    LEAST_URGENT,
+    Candidate,
+    load_tokens,
+    work_ahead,
+)
 from penstock_client.load_balancing.policies import DEFAULT_POLICY, POLICIES, make_policy
 from penstock_client.load_balancing.round_robin import RoundRobin
 from penstock_client.load_balancing.session_affinity import SessionAffinity
-from penstock_client.types import GenerationRequest
+from penstock_client.types import ClassLoad, GenerationRequest
 
 _REQUEST = GenerationRequest(list(range(500)))
 
@@ -115,8 +121,8 @@ def test_addresses_that_are_gone_are_forgotten_in_time() -> None:
 
 def test_a_session_stays_on_its_shard() -> None:
     policy, among = SessionAffinity(), candidates(8)
-    homes = {policy.choose(among, _REQUEST, "someone") for _ in range(20)}
-    assert [decision.reason for decision in homes] == ["session"]
+    homes = {policy.choose(among, _REQUEST, "someone").address for _ in range(20)}
+    assert len(homes) == 1
 
 
 def test_sessions_spread_over_all_shards() -> None:
@@ -141,22 +147,21 @@ def test_the_order_in_which_shards_are_listed_does_not_matter() -> None:
         assert _chosen("session", among, session) == _chosen("session", among[::-1], session)
 
 
-def test_a_session_overflows_to_the_same_second_shard_when_its_own_has_too_much() -> None:
-    idle = candidates(8)
-    home = _chosen("session", idle, "someone")
-    rest = [c for c in idle if c.address != home]
-    second = _chosen("session", rest, "someone")
-    among = [candidate(c.address, running=100 if c.address == home else 50) for c in idle]
-    decision = SessionAffinity().choose(among, _REQUEST, "someone")
-    assert (decision.address, decision.reason) == (second, "imbalance")
-
-
-@pytest.mark.parametrize(("running", "stays"), [(60, True), (70, False)])
-def test_a_session_stays_up_to_a_quarter_over_the_mean(running: int, stays: bool) -> None:
-    idle = candidates(8)
-    home = _chosen("session", idle, "someone")
-    among = [candidate(c.address, running=running if c.address == home else 50) for c in idle]
-    assert (_chosen("session", among, "someone") == home) is stays
+@pytest.mark.parametrize(("uncached", "stays"), [(8192, True), (8193, False)])
+def test_a_session_leaves_when_prompts_wait_at_its_shard(uncached: int, stays: bool) -> None:
+    policy, idle = SessionAffinity(), candidates(8)
+    home = policy.choose(idle, _REQUEST, "someone").address
+    among = [
+        dataclasses.replace(each, uncached_tokens=uncached, load_tokens=uncached)
+        if each.address == home
+        else each
+        for each in idle
+    ]
+    decision = policy.choose(among, _REQUEST, "someone")
+    assert (decision.address == home) is stays
+    assert decision.reason == ("session" if stays else "imbalance")
+    # It stays where it went.
+    assert policy.choose(idle, _REQUEST, "someone").address == decision.address
 
 
 def test_one_request_in_an_idle_fleet_moves_no_session() -> None:
@@ -175,3 +180,29 @@ def test_a_request_without_a_session_goes_to_the_least_loaded() -> None:
 @pytest.mark.parametrize("session", ["é\ud800", "x" * 100_000])
 def test_any_text_is_a_session_key(session: str) -> None:
     assert _chosen("session", candidates(3), session)
+
+
+def test_what_is_less_urgent_is_hardly_before_a_request_and_what_waits_of_it_not_at_all() -> None:
+    urgent = ClassLoad(0, running=2, waiting=1, queued_prompt_tokens=700)
+    batch = ClassLoad(1, running=8, waiting=500, queued_prompt_tokens=300_000)
+    of_two, of_eight = load_tokens(3, 700), load_tokens(508, 300_000)
+    assert work_ahead([urgent, batch], 0) == (of_two + load_tokens(1, 0), 700)
+    assert work_ahead([urgent, batch], 1) == (of_two + of_eight, 300_700)
+    assert work_ahead([urgent, batch], LEAST_URGENT) == (of_two + of_eight, 300_700)
+    # An idle shard is better than one whose requests have to make room.
+    assert work_ahead([], 0) < work_ahead([batch], 0)
+
+
+def test_an_urgent_request_goes_where_few_of_its_class_are_whatever_else_waits_there() -> None:
+    shards = {
+        "one": [ClassLoad(0, running=9), ClassLoad(1, 50, 10)],
+        "two": [ClassLoad(0, running=3), ClassLoad(1, 56, 400, 200_000)],
+    }
+    chosen = {}
+    for priority in (0, 1):
+        among = [
+            Candidate(name, name, work_ahead(classes, priority)[0], 16)
+            for name, classes in shards.items()
+        ]
+        chosen[priority] = _chosen("least-load", among)
+    assert chosen == {0: "two", 1: "one"}

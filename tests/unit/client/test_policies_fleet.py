@@ -71,7 +71,7 @@ def test_a_conversation_finds_what_it_said_before_on_the_same_shard() -> None:
     turns = [Turn(rng.choices(range(10, 900), k=300), 40, think_s=1.0) for _ in range(4)]
     answers = fleet.run([Conversation("only", 0.0, turns)])
     assert len({answer.shard for answer in answers}) == 1
-    assert [answer.reason for answer in answers] == ["least_load", "prefix", "prefix", "prefix"]
+    assert [answer.reason for answer in answers] == ["least_load", *["session"] * 3]
     before = 0
     for answer in answers:
         # Whole blocks, and of the answer all but the last token, which was never an input.

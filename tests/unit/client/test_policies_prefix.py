@@ -10,6 +10,7 @@ from support.budget import seeded
 from penstock_client.load_balancing import held_pieces
 from penstock_client.load_balancing.base import Candidate, load_tokens
 from penstock_client.load_balancing.held_pieces import HeldPieces
+from penstock_client.load_balancing.prefill_rate import PrefillRate
 from penstock_client.load_balancing.prefix_affinity import (
     MAX_HASHED_TOKENS,
     Held,
@@ -187,6 +188,7 @@ def test_what_was_sent_is_bounded_and_the_ends_of_old_prompts_go_first(
 
 
 _A, _B, _C = _candidate("a"), _candidate("b"), _candidate("c")
+_ALLOWANCE_S = 2.0
 
 
 def _held(*pieces: int) -> list[Held]:
@@ -197,50 +199,122 @@ def test_a_prompt_follows_its_prefix() -> None:
     policy = PrefixAffinity()
     candidates = [_candidate("a"), _candidate("b"), _candidate("c")]
     assert policy.choose(candidates, _prompt(1, 2), "").reason == "least_load"
-    busier = [replace(candidates[0], load_tokens=load_tokens(4, 0)), *candidates[1:]]
+    busier = [replace(candidates[0], load_tokens=load_tokens(1, 0)), *candidates[1:]]
     decision = policy.choose(busier, _prompt(1, 2, 3), "")
     assert (decision.address, decision.reason) == ("a", "prefix")
 
 
 def test_the_longest_prefix_wins_among_equals() -> None:
-    _, decision = decide([_A, _B, _C], _held(2, 5, 3))
+    _, decision = decide([_A, _B, _C], _held(2, 5, 3), _ALLOWANCE_S)
     assert (decision.address, decision.reason) == ("b", "prefix")
 
 
 def test_without_a_match_the_least_loaded_is_chosen() -> None:
-    _, decision = decide([_candidate("a", running=2), _candidate("b", running=1)], _held(0, 0))
+    _, decision = decide(
+        [_candidate("a", running=2), _candidate("b", running=1)], _held(0, 0), _ALLOWANCE_S
+    )
     assert (decision.address, decision.reason) == ("b", "least_load")
 
 
-@pytest.mark.parametrize(("running", "least", "address"), [
-    (32, 0, "a"), (33, 0, "b"),  # 8192 tokens more
-    (80, 40, "a"), (81, 40, "b"),  # twice as much
-])  # fmt: skip
-def test_a_prefix_gives_way_beyond_the_bounds_of_imbalance(
-    running: int, least: int, address: str
-) -> None:
-    among = [_candidate("a", running=running), _candidate("b", running=least)]
-    _, decision = decide(among, _held(128, 0))
+@pytest.mark.parametrize(("running", "address"), [(128, "a"), (129, "b")])
+def test_a_cached_token_outweighs_two_of_load(running: int, address: str) -> None:
+    among = [_candidate("a", running=running), _B]
+    _, decision = decide(among, _held(128, 0), _ALLOWANCE_S)
     assert decision.address == address
     assert decision.reason == ("prefix" if address == "a" else "imbalance")
     # Whoever takes it may fetch what the other has.
     assert decision.kv_source == ("" if address == "a" else "a")
+    assert decision.held_tokens == (128 * PIECE_TOKENS if address == "a" else 0)
+
+
+# ---- sessions ----
+
+
+def _busy(address: str, uncached_tokens: int, rate: float = 0.0) -> Candidate:
+    return replace(
+        _candidate(address, running=1000),
+        uncached_tokens=uncached_tokens,
+        prefill_tokens_per_s=rate,
+        pieces=HeldPieces(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("uncached_tokens", "rate", "address"),
+    [
+        (20_000, 10_000.0, "a"),
+        (20_001, 10_000.0, "b"),
+        (8192, 0.0, "a"),
+        (8193, 0.0, "b"),
+    ],
+)
+def test_a_session_stays_while_its_first_token_need_not_wait_longer_than_the_allowance(
+    uncached_tokens: int, rate: float, address: str
+) -> None:
+    policy = PrefixAffinity(allowance_s=2.0)
+    busy = _busy("a", uncached_tokens, rate)
+    full = replace(_candidate("b"), load_tokens=10**9)
+    assert policy.choose([busy, full], _prompt(1, 2), "talk").address == "a"
+    decision = policy.choose([busy, _candidate("b")], _prompt(1, 2, 3), "talk")
+    assert decision.address == address
+    assert decision.reason == ("session" if address == "a" else "imbalance")
+    # Others have not been there.
+    free = _candidate("b")
+    assert policy.choose([busy, free], _prompt(1, 2, 3), "other").address == "b"
+
+
+def test_a_session_counts_as_held_beyond_what_is_hashed() -> None:
+    policy, among = PrefixAffinity(), [_candidate("a"), _candidate("b")]
+    long = GenerationRequest([7] * 50_000, session="talk")
+    first = policy.choose(among, long, "talk")
+    (home,) = (each for each in among if each.address == first.address)
+    (other,) = (each for each in among if each is not home)
+    # The other was sent a prompt that agrees as far as is hashed.
+    policy.choose([other], long, "")
+    other.pieces.note_sent(prompt_pieces(long, "", "", other.block_size))
+    longer = GenerationRequest([7] * 60_000, session="talk")
+    again = policy.choose(among, longer, "talk")
+    assert (again.address, again.reason, again.held_tokens) == (home.address, "session", 50_000)
+
+
+def test_a_session_whose_blocks_are_gone_or_whose_engine_is_new_is_held_nowhere() -> None:
+    policy, among = PrefixAffinity(), [_candidate("a"), _candidate("b")]
+    request = GenerationRequest([7] * 50_000, session="talk")
+    home = policy.choose(among, request, "talk").address
+    gone = [replace(each, pieces=HeldPieces()) for each in among]
+    assert policy.choose(gone, request, "talk").reason == "least_load"
+    new = [replace(each, instance_id="new") for each in among if each.address == home]
+    decision = policy.choose([*new, _candidate("c")], request, "talk")
+    assert decision.held_tokens < 50_000
+
+
+def test_the_rate_of_prefill_is_the_highest_of_late() -> None:
+    rate = PrefillRate()
+    assert rate.tokens_per_s == 0.0
+    rate.note(1000, 0.1, 0.0)
+    assert rate.tokens_per_s == pytest.approx(10_000)
+    # Steps that decode compute few tokens each.
+    rate.note(1300, 3.1, 3.0)
+    assert rate.tokens_per_s == pytest.approx(10_000, rel=0.01)
+    # Ten minutes later it counts half, and a new engine's sums begin anew.
+    rate.note(300, 0.05, 603.0)
+    assert rate.tokens_per_s == pytest.approx(6_000, rel=0.01)
 
 
 def test_a_short_prefix_is_not_worth_a_long_queue() -> None:
-    _, decision = decide([_candidate("a", running=20), _B], _held(2, 0))
+    _, decision = decide([_candidate("a", running=20), _B], _held(2, 0), _ALLOWANCE_S)
     assert (decision.address, decision.reason) == ("b", "imbalance")
 
 
 def test_the_second_shard_with_the_prefix_is_chosen_when_the_first_has_too_much() -> None:
-    _, decision = decide([_candidate("a", running=100), _B, _C], _held(20, 0, 15))
+    _, decision = decide([_candidate("a", running=100), _B, _C], _held(20, 0, 15), _ALLOWANCE_S)
     assert (decision.address, decision.reason) == ("c", "imbalance")
 
 
 def test_blocks_are_fetched_from_who_holds_more_not_from_who_holds_as_much_on_the_device() -> None:
     busy = [_candidate("a", running=100), _candidate("b", running=100), _C]
     held = [Held(640, 640.0), Held(1280, 896.0), Held(640, 576.0)]
-    _, decision = decide(busy, held)
+    _, decision = decide(busy, held, _ALLOWANCE_S)
     assert (decision.address, decision.kv_source) == ("c", "b")
-    _, decision = decide(busy, [Held(640, 640.0), Held(640, 448.0), Held(640, 576.0)])
+    _, decision = decide(busy, [Held(640, 640.0), Held(640, 448.0), Held(640, 576.0)], _ALLOWANCE_S)
     assert (decision.address, decision.reason, decision.kv_source) == ("c", "imbalance", "")

@@ -40,6 +40,7 @@ from penstock_client.types import (
     Logprobs,
     Output,
     PixelSource,
+    Retain,
     SamplingParams,
     ShardInfo,
     ShardLimits,
@@ -247,6 +248,8 @@ class FakeFleet:
     bundle: Callable[[], int] = lambda: 1
     step_s: float = 0.0
     requests: list[GenerationRequest] = field(default_factory=list)
+    # The streams whose KV blocks are to be retained, and how.
+    retained: list[tuple[str, Retain]] = field(default_factory=list)
     # What `add` was told of where shards are.
     located: dict[str, list[Ip]] = field(default_factory=dict)
     embedded: list[EmbeddingRequest] = field(default_factory=list)
@@ -298,6 +301,10 @@ class FakeFleet:
         self.running[request_id] = task
         task.add_done_callback(lambda _: self.running.pop(request_id))
         return stream
+
+    def retain(self, stream: GenerationStream, retain: Retain) -> bool:
+        self.retained.append((stream.request_id, retain))
+        return True
 
     async def load_adapter(self, name: str, source: str, model: str = "") -> None:
         """Its shards have none."""

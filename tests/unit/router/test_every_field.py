@@ -100,6 +100,8 @@ class Seen:
     answer: Answer
     requests: list[GenerationRequest]
     submits: list[Request]
+    # For how many seconds KV blocks are to be retained.
+    retained_s: list[float]
 
     @property
     def engine(self) -> Request:
@@ -261,6 +263,11 @@ COMMON: dict[str, Proof] = {
     "is_latency_sensitive": objective("latency_sensitive", "True", True),
     "cache_salt": engine("cache_salt", "sea"),
     "request_id": Proof("mine", lambda seen: "mine" in seen.answer.json()["id"], True),
+    "kv_hints": Proof(
+        {"actions": [{"action_type": "retain", "payload": {"ttl_seconds": 90}}]},
+        lambda seen: seen.retained_s,
+        [90.0],
+    ),
     "session_id": Proof("ours", lambda seen: seen.requests[0].session, "ours"),
     # What is left when it is sent; a tenth of a second is for the router to end it.
     "timeout": Proof(60, lambda seen: round(_deadline_s(seen.engine)), 60),
@@ -379,9 +386,10 @@ async def all_seen(
     seen = []
     async with memory_router(fleet, trust_request_chat_template=True) as router:
         for body in bodies:
-            fleet.requests, fleet.submits = [], []
+            fleet.requests, fleet.submits, fleet.retained = [], [], []
             answer = await router.post(ROUTES[route][0], body)
-            seen.append(Seen(answer, fleet.requests, fleet.submits))
+            retained_s = [retain.seconds for _, retain in fleet.retained]
+            seen.append(Seen(answer, fleet.requests, fleet.submits, retained_s))
     return seen
 
 

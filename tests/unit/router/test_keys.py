@@ -434,9 +434,12 @@ async def test_the_records_say_whose_request_it_was(file: Path, served: FakeFlee
 
 async def test_an_audit_log_is_told_whose_request_it_was(file: Path, served: FakeFleet) -> None:
     async with memory_router(served, **_all_keys(file)) as router:
-        await router.post("/v1/completions", {"prompt": "x"}, **_bearer(ALICE))
-        await router.post("/v1/responses", {"input": "x"}, **_bearer(BOB))
+        session = {"X-Penstock-Session": "talk"}
+        await router.post("/v1/completions", {"prompt": "x"}, **_bearer(ALICE), **session)
+        await router.post("/v1/responses", {"input": "x"}, **_bearer(BOB), **session)
     assert [request.key_name for request in served.requests] == ["alice", "bob"]
+    # Sessions of two keys are two, whatever their names.
+    assert [request.session for request in served.requests] == ["alice/talk", "bob/talk"]
 
 
 async def test_a_stored_response_is_there_for_the_name_that_asked_and_for_admins_only(

@@ -16,7 +16,8 @@ from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.request import FinishReason, Pooling, Request
 from penstock_shard.server import proto_codec
 from penstock_shard.server.last_outputs import last_outputs
-from penstock_shard.server.supervisor import Deliver, EngineSupervisor
+from penstock_shard.server.live_requests import Deliver
+from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.server.validation import Refusal, check_embedding
 
 INFO = runner_info()

@@ -20,6 +20,7 @@ from support.shadow import ShadowRunner
 from penstock_shard.engine.engine import Engine
 from penstock_shard.ipc.messages import Output, Work
 from penstock_shard.ipc.request import FinishReason, Objective
+from penstock_shard.sequence import SequenceState
 from penstock_shard.worker.base import RowResult
 
 
@@ -276,6 +277,21 @@ def test_a_request_is_told_how_often_it_was_preempted() -> None:
     (ending,) = under_test.endings("low")
     assert ending.work is not None
     assert ending.work.preemptions == 2
+
+
+def test_who_takes_the_place_of_another_begins_in_the_step_in_which_that_is_put_down() -> None:
+    under_test = make_engine(num_blocks=64, max_num_seqs=1, max_model_len=96)
+    under_test.engine.submit(make_request("low", max_tokens=50, objective=Objective(priority=1)))
+    for _ in range(5):
+        under_test.step()
+    under_test.engine.submit(make_request("up", max_tokens=2, objective=Objective(priority=0)))
+    under_test.engine.launch()
+    up = under_test.engine.find("up")
+    assert up is not None
+    assert up.state is SequenceState.RUNNING
+    assert under_test.scheduler.preemptions_total == 1
+    under_test.run()
+    assert len(under_test.tokens("low")) == 50
 
 
 def test_merged_outputs_read_as_one() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.errors import ModelError
-from penstock_shard.ipc.messages import AdapterChange, AdapterChanged
+from penstock_shard.ipc.messages import AdapterChange, AdapterChanged, WantedAdapter
 from penstock_shard.worker.base import ReadAdapter
 
 
@@ -17,6 +17,7 @@ class Store:
 
     def __init__(self) -> None:
         self.placed: dict[int, str] = {}
+        self.discarded: list[str] = []
 
     def read(self, source: str) -> ReadAdapter:
         if source == "bad":
@@ -31,6 +32,9 @@ class Store:
 
     def drop(self, index: int) -> None:
         del self.placed[index]
+
+    def discard(self, adapter: ReadAdapter) -> None:
+        self.discarded.append(adapter.content_hash)
 
 
 class Places:
@@ -59,10 +63,16 @@ def places() -> Places:
 
 
 def test_one_that_is_loaded_again_must_have_the_same_content(places: Places) -> None:
-    places.adapters.load("one", "a", "a")
-    with pytest.raises(ModelError, match="b: its files were changed since it was loaded"):
-        places.adapters.load("two", "b", "a")
-    places.adapters.load("three", "b")
+    told: list[str] = []
+    places.adapters.load_wanted(
+        [WantedAdapter("one", "a", "a"), WantedAdapter("two", "b", "a")], told.append
+    )
+    text = "b: its files were changed since it was loaded; load it again"
+    assert told == [f"adapter two is left out: {text}", "adapter one: rank 4"]
+    assert places.store.discarded == ["b"]
+    with pytest.raises(ModelError, match=f"--lora two: {text}"):
+        places.adapters.load_wanted([WantedAdapter("two", "b", "a", required=True)], told.append)
+    places.adapters.load_wanted([WantedAdapter("three", "b")], told.append)
     assert [adapter.name for adapter in places.adapters.loaded] == ["one", "three"]
 
 
@@ -82,6 +92,7 @@ def test_the_same_content_under_its_name_is_no_error(places: Places) -> None:
     again = places.change("one", "a")
     assert again.adapter == first.adapter
     assert len(places.store.placed) == 1
+    assert places.store.discarded == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -105,6 +116,7 @@ def test_what_cannot_be_placed_changes_nothing(
     assert answer.error.code == code
     assert words in answer.error.message
     assert places.store.placed == before
+    assert places.store.discarded == ([source] if source in "bc" else [])
 
 
 def test_an_adapter_is_dropped_when_the_last_request_is_over(places: Places) -> None:

@@ -15,6 +15,7 @@ from support.plans import batch_of
 
 from penstock_shard.checkpoint.model_source import BUILTIN_MODEL
 from penstock_shard.config import ShardConfig
+from penstock_shard.errors import ModelError
 from penstock_shard.ipc.request import Pooling, SamplingParams
 from penstock_shard.model_loader.load_runner import load_runner
 from penstock_shard.scheduler.rows import Row
@@ -53,6 +54,13 @@ def test_limits_may_stand_in_the_text_part_of_a_configuration(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(config))
     info = load_runner(ShardConfig(model=str(tmp_path), runner="fake"), print).runner.info
     assert (info.max_model_len, info.eos_token_ids) == (77, (6, 7))
+
+
+def test_more_tokens_than_memory_holds_are_refused_in_one_line(tmp_path: Path) -> None:
+    shutil.copy(BUILTIN_MODEL / "tokenizer.json", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 1e308}))
+    with pytest.raises(ModelError, match=r"max_position_embeddings: 1\d{308} is not from 1 to"):
+        load_runner(ShardConfig(model=str(tmp_path), runner="fake"), print)
 
 
 BASE = SamplingParams(temperature=1.0, seed=1)

@@ -113,6 +113,27 @@ print(psutil.Process().children(recursive=True))
     assert said.stdout.strip() == "[]", said.stderr
 
 
+def test_a_process_that_ends_while_they_are_listed_is_reaped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, process_group=0
+    )
+
+    def end_and_list(group: int) -> list[int]:
+        one.kill()
+        os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
+        return []
+
+    monkeypatch.setattr(process_group, "_living", end_and_list)
+    asyncio.run(end_group(one.pid))
+    with pytest.raises(ChildProcessError):
+        os.waitpid(one.pid, os.WNOHANG)
+    assert one.stdin is not None
+    one.stdin.close()
+    one.returncode = -signal.SIGKILL
+
+
 async def test_what_does_not_end_is_named_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "_reap_and_list", lambda group: [group + 1, group])
     monkeypatch.setattr(process_group, "_kill", lambda processes, and_trackers: None)

@@ -576,8 +576,8 @@ def test_a_higher_class_takes_places_only_where_it_lacks_them_and_that_helps(
     scheduler.add(_of("higher", num_tokens, priority=-1), now_s=1.0)
     plan = plan_step(scheduler, 1.0)
     assert [one.request.request_id for one, _ in scheduler.take_preempted()] == preempted
-    # What took a place in this step has it from the next one on.
-    assert ("higher" in _names(plan)) == (num_tokens == 32)
+    # It has its place in this step, unless that takes more blocks than one gives back.
+    assert ("higher" in _names(plan)) == (num_tokens < 64)
     assert scheduler.preemptions_total == len(preempted)
 
 
@@ -598,9 +598,8 @@ def test_all_preemptions_are_counted() -> None:
     _decode(scheduler, _of("a"), _of("b"))
     scheduler.add(_of("higher", 32, priority=-1), now_s=1.0)
     collect(scheduler, plan_step(scheduler, 1.0))
-    assert _names(plan_step(scheduler, 1.0)) == []
-    assert scheduler.preemptions_total == 2
     assert _names(plan_step(scheduler, 1.0)) == ["higher"]
+    assert scheduler.preemptions_total == 2
 
 
 def test_a_prompt_of_just_the_length_that_is_long_is_not_long() -> None:

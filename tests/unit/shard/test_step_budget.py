@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support.engines import make_sequence
 
+from penstock_shard.ipc.request import Objective
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.priority_policy import TimedBudget
 from penstock_shard.scheduler.rows import Row, Rows
@@ -54,6 +55,53 @@ def test_prompts_beside_decodes_have_less_and_long_ones_the_time_of_the_decodes(
     budget.take_chunk(_row(10), is_long=True)
     assert _limit(budget) == LONGEST - 10
     assert _limit(budget, is_long=True) <= 6
+
+
+def _budgets_by_class() -> list[StepBudget]:
+    """Budgets of 19 decodes, which take 20 ms, in which prompts of class 0 are first."""
+    budgets = [
+        StepBudget(256, _learned()),
+        TimedBudget(256, _learned(), time_s=60.0, is_aged=lambda sequence: False),
+    ]
+    for budget in budgets:
+        budget.first_class = 0
+        budget.bound_prompts(StepSize(19, 0, 0), LONGEST)
+    return budgets
+
+
+def _lower_limit(budget: StepBudget) -> int:
+    lower = make_sequence("low", [1] * 20, objective=Objective(priority=1))
+    return budget.chunk_limit(lower, is_long=False, probes=False)
+
+
+def test_prompts_of_a_lower_class_take_half_of_the_time_of_the_rest_of_a_step() -> None:
+    for budget in _budgets_by_class():
+        # At a millisecond a token.
+        assert 9 <= _lower_limit(budget) <= 10
+        short = make_sequence("short", [1] * 20)
+        assert budget.chunk_limit(short, is_long=False, probes=False) == LONGEST
+        budget.take_chunk(Row(short, 0, 20, samples=True), is_long=False)
+        after = _lower_limit(budget)
+        assert 19 <= after <= 20
+        lower = make_sequence("low", [1] * 20, objective=Objective(priority=1))
+        budget.take_chunk(Row(lower, 0, after, samples=False), is_long=False)
+        assert _lower_limit(budget) <= 1
+
+
+def test_prompts_of_a_lower_class_wait_while_one_takes_more_than_the_step() -> None:
+    for budget in _budgets_by_class():
+        assert _limit(budget) == LONGEST < _waiting().num_uncomputed
+        assert _lower_limit(budget) == 0
+        # Of its own class none waits.
+        assert _limit(budget) == LONGEST
+
+
+def test_without_classes_every_prompt_has_what_is_left() -> None:
+    lower = make_sequence("low", [1] * 20, objective=Objective(priority=1))
+    budget = StepBudget(256, _learned())
+    budget.bound_prompts(StepSize(0, 0, 0), LONGEST)
+    budget.take_chunk(_row(10), is_long=False)
+    assert budget.chunk_limit(lower, is_long=False, probes=False) == 246
 
 
 def test_short_prompts_get_past_a_long_one() -> None:

@@ -12,22 +12,44 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.adapters import make_adapter
 
+from penstock_common.request_bounds import MAX_BAD_WORD_TOKENS
 from penstock_shard.cli import parse_config
 from penstock_shard.config import ShardConfig
+from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.ipc.codes import Code
-from penstock_shard.ipc.messages import FromEngine, Inbox, Output, Started, StepOutputs
-from penstock_shard.ipc.request import FinishReason, Request, SamplingParams
-from penstock_shard.ipc.runner_info import RunnerInfo
+from penstock_shard.ipc.messages import (
+    AdapterChange,
+    AdapterChanged,
+    FromEngine,
+    Inbox,
+    Output,
+    Started,
+    StepOutputs,
+)
+from penstock_shard.ipc.request import FinishReason, Pooling, Request, SamplingParams
+from penstock_shard.ipc.runner_info import EmbeddingDefaults, RunnerInfo
+from penstock_shard.server.validation import IncomingRequest, Refusal, check
+from penstock_shard.vllm_engine.adapters import CoreAdapters
 from penstock_shard.vllm_engine.bridge import Bridge
+from penstock_shard.vllm_engine.core import ENVIRONMENT
 from penstock_shard.vllm_engine.engine_arguments import engine_arguments
 from penstock_shard.vllm_engine.outputs import Progress, read_output
-from penstock_shard.vllm_engine.requests import AS_PROMPT, CAPABILITIES, CannotServe, prompt_of
+from penstock_shard.vllm_engine.requests import (
+    CAPABILITIES,
+    COUNTED,
+    MOST_BAD_WORDS,
+    CoreRequest,
+    bounds,
+    prompt_of,
+)
 from penstock_shard.vllm_engine.requests import sampling_of as sampling_with
+from penstock_shard.vllm_engine.silence import BASE_S, FIRST_S, Silence
 
 
 def sampling_of(request: Request) -> dict[str, Any]:
-    return sampling_with(request, AS_PROMPT)
+    return sampling_with(request, as_output=False)
 
 
 INFO = RunnerInfo(
@@ -85,6 +107,7 @@ def given(**changes: Any) -> Any:
         "finish_reason": None,
         "stop_reason": None,
         "events": None,
+        "pooling_output": None,
         "prefill_stats": None,
     }
     return SimpleNamespace(**{**fields, **changes})
@@ -163,29 +186,59 @@ def test_a_continuation_goes_on_as_a_prompt_with_what_is_left_and_a_seed_of_its_
     assert prompt_of(later)["prompt_token_ids"] == [5, 6, 7, 8, 9, 10, 11]
 
 
+_OUTPUT = np.array([8], dtype="<u4")
+
+
 @pytest.mark.parametrize(
-    ("changes", "sampling", "field"),
+    ("field", "fields"),
     [
-        ({}, {"temperature": 2.5}, "temperature"),
-        ({}, {"temperature": 0.001}, "temperature"),
-        ({}, {"logit_bias": tuple((i, 1.0) for i in range(1025))}, "logit_bias"),
-        ({}, {"allowed_token_ids": tuple(range(1025))}, "allowed_token_ids"),
-        ({}, {"bad_words": ((1,),) * 129}, "bad_words"),
-        ({"min_tokens": 1, "stop_token_ids": frozenset(range(129))}, {}, "stop_token_ids"),
-        ({"output": ids(8)}, {"presence_penalty": 0.5}, "presence_penalty"),
-        ({"output": ids(8)}, {"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"output": ids(8)}, {"bad_words": ((1, 2),)}, "bad_words"),
-        ({"output": ids(8), "prompt_logprobs": 0}, {}, "prompt_logprobs"),
+        ("temperature", {"temperature": 2.5}),
+        ("temperature", {"temperature": 0.001}),
+        ("logit_bias", {"logit_bias": dict.fromkeys(range(1025), 1.0)}),
+        ("allowed_token_ids", {"allowed_token_ids": np.arange(1025, dtype="<u4")}),
+        ("bad_words", {"bad_words": [_OUTPUT] * 129}),
+        ("stop_token_ids", {"stop_token_ids": np.arange(128, dtype="<u4")}),
+        ("typical_p", {"typical_p": 0.5}),
+        ("presence_penalty", {"output": _OUTPUT, "presence_penalty": 0.5}),
+        ("frequency_penalty", {"output": _OUTPUT, "frequency_penalty": 0.5}),
+        ("bad_words", {"output": _OUTPUT, "bad_words": [_OUTPUT]}),
     ],
 )
-def test_what_would_end_vllm_or_go_on_wrongly_is_refused_by_name(
-    changes: dict[str, Any], sampling: dict[str, Any], field: str
+def test_what_would_end_vllm_or_go_on_wrongly_is_refused_by_the_server(
+    field: str, fields: dict[str, Any]
 ) -> None:
-    with pytest.raises(CannotServe) as refused:
-        sampling_of(request(sampling=SamplingParams(**sampling), **changes))
+    with pytest.raises(Refusal) as refused:
+        check(_incoming(**fields), _VLLM, ShardConfig(served_model_names=("m",)))
     error = refused.value.error
     assert (error.code, error.field) == (Code.FAILED_PRECONDITION, field)
     assert error.bound in error.message
+
+
+def test_what_is_within_vllms_bounds_is_not_refused() -> None:
+    fields = {
+        "temperature": float(np.float32(0.01)),
+        "logit_bias": dict.fromkeys(range(1024), 1.0),
+        "bad_words": [np.arange(MAX_BAD_WORD_TOKENS, dtype="<u4")] * MOST_BAD_WORDS,
+        "stop_token_ids": np.arange(3, 130, dtype="<u4"),
+        "min_tokens": 2,
+    }
+    asked = check(_incoming(**fields), _VLLM, ShardConfig(served_model_names=("m",)))
+    # vLLM's worker has so many places for the ids that end a request, and for those of bad words.
+    assert len(asked.stop_token_ids) == 128
+    tokens = sum(map(len, asked.sampling.bad_words))
+    assert tokens == int(ENVIRONMENT["VLLM_MAX_BAD_WORDS_TOTAL_TOKENS"])
+
+
+_VLLM = dataclasses.replace(
+    INFO, vocab_size=2000, bounds=bounds(len(INFO.eos_token_ids)), uncontinued=COUNTED
+)
+
+
+def _incoming(**fields: Any) -> IncomingRequest:
+    prompt = np.array([5, 6, 7], dtype="<u4")
+    return IncomingRequest(
+        **{"request_id": "r", "attempt": 0, "prompt": prompt, "output": prompt[:0], **fields}
+    )
 
 
 # ---- Outputs -----------------------------------------------------------------------------------
@@ -209,19 +262,11 @@ def test_outputs_have_the_positions_and_log_probabilities_of_their_tokens() -> N
     assert read_output(progress, given(new_token_ids=[34])).first_position == 3
 
 
-class _Tensor:
-    def __init__(self, values: Any) -> None:
-        self._values = np.array(values)
-
-    def numpy(self) -> Any:
-        return self._values
-
-
 def test_log_probabilities_of_a_prompt_go_on_where_the_chunk_before_ended() -> None:
     progress = Progress(request(prompt_logprobs=0), num_output=0)
     starts = []
     for rows in ([[6], [7]], [[8]]):
-        tensors = (_Tensor(rows), _Tensor(np.zeros((len(rows), 1))), _Tensor([1] * len(rows)))
+        tensors = (np.array(rows), np.zeros((len(rows), 1)), np.array([1] * len(rows)))
         output = read_output(progress, given(new_prompt_logprobs_tensors=(*tensors, None)))
         assert output.prompt_logprobs is not None
         starts.append((output.prompt_logprobs_start, len(output.prompt_logprobs.chosen)))
@@ -263,18 +308,28 @@ class DeadCore(Exception):
 class FakeCore:
     """Says what the test puts in."""
 
+    keeps_output = False
+    max_step_tokens = 64
+
     def __init__(self) -> None:
         self.steps: asyncio.Queue[Any] = asyncio.Queue()
-        self.added: list[tuple[str, Any]] = []
+        self.added: list[tuple[str, Any, int]] = []
+        self.adapters: set[int] = set()
         self.aborted: list[str] = []
         self.is_dead = False
 
-    async def add(
-        self, name: str, prompt: Any, sampling: Any, bad_words: Any, grammar: str, priority: int
-    ) -> None:
-        if prompt["prompt_token_ids"] == [99]:
+    async def add(self, asked: CoreRequest, adapter: int) -> None:
+        if asked.prompt["prompt_token_ids"] == [99]:
             raise ValueError("no such prompt\nsecond line")
-        self.added.append((name, bad_words))
+        self.added.append((asked.name, asked.bad_words, adapter))
+
+    async def load_adapter(self, number: int, path: str) -> None:
+        if "broken" in path:
+            raise ValueError("rank 64 is too high")
+        self.adapters.add(number)
+
+    async def unload_adapter(self, number: int) -> None:
+        self.adapters.remove(number)
 
     async def abort(self, names: list[str]) -> None:
         self.aborted += names
@@ -290,12 +345,21 @@ class FakeCore:
 class Running:
     """A bridge that runs, and what it has sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, info: RunnerInfo = INFO) -> None:
         self.core: Any = FakeCore()
+        self.info = info
         self.sent: list[FromEngine] = []
-        self.bridge = Bridge(self.core, INFO, AS_PROMPT, self.sent.append)
 
     async def __aenter__(self) -> Running:
+        loop = asyncio.get_running_loop()
+        store = CoreAdapters(self.core, loop, Path)
+
+        def settle() -> None:
+            loop.call_soon_threadsafe(self.bridge.take, Inbox([], []))
+
+        adapters = EngineAdapters(store, 1, settle)
+        number_of = store.number_of
+        self.bridge = Bridge(self.core, adapters, number_of, self.info, self.sent.append)
         self.task = asyncio.create_task(self.bridge.run())
         return self
 
@@ -316,6 +380,16 @@ class Running:
         for _ in range(10):
             await asyncio.sleep(0)
 
+    async def change(self, change: AdapterChange) -> AdapterChanged:
+        """Its answer, which comes from another thread."""
+        self.bridge.take(Inbox([], [], [change]))
+        async with asyncio.timeout(5):
+            while True:
+                await asyncio.sleep(0.01)
+                for sent in self.sent:
+                    if isinstance(sent, AdapterChanged) and sent.number == change.number:
+                        return sent
+
     @property
     def outputs(self) -> list[Output]:
         return [
@@ -326,7 +400,7 @@ class Running:
 async def test_a_request_goes_to_the_core_and_its_tokens_come_back_until_it_ends() -> None:
     async with Running() as running:
         await running.submit(request(sampling=SamplingParams(bad_words=((1, 2),))))
-        assert running.core.added == [("r/0", [[1, 2]])]
+        assert running.core.added == [("r/0", [[1, 2]], 0)]
         assert running.sent == [Started(["r"])]
         await running.step(given(new_token_ids=[30]))
         await running.step(given(new_token_ids=[2], finish_reason=Reason.STOP, stop_reason=2))
@@ -349,6 +423,35 @@ async def test_a_request_that_was_aborted_ends_as_such_and_nothing_more_comes_of
         assert (output.request_id, output.finish) == ("r", FinishReason.ABORTED)
 
 
+async def test_an_adapter_is_loaded_used_and_unloaded_once_nothing_runs_with_it(
+    tmp_path: Path,
+) -> None:
+    source = str(make_adapter(tmp_path / "one"))
+    async with Running() as running:
+        loaded = await running.change(AdapterChange(1, "one", source))
+        assert loaded.adapter is not None
+        assert (loaded.adapter.name, running.core.adapters) == ("one", {1})
+        await running.submit(request(adapter="one"))
+        assert running.core.added[-1][2] == 1
+        assert await running.change(AdapterChange(2, "one")) == AdapterChanged(2)
+        assert running.core.adapters == {1}
+        await running.step(given(new_token_ids=[2], finish_reason=Reason.STOP))
+        assert running.core.adapters == set()
+
+
+async def test_an_adapter_that_is_refused_is_in_no_worker(tmp_path: Path) -> None:
+    sources = [str(make_adapter(tmp_path / name, seed=7)) for name in ("one", "two", "broken")]
+    async with Running() as running:
+        await running.change(AdapterChange(1, "one", sources[0]))
+        full = await running.change(AdapterChange(2, "two", sources[1]))
+        assert full.error is not None
+        assert "1 adapters are loaded" in full.error.message
+        broken = await running.change(AdapterChange(3, "three", sources[2]))
+        assert broken.error is not None
+        assert "broken: vLLM cannot load it: rank 64 is too high" in broken.error.message
+        assert running.core.adapters == {1}
+
+
 async def test_two_attempts_of_one_request_are_two_in_the_core() -> None:
     async with Running() as running:
         await running.submit(request(), request(attempt=1))
@@ -362,19 +465,41 @@ async def test_two_attempts_of_one_request_are_two_in_the_core() -> None:
 async def test_what_is_refused_ends_alone_in_one_line_and_never_reaches_the_core() -> None:
     async with Running() as running:
         await running.submit(
-            request(request_id="hot", sampling=SamplingParams(temperature=3.0)),
             request(request_id="odd", prompt=ids(99)),
             request(),
         )
-        assert [name for name, _ in running.core.added] == ["r/0"]
+        assert [name for name, _, _ in running.core.added] == ["r/0"]
         errors = {each.request_id: each.error for each in running.outputs}
-        assert errors["hot"] is not None
-        assert errors["hot"].code is Code.FAILED_PRECONDITION
         assert errors["odd"] is not None
         assert (errors["odd"].code, errors["odd"].message) == (
             Code.INVALID_ARGUMENT,
             "vLLM: no such prompt",
         )
+
+
+async def test_an_engine_of_embeddings_serves_them_alone_and_another_none() -> None:
+    defaults = EmbeddingDefaults(Pooling.LAST, normalize=True, size=2)
+    async with Running(dataclasses.replace(INFO, embedding=defaults)) as running:
+        await running.submit(
+            request(request_id="last", pooling=Pooling.LAST),
+            request(request_id="mean", pooling=Pooling.MEAN),
+            request(),
+        )
+        vector = SimpleNamespace(float=lambda: SimpleNamespace(numpy=lambda: np.array([0.5, 2.0])))
+        ends = {"finish_reason": Reason.STOP, "pooling_output": vector}
+        await running.step(given(request_id="last/0", **ends))
+        *refused, last = running.outputs
+    assert (last.request_id, last.finish) == ("last", FinishReason.STOP)
+    assert np.frombuffer(last.embedding or b"", dtype="<f4").tolist() == [0.5, 2.0]
+    assert {each.request_id for each in refused} == {"mean", "r"}
+    for each in refused:
+        assert each.error is not None
+        assert "serves embeddings with pooling last and nothing else" in each.error.message
+    async with Running() as running:
+        await running.submit(request(pooling=Pooling.MEAN))
+        (refusal,) = running.outputs
+        assert refusal.error is not None
+        assert "serves generated tokens and nothing else" in refusal.error.message
 
 
 async def test_a_core_that_dies_between_steps_ends_the_bridge() -> None:
@@ -397,6 +522,59 @@ async def test_silence_is_counted_only_while_there_is_something_to_do() -> None:
         assert running.bridge.beat().step_running_s == 0.0
 
 
+def test_a_size_of_step_that_was_not_met_may_take_as_long_as_compiling_does() -> None:
+    silence = Silence(max_step_tokens=64)
+    silence.begin(50)
+    assert silence.allowed_s == FIRST_S
+    silence.note_step(0, 50, is_busy=True)
+    assert silence.allowed_s == BASE_S
+    silence.begin(5)
+    assert silence.allowed_s == FIRST_S
+    silence.begin(5000)
+    silence.note_step(0, 5000, is_busy=True)
+    silence.begin(70)
+    assert silence.allowed_s == BASE_S
+
+
+def test_prompts_that_wait_may_take_what_the_rate_so_far_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("penstock_shard.vllm_engine.silence.time.monotonic", lambda: now_s)
+    silence = Silence(max_step_tokens=64)
+    silence.begin(128)
+    for computed, left in ((0, 128), (128, 0)):
+        now_s += 16.0
+        silence.note_step(computed, left, is_busy=True)
+    assert silence.allowed_s == FIRST_S  # no step of decodes alone so far
+    silence.note_step(0, 0, is_busy=True)
+    assert silence.allowed_s == BASE_S
+    silence.begin(1000)
+    # A step of 64 tokens at four tokens a second takes 16 s.
+    assert silence.allowed_s == BASE_S + 4 * 16.0
+    now_s += 20.0
+    assert silence.silent_s == 20.0
+
+
+def test_requests_that_come_while_the_core_hangs_do_not_excuse_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("penstock_shard.vllm_engine.silence.time.monotonic", lambda: now_s)
+    silence = Silence(max_step_tokens=64)
+    silence.begin(5)
+    for _ in range(2):
+        silence.note_step(0, 0, is_busy=True)
+    now_s += 0.5
+    silence.begin(50)
+    # The step that begins now has it.
+    assert silence.allowed_s == FIRST_S
+    silence.note_step(0, 0, is_busy=True)
+    now_s += 1.5
+    silence.begin(20)
+    assert silence.allowed_s == BASE_S
+
+
 # ---- Flags -------------------------------------------------------------------------------------
 
 
@@ -411,7 +589,21 @@ def test_flags_that_mean_the_same_become_vllms_arguments() -> None:
     assert arguments["swap_space"] == 4
     assert arguments["attention_config"] == {"backend": "TRITON_ATTN"}
     assert arguments["seed"] == "x"
-    assert "block_size" not in arguments
+    assert not {"block_size", "enable_lora", "runner"} & arguments.keys()
+
+
+def test_places_for_adapters_have_a_rank_that_vllm_makes_and_one_is_left_to_read_into() -> None:
+    flags = "--engine vllm --enable-lora --max-loras 3 --max-lora-rank 65"
+    arguments = engine_arguments(parse_config(flags.split()), Path("/model"))
+    told = {name: arguments[name] for name in arguments if "lora" in name}
+    places = {"max_loras": 3, "max_cpu_loras": 4}
+    assert told == {"enable_lora": True, "max_lora_rank": 128, **places}
+
+
+def test_a_model_of_embeddings_gets_vllms_pooling_runner() -> None:
+    arguments = engine_arguments(parse_config(["--engine", "vllm"]), Path("/m"), "mean")
+    assert arguments["runner"] == "pooling"
+    assert arguments["pooler_config"] == {"pooling_type": "MEAN"}
 
 
 @pytest.mark.parametrize(
@@ -419,8 +611,6 @@ def test_flags_that_mean_the_same_become_vllms_arguments() -> None:
     [
         ("--engine vllm --runner fake", "--runner: with --engine vllm"),
         ("--engine vllm --quantization fp8", "--quantization: with --engine vllm"),
-        ("--engine vllm --exact", "--exact: with --engine vllm"),
-        ("--engine vllm --lora a=/a", "--lora: with --engine vllm"),
         ("--engine vllm --speculative-tokens 4", "--speculative-tokens: with --engine vllm"),
         ("--engine vllm --engine-arg max_model_len=4", "give --max-model-len"),
         ("--engine vllm --engine-arg hf_overrides={}", "--engine-arg hf_overrides: it changes"),
@@ -457,6 +647,7 @@ _SERVERS_OWN = {
     *("max_queued_tokens", "image_cache_bytes", "kv_disk_bytes", "kv_disk_age_s"),
     *("kv_disk_salted", "kv_peer_key", "kv_peer_ca_file", "kv_peer_server_name"),
     *("max_constraint_bytes", "constraint_timeout_s", "constraint_memory_bytes"),
-    *("constraint_threads", "keep_loras", "max_loras", "max_lora_rank", "step_ms"),
-    *("fake_eos_rate", "fake_weights", "fake_crash_on"),
+    *("constraint_threads", "keep_loras", "step_ms"),
+    *("loras", "enable_lora", "max_loras", "max_lora_rank", "embeddings"),
+    *("fake_eos_rate", "fake_weights", "fake_crash_on", "exact", "nnodes"),
 }

@@ -4,7 +4,6 @@ fields.
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -12,28 +11,25 @@ from typing import Any
 import pytest
 from support.compilers import EOS_IDS, VOCAB_SIZE, ids_of, two_ended_compiler
 
-from penstock_shard.errors import ModelError
 from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.request import Constraint, Request, SamplingParams
-from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.structured_output.following import compiling_threads
 from penstock_shard.structured_output.matcher_state import allowed_ids
 from penstock_shard.structured_output.refusal import ConstraintRefused
-from penstock_shard.vllm_engine import continuation_check
-from penstock_shard.vllm_engine.continuation_check import find_continuation
-from penstock_shard.vllm_engine.continuing import keep_output
-from penstock_shard.vllm_engine.core_settings import CoreSettings, add_settings, read_settings
-from penstock_shard.vllm_engine.grammars import Grammar, Grammars
+from penstock_shard.vllm_engine.in_core.continuing import keep_output
+from penstock_shard.vllm_engine.in_core.core_settings import (
+    CoreSettings,
+    add_settings,
+    read_settings,
+)
+from penstock_shard.vllm_engine.in_core.grammars import Grammar, Grammars
 from penstock_shard.vllm_engine.outputs import Progress, read_output
 from penstock_shard.vllm_engine.requests import (
-    AS_PROMPT,
     OUTPUT_TOKENS,
-    Continuation,
     grammar_of,
     sampling_of,
 )
 
-AS_OUTPUT = Continuation(as_output=True, lacks=frozenset())
 COMPILER = two_ended_compiler()
 
 
@@ -66,6 +62,7 @@ def ended(grammars: Grammars, request: Request, *token_ids: int) -> Any:
         new_prompt_logprobs_tensors=None,
         finish_reason="error",
         stop_reason=None,
+        pooling_output=None,
         prefill_stats=None,
     )
     grammars.explain([given])
@@ -128,7 +125,9 @@ def test_a_token_against_the_constraint_ends_the_request_and_is_not_delivered() 
 
 
 def test_ends_and_lengths_of_a_constrained_request_are_the_constraints() -> None:
-    told = sampling_of(constrained("a", min_tokens=4, reluctant_stop_ids=frozenset({9})), AS_PROMPT)
+    told = sampling_of(
+        constrained("a", min_tokens=4, reluctant_stop_ids=frozenset({9})), as_output=False
+    )
     assert told["min_tokens"] == 0
     assert told["stop_token_ids"] == sorted({*EOS_IDS, 9})
 
@@ -178,6 +177,12 @@ def test_output_that_a_request_brings_is_output_in_vllm(
     assert request.num_prompt_tokens == len(prompt)
 
 
+def test_a_request_for_a_vector_brings_no_output() -> None:
+    request = SimpleNamespace(sampling_params=None, prompt_token_ids=[1, 2])
+    keep_output(request)
+    assert request.prompt_token_ids == [1, 2]
+
+
 def test_output_that_stays_output_keeps_the_seed_and_whole_lengths() -> None:
     later = Request(
         request_id="r",
@@ -188,97 +193,6 @@ def test_output_that_stays_output_keeps_the_seed_and_whole_lengths() -> None:
         max_tokens=10,
         min_tokens=3,
     )
-    told = sampling_of(later, AS_OUTPUT)
+    told = sampling_of(later, as_output=True)
     assert (told["seed"], told["max_tokens"], told["min_tokens"]) == (7, 10, 3)
     assert told["extra_args"] == {OUTPUT_TOKENS: 2}
-
-
-class CountingCore:
-    """Draws each token from the output so far, and from what was told to be output."""
-
-    def __init__(self, *, keeps_output: bool = True, is_deaf: bool = False) -> None:
-        self.keeps_output = keeps_output
-        self.num_preempted = 0
-        self.steps: asyncio.Queue[Any] = asyncio.Queue()
-        self._is_deaf = is_deaf
-        self._left: dict[str, tuple[dict[str, Any], list[int]]] = {}
-
-    async def add(self, name: str, prompt: Any, sampling: Any, *_: Any) -> None:
-        given = (sampling["extra_args"] or {}).get(OUTPUT_TOKENS, 0)
-        counted = prompt["prompt_token_ids"][-given:] if given and not self._is_deaf else []
-        left = sampling["max_tokens"] - given
-        self._left[name] = ({**sampling, "left": left}, list(counted))
-
-    async def abort(self, names: list[str]) -> None:
-        raise AssertionError(names)
-
-    def check_alive(self) -> None:
-        pass
-
-    async def preempt_all(self) -> None:
-        self.num_preempted += 1
-
-    async def step(self) -> Any:
-        outputs = []
-        for name, (sampling, output) in list(self._left.items()):
-            sampling["left"] -= 1
-            heavy = sampling["presence_penalty"] or sampling["frequency_penalty"]
-            output.append((len(output) if heavy else sampling["left"]) + 3)
-            is_last = not sampling["left"]
-            outputs.append(
-                SimpleNamespace(
-                    request_id=name,
-                    new_token_ids=output[-1:],
-                    finish_reason="length" if is_last else None,
-                )
-            )
-            if is_last:
-                del self._left[name]
-        return SimpleNamespace(outputs=outputs)
-
-
-INFO = RunnerInfo(
-    architecture="Fake",
-    weights_hash="w",
-    vocab_size=100,
-    max_model_len=64,
-    eos_token_ids=(2,),
-    default_sampling={},
-    block_size=16,
-    pools=(100,),
-    dtype="float32",
-    kv_dtype="float32",
-    device="cpu",
-    attention_backend="vllm",
-    capabilities=frozenset(),
-)
-
-
-async def test_a_core_that_goes_on_from_output_passes_preempted_once() -> None:
-    core = CountingCore()
-    assert await find_continuation(core, INFO) == AS_OUTPUT
-    assert core.num_preempted == 1
-
-
-async def test_what_a_core_does_not_go_on_with_is_left_to_others(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    found = await find_continuation(CountingCore(is_deaf=True), INFO)
-    assert found == Continuation(True, frozenset({"presence_penalty", "frequency_penalty"}))
-    assert "frequency_penalty, presence_penalty" in caplog.text
-
-
-async def test_a_core_that_has_no_place_for_output_gets_it_as_prompt() -> None:
-    assert await find_continuation(CountingCore(keeps_output=False), INFO) == AS_PROMPT
-
-
-async def test_a_core_that_never_ends_a_trial_is_not_served(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Silent(CountingCore):
-        async def step(self) -> Any:
-            return await self.steps.get()
-
-    monkeypatch.setattr(continuation_check, "_MOST_S", 0.05)
-    with pytest.raises(ModelError, match=r"trial requests did not end within 0\.05 s"):
-        await find_continuation(Silent(), INFO)

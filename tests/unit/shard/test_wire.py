@@ -21,7 +21,9 @@ from penstock_client import (
 )
 from penstock_client import Output as ClientOutput
 from penstock_client.rpc import proto_codec
+from penstock_client.types import ClassLoad
 from penstock_proto import shard_pb2 as pb
+from penstock_proto.features import FieldBound
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages, request
 from penstock_shard.ipc.codes import Code
@@ -29,6 +31,7 @@ from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.runner_info import Adapter, CacheGroup, ModelShape
 from penstock_shard.server import proto_codec as shard_codec
+from penstock_shard.server.live_requests import Route
 from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.server.validation import check
 
@@ -304,6 +307,8 @@ def test_every_field_of_what_a_shard_serves_reaches_the_client() -> None:
         kv_sequences=7,
         state_bytes=2**34,
         shape=ModelShape("llama", 2**33, 2**34, 3, 4, 5, 6),
+        bounds=(FieldBound("temperature", most=2.0, least=0.01),),
+        uncontinued=frozenset({"bad_words"}),
         pools=(64, 9),
         cache_groups=(CacheGroup(), CacheGroup(pool=1, has_state=True)),
     )
@@ -330,10 +335,16 @@ def test_every_field_of_a_load_report_reaches_the_client() -> None:
     supervisor.load = load = messages.Load(*range(1, len(messages.Load.__struct_fields__)))
     supervisor.draining = supervisor.handing_over = True
     supervisor.adapters.revision = 3
+    for number, name in enumerate(("waits", "runs")):
+        route = Route(name, 1, lambda output: None, 5, 2, 0.0)
+        supervisor.classes.add(route)
+        if number:
+            supervisor.classes.start(route)
     message = shard_codec.load_report(supervisor)
     told = proto_codec.load_report(pb.LoadReport.FromString(message.SerializeToString()))
     assert [each.name for each in dataclasses.fields(told) if not getattr(told, each.name)] == []
     for name in {each.name for each in dataclasses.fields(told)} & set(dir(load)) - {"waiting"}:
         assert getattr(told, name) == getattr(load, name), name
     assert (told.waiting, told.queued_prompt_tokens) == (2, 3 + 4)
+    assert told.classes == (ClassLoad(2, 1, 1, 7),)
     assert (told.num_blocks, told.adapters_revision) == (64, 3)

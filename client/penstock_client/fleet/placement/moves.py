@@ -34,11 +34,14 @@ _MOST_S = 25.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The place a stream is to go to: the shard, why it was chosen, and where its KV blocks are."""
+    """The place a stream is to go to: the shard, why it was chosen, where its KV blocks are, and
+    how many of its tokens the shard holds.
+    """
 
     shard: ShardState
     reason: str
     kv_source: str
+    held_tokens: int = 0
 
     @property
     def can_prefetch(self) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.shard_state import ShardState
+from penstock_client.load_balancing.base import LEAST_URGENT
 from penstock_common.tasks import run_lasting
 
 # Why such a stream left, in its attempts and in metrics.
@@ -93,7 +94,8 @@ def has_room(target: ShardState, left: ShardState) -> bool:
     """
     if target.load.waiting or target.half_full:
         return False
-    return 2 * target.candidate().load_tokens < left.candidate().load_tokens
+    there, here = (shard.candidate(LEAST_URGENT).load_tokens for shard in (target, left))
+    return 2 * there < here
 
 
 def _went_once(stream: FleetStream) -> bool:

@@ -44,6 +44,19 @@
 {{- if and (gt (int $model.nodes) 1) (lt (int $model.gpus) 1) -}}
 {{- fail (printf "%s nodes %d needs gpus: several pods share a model only over GPUs" $where (int $model.nodes)) -}}
 {{- end -}}
+{{- if eq $model.engine "vllm" -}}
+{{- if lt (int $model.gpus) 1 -}}
+{{- fail (printf "%s engine vllm needs gpus" $where) -}}
+{{- end -}}
+{{- if gt (int $model.nodes) 1 -}}
+{{- fail (printf "%s engine vllm serves a model on one node; nodes is %d" $where (int $model.nodes)) -}}
+{{- end -}}
+{{- if $model.kvHostMemory -}}
+{{- fail (printf "%s engine vllm keeps no copies of KV blocks for kvHostMemory" $where) -}}
+{{- end -}}
+{{- else if $model.engineArgs -}}
+{{- fail (printf "%s engineArgs needs engine vllm" $where) -}}
+{{- end -}}
 {{- if and (ne $model.role "both") (or (not $model.kvHostMemory) (not .root.Values.kvPeerKey.existingSecret)) -}}
 {{- fail (printf "%s role %s needs kvHostMemory and kvPeerKey.existingSecret: requests go on elsewhere with their KV blocks" $where $model.role) -}}
 {{- end -}}

@@ -5,11 +5,17 @@ component shard-worker: they have no port and no probes. */}}
 {{- $values := .root.Values -}}
 {{- $model := .model -}}
 {{- $answers := eq .component "shard" -}}
+{{- $ofVllm := eq $model.engine "vllm" -}}
+{{- $shm := include "penstock.sharedMemory" $model -}}
 {{- $selector := include "penstock.selector" (dict "root" .root "component" .component "model" $model.name) -}}
 metadata:
   {{- include "penstock.podMetadata" (dict "root" .root "settings" $model "selector" $selector "where" (printf "models, %s: shard" $model.name)) | nindent 2 }}
 spec:
   {{- include "penstock.podSettings" (dict "root" .root "settings" $model) | nindent 2 }}
+  {{- if $ofVllm }}
+  # A service that is called vllm would set VLLM_PORT, which vLLM reads.
+  enableServiceLinks: false
+  {{- end }}
   # SIGTERM begins the drain: the router is told over the call that is open anyway, and sends nothing
   # more. There is nothing to wait for before it.
   terminationGracePeriodSeconds: {{ add $model.drainTimeoutSeconds 15 }}
@@ -41,7 +47,7 @@ spec:
         {{- include "penstock.shardProbe" (dict "root" .root "service" "") | nindent 8 }}
         periodSeconds: 5
         timeoutSeconds: 5
-        failureThreshold: {{ max 1 (div $model.startupSeconds 5) }}
+        failureThreshold: {{ max 1 (div ($model.startupSeconds | default (ternary 3600 1800 $ofVllm)) 5) }}
       readinessProbe:
         {{- include "penstock.shardProbe" (dict "root" .root "service" "") | nindent 8 }}
         periodSeconds: 5
@@ -60,7 +66,7 @@ spec:
       volumeMounts:
         - name: tmp
           mountPath: /tmp
-        {{- if gt (int $model.gpus) 1 }}
+        {{- if $shm }}
         - name: shm
           mountPath: /dev/shm
         {{- end }}
@@ -80,12 +86,12 @@ spec:
   volumes:
     - name: tmp
       emptyDir: {}
-    {{- if gt (int $model.gpus) 1 }}
-    # Where processes on GPUs of one machine exchange tensors.
+    {{- with $shm }}
+    # Where processes of one machine exchange tensors.
     - name: shm
       emptyDir:
         medium: Memory
-        sizeLimit: 1Gi
+        sizeLimit: {{ . }}
     {{- end }}
     {{- with $model.cache }}
     {{- if eq .type "emptyDir" }}
@@ -113,7 +119,14 @@ spec:
 {{- end -}}
 
 {{- define "penstock.shardTag" -}}
-{{- printf "%s-%s" .root.Chart.AppVersion (ternary "cuda" "cpu" (gt (int .model.gpus) 0)) -}}
+{{- $ofPenstock := ternary "cuda" "cpu" (gt (int .model.gpus) 0) -}}
+{{- printf "%s-%s" .root.Chart.AppVersion (ternary "vllm" $ofPenstock (eq .model.engine "vllm")) -}}
+{{- end -}}
+
+{{/* The size of /dev/shm; empty where it is the runtime's own. Called with a model. */}}
+{{- define "penstock.sharedMemory" -}}
+{{- $several := ternary "1Gi" "" (gt (int .gpus) 1) -}}
+{{- .sharedMemory | default (ternary "8Gi" $several (eq .engine "vllm")) -}}
 {{- end -}}
 
 {{- define "penstock.shardArgs" -}}
@@ -125,6 +138,16 @@ spec:
 {{- with .model.model }}
 - --model
 - {{ . | quote }}
+{{- end }}
+{{- if eq .model.engine "vllm" }}
+- --engine
+- vllm
+- --engine-python
+- {{ .model.enginePython | quote }}
+{{- range $name, $value := .model.engineArgs }}
+- --engine-arg
+- {{ printf "%s=%s" $name (toJson $value) | quote }}
+{{- end }}
 {{- end }}
 {{- with .model.servedNames }}
 - --served-model-name

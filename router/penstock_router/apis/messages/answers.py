@@ -1,7 +1,7 @@
-"""Deltas -> answers of Anthropic's Messages: thinking, text and calls, in blocks or in events.
+"""Renders deltas as answers of Anthropic's Messages, whole or as the events of a stream.
 
-A block ends where another kind begins, and each call is a block of its own. An answer without any
-block is shown as one empty text block.
+A block of thinking or text ends where another kind begins; each call is a block. An answer without
+blocks is shown as one empty text block.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ Block = ThinkingBlock | TextBlock | ToolUseBlock
 
 
 class ThinkingTokens(TypedDict):
-    """Count of the answer's tokens that are thinking."""
+    """The number of thinking tokens in the answer."""
 
     thinking_tokens: int
 
 
 class CacheCreation(TypedDict):
-    """Tokens billed for what is put into the prefix cache: none."""
+    """Tokens billed for writing to the prefix cache: none."""
 
     ephemeral_5m_input_tokens: int
     ephemeral_1h_input_tokens: int
 
 
 class MessageUsage(TypedDict):
-    """Token counts; `input_tokens` leaves out those found in the prefix cache."""
+    """Token counts; `input_tokens` excludes those found in the prefix cache."""
 
     input_tokens: int
     cache_read_input_tokens: int
@@ -69,7 +69,7 @@ class MessageUsage(TypedDict):
     cache_creation: CacheCreation
     output_tokens: int
     output_tokens_details: NotRequired[ThinkingTokens]
-    # No tool runs on the server.
+    # No tool runs on this server.
     server_tool_use: None
     service_tier: Literal["standard"]
 
@@ -87,7 +87,7 @@ class MessageEnd(TypedDict):
 
 
 class ContextManagement(TypedDict):
-    """The edits that were made of a conversation."""
+    """Edits made to the conversation."""
 
     applied_edits: list[dict[str, Any]]
 
@@ -103,12 +103,12 @@ class MessageAnswer(TypedDict):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
-    # No turn of a conversation is left out.
+    # No turn is ever left out.
     context_management: ContextManagement
 
 
 class MessageEvent(TypedDict):
-    """An event of a stream; which fields it has depends on its type."""
+    """An event of a stream; its fields depend on its type."""
 
     type: Literal[
         "message_start",
@@ -134,8 +134,6 @@ def _event(type_: str, **rest: Any) -> bytes:
 
 
 class MessageShape:
-    """Answers of /v1/messages."""
-
     def __init__(self, job: Job, envelope: Envelope) -> None:
         self._id = envelope.response_id
         self._model = job.model.name
@@ -143,7 +141,7 @@ class MessageShape:
         self._end: MessageEnd = {"stop_reason": None, "stop_sequence": None}
         self._calls_tools = False
         self._ends_with_context = job.ends_with_context
-        # In a stream: the kind of the open block, and its index.
+        # The kind and index of a stream's open block.
         self._open: PieceKind | None = None
         self._index = -1
 
@@ -177,7 +175,6 @@ class MessageShape:
         }
 
     def headers(self) -> Mapping[str, str]:
-        """Add no headers."""
         return {}
 
     def _note_end(self, delta: Delta) -> None:
@@ -191,7 +188,8 @@ class MessageShape:
         elif isinstance(delta.stop_reason, str) and delta.finish_reason != "tool_calls":
             self._end = {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
         elif delta.finish_reason is not None:
-            # Also if tool_choice named the tool, which other APIs report as an ordinary stop.
+            # This holds also if tool_choice named the tool; other APIs then report an ordinary
+            # stop.
             reason = "tool_use" if self._calls_tools else "end_turn"
             self._end = {"stop_reason": reason, "stop_sequence": None}
 
@@ -202,7 +200,6 @@ class MessageShape:
     # ---- whole ----
 
     def whole(self, deltas: Sequence[Delta]) -> MessageAnswer:
-        """The answer that is not streamed."""
         [delta] = deltas
         self._note_end(delta)
         if delta.pieces is None:
@@ -229,18 +226,17 @@ class MessageShape:
     # ---- in events ----
 
     def opening(self) -> list[bytes]:
-        """The message, still empty."""
         return [_event("message_start", message=self._message([]))]
 
     def chunk(self, delta: Delta) -> bytes | None:
-        """Events for the delta's pieces; where a block begins, also the end of the one before."""
+        """Events for the delta's pieces, including ends and beginnings of blocks."""
         self._note_end(delta)
         if delta.pieces is None:
             return self._gain(Piece(PieceKind.CONTENT, delta.text)) if delta.text else None
         return b"".join([self._gain(piece) for piece in delta.pieces if piece.text]) or None
 
     def closing(self) -> list[bytes]:
-        """The last block's end, why the message ended, and the message's end."""
+        """The end of the last block, the reason why the message ended, and its end."""
         first = self._begin(Piece(PieceKind.CONTENT, "")) if self._open is None else b""
         return [
             first + self._end_block(),
@@ -249,11 +245,10 @@ class MessageShape:
         ]
 
     def failure(self, error: ApiError) -> bytes:
-        """The error as an event."""
         return error_frames(error, self._id.removeprefix("msg_"))
 
     def _gain(self, piece: Piece) -> bytes:
-        # Arguments extend the open block of their call.
+        # Arguments extend their call's open block.
         kind = PieceKind.CALL if piece.kind is PieceKind.ARGUMENTS else piece.kind
         if kind is self._open and piece.kind is not PieceKind.CALL:
             return self._delta(piece)
@@ -270,7 +265,6 @@ class MessageShape:
         return _event("content_block_delta", index=self._index, delta=gained)
 
     def _begin(self, piece: Piece) -> bytes:
-        """The events that begin a block, of which this piece is the first."""
         block: Block = {"type": "text", "text": ""}
         if piece.kind is PieceKind.REASONING:
             block = {"type": "thinking", "thinking": "", "signature": ""}
@@ -283,7 +277,6 @@ class MessageShape:
         return begun + _event("ping") if self._index == 0 else begun
 
     def _end_block(self) -> bytes:
-        """The end of the block that is open, if one is."""
         if self._open is None:
             return b""
         end = _event("content_block_stop", index=self._index)

@@ -1,6 +1,6 @@
-"""Claude Code's accounting, which comes as text of the system: no part of any prompt.
+"""Removes Claude Code's billing line from system texts.
 
-It changes with every request, so that no request would find the prefix of another in the cache.
+The line changes with every request, so no request would find another's prefix in the cache.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ _HEADER = "x-anthropic-billing-header:"
 
 
 def without_billing(parts: list[Part]) -> list[Part]:
-    """The parts of a system without the line that accounts, where a text begins with it, and
-    without texts that are nothing else.
-    """
+    """Drop the billing line from texts that begin with it, and texts without anything else."""
     kept = []
     for part in parts:
         if str(part.get("text", "")).startswith(_HEADER):

@@ -8,7 +8,7 @@ from penstock_router.apis.base import ErrorForm, event_frame
 from penstock_router.errors import ApiError, ContextExceeded, ImageUnusable
 from penstock_router.json_fields import JsonObject
 
-# How many characters a token has at the least in most texts, where none were counted.
+# Most texts have at least 3 characters per token; used for prompts whose tokens were not counted.
 _CHARS_A_TOKEN = 3
 
 
@@ -45,7 +45,7 @@ def _error_answer(error: ApiError) -> JsonObject:
 
 
 def _words(error: ApiError) -> str:
-    """The message, in words by which clients know what to leave out before they try again."""
+    """The message. Clients read in its words what to leave out when they retry."""
     if isinstance(error, ImageUnusable):
         return f"Could not process image: {error.message}"
     if not isinstance(error, ContextExceeded):
@@ -53,17 +53,16 @@ def _words(error: ApiError) -> str:
     limit, given = error.limit_tokens, error.prompt_tokens
     if given is None:
         given = (error.prompt_chars or 0) // _CHARS_A_TOKEN
-    # A prompt that fills the context is too long too.
+    # A prompt that fills the whole context is also too long.
     return f"prompt is too long: {max(given, limit + 1)} tokens > {limit} maximum"
 
 
 def name_request(answer: JsonObject, request_id: str) -> JsonObject:
-    """An error with the id of the request that failed."""
+    """Add the failed request's id to an error."""
     return {**answer, "request_id": _shown_id(request_id)}
 
 
 def _shown_id(request_id: str) -> str:
-    """The id of a request as answers and headers of this API have it."""
     return f"req_{request_id}"
 
 
@@ -72,7 +71,6 @@ def _headers(request_id: str) -> dict[str, str]:
 
 
 def error_frames(error: ApiError, request_id: str = "") -> bytes:
-    """An error as the end of a stream."""
     answer = _error_answer(error)
     return event_frame("error", name_request(answer, request_id) if request_id else answer)
 

@@ -1,4 +1,4 @@
-"""The models that are served, as Anthropic's API lists them."""
+"""Lists the served models as Anthropic's API does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class MessageModel(TypedDict):
 
 
 class MessageModelPage(TypedDict):
-    """A page of the names, in their order."""
+    """A page of the names, in order."""
 
     data: list[MessageModel]
     has_more: bool
@@ -44,7 +44,6 @@ QUERY = table(
 
 
 def message_model(name: str, created: int, max_model_len: int) -> MessageModel:
-    """A model of this name."""
     return {
         "type": "model",
         "id": name,
@@ -57,7 +56,7 @@ def message_model(name: str, created: int, max_model_len: int) -> MessageModel:
 
 
 def page_of(models: Sequence[MessageModel], query: Mapping[str, str]) -> MessageModelPage:
-    """The page of the models that a query asks for. Raises `BadRequest`."""
+    """The page that a query asks for. Raises `BadRequest`."""
     limit = _read_limit(query.get("limit"))
     after, before = query.get("after_id"), query.get("before_id")
     if after and before:

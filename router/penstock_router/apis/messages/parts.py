@@ -1,6 +1,6 @@
-"""Blocks that users, systems and results of tools may have -> parts of a message.
+"""Turns content blocks of users, systems and tool results into parts of a message.
 
-What is no text and no image becomes text that has all that a model can read of it.
+Blocks other than text and images become a text with everything that a model can read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Reader = TypeVar("_Reader")
 
 @dataclass(slots=True)
 class Context:
-    """The tools that turns add, and what of the turns has no effect."""
+    """Tools that turns add, and warnings of fields in turns that have no effect."""
 
     added: list[Tool] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -35,13 +35,13 @@ _REFERENCE = "tool_reference"
 
 
 def _reference(name: str, before: str = "") -> Part:
-    """The place of a tool's definition."""
+    """A placeholder for a tool's definition."""
     return {"type": _REFERENCE, "name": name, "before": before}
 
 
 def resolved(parts: list[Part], tools: OfferedTools, told: set[str]) -> list[Part]:
-    """The parts with a text for each reference: the tool's definition, unless it is shown before or
-    the prompt has it elsewhere. Adds to the names of those `told`.
+    """Replace each reference by the tool's definition, unless the prompt already shows the
+    definition. Adds names to `told`.
     """
     found = []
     for part in parts:
@@ -55,14 +55,14 @@ def resolved(parts: list[Part], tools: OfferedTools, told: set[str]) -> list[Par
     return found
 
 
-# (where it is, the block, its context) -> parts. Raises `BadRequest`.
+# (place, block, context) -> parts. Raises `BadRequest`.
 PartReader = Callable[[str, JsonObject, Context], list[Part]]
 
 
 def read_blocks(
     name: str, blocks: list[Any], context: Context, readers: Mapping[str, PartReader]
 ) -> list[Part]:
-    """The parts of an array of blocks, each of a type that `readers` has."""
+    """Read the parts of an array of blocks, each of a type in `readers`."""
     check_size(name, blocks)
     parts: list[Part] = []
     for index, value in enumerate(blocks):
@@ -73,7 +73,7 @@ def read_blocks(
 
 
 def reader_of(at: str, block: JsonObject, readers: Mapping[str, _Reader]) -> _Reader:
-    """The reader of a block of this type; raises `BadRequest` where there is none."""
+    """The reader of a block's type. Raises `BadRequest` if there is none."""
     kind = block.get("type")
     reader = readers.get(kind) if isinstance(kind, str) else None
     if reader is None:
@@ -83,7 +83,7 @@ def reader_of(at: str, block: JsonObject, readers: Mapping[str, _Reader]) -> _Re
 
 
 def json_text(name: str, value: Any) -> str:
-    """The JSON of a result as a model can read it: without what is encrypted and what is a file."""
+    """The JSON of a result as a model can read it: without encrypted data and files."""
     check_nesting(name, value)
     return json.dumps(_readable(value), ensure_ascii=False)
 
@@ -101,7 +101,7 @@ def _readable(value: Any) -> Any:
     }
 
 
-# ---- Each type of block ------------------------------------------------------------------------
+# ---- Types of blocks ---------------------------------------------------------------------------
 
 
 def _read_text(at: str, block: JsonObject, context: Context) -> list[Part]:
@@ -127,7 +127,7 @@ def _read_document(at: str, block: JsonObject, context: Context) -> list[Part]:
 
 def _unreadable(at: str, source: JsonObject) -> BadRequest:
     if source.get("media_type") == "application/pdf":
-        # Clients know by these words that they have to leave it out.
+        # Clients recognize by these words that they must leave the PDF out.
         return BadRequest(f"{at}: this server does not support PDF input; send text", param=at)
     kind = shorten(source.get("type"))
     text = f"{at}: documents are read from a source of type text or content, not {kind}"
@@ -153,7 +153,7 @@ def _read_search_result(at: str, block: JsonObject, context: Context) -> list[Pa
 
 
 def _headed(at: str, block: JsonObject, what: str, keys: tuple[str, ...]) -> list[Part]:
-    """Lines to stand above a text, one for each key that is there."""
+    """Lines above a text: one for each key that is present."""
     given = [key for key in keys if block.get(key) is not None]
     lines = [STRING.read(f"{at}.{key}", block[key]) for key in given]
     return [text_part(what + "\n".join(lines))] if lines else []
@@ -187,7 +187,6 @@ def _read_removal(at: str, block: JsonObject, context: Context) -> list[Part]:
 
 
 def _named(at: str, changed: JsonObject) -> str:
-    """The name of a tool, or of a server's tools."""
     names = [changed[key] for key in ("server_name", "name") if changed.get(key) is not None]
     if not names:
         raise BadRequest(f"{at}.tool.name: required", param=at)

@@ -1,6 +1,6 @@
-"""Anthropic's Messages API: bodies -> requests.
+"""Anthropic's Messages API: parses bodies to requests.
 
-Turns, tools, thinking and answers have modules of their own.
+Turns, tools, thinking and answers have their own modules.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from penstock_router.json_fields import (
     without_effect,
 )
 from penstock_router.request import ChatRequest
+from penstock_router.sessions import session_of_metadata
 from penstock_router.text.contents import Content, as_parts, as_text
 from penstock_router.text.prompts import TextModel, chat_prompt
 
@@ -76,8 +77,8 @@ _OUTPUT = object_of(format=FORMAT, effort=STRING, task_budget=ANYTHING)
 
 
 def _read_edits(name: str, value: Any) -> bool:
-    """Tell whether turns are to be left out or made shorter. Servers that bill them do so: a prompt
-    is rendered whole here.
+    """True if the field asks to leave out or shorten turns. This server always renders whole
+    prompts.
     """
     edits = read_object(name, value).get("edits")
     if edits is None:
@@ -127,7 +128,8 @@ _PROMPT_FIELDS = (
     taken("compaction", help="Prompts are not made shorter."),
     taken("fallbacks", [], help="Another model answers only if it is asked."),
     taken("cache_control", {"type": "ephemeral"}, help="All prefixes are cached, while room is."),
-    *(label(name) for name in ("metadata", "user_profile_id", "workspace_id", "betas")),
+    Field("metadata", Kind(session_of_metadata, {}), "Claude Code names its session in user_id."),
+    *(label(name) for name in ("user_profile_id", "workspace_id", "betas")),
     *(label(name) for name in ("billing_policy", "fallback_credit_token", "diagnostics")),
     taken("service_tier", "auto", "standard_only", help="There is one tier."),
     taken("speed", "standard", help="There is one speed."),
@@ -151,7 +153,7 @@ _ANSWER_FIELDS = (
     Field("top_p", number(0, 1, above_low=True), "Nucleus sampling: likeliest up to this sum."),
     Field("top_k", integer(-1, INT32_MAX), "Sample among so many of the likeliest; 0 and -1: all."),
     TIMEOUT,
-    # Anthropic's API lacks these; clients of other servers that speak it send them.
+    # Not in Anthropic's API, but sent by clients of other servers that support it.
     *(
         CHAT_FIELDS[name]
         for name in (
@@ -160,7 +162,7 @@ _ANSWER_FIELDS = (
             *("min_tokens", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
             *("skip_special_tokens", "spaces_between_special_tokens", "stream_interval"),
             *("priority", "slo", "is_latency_sensitive", "cache_salt", "session_id"),
-            "request_id",
+            *("request_id", "kv_hints"),
         )
     ),
     *CONSTRAINT_FIELDS,
@@ -179,10 +181,11 @@ COUNT_FIELDS = table(
 
 
 def parse(body: JsonObject) -> ChatRequest:
-    """A body of /v1/messages."""
     values = read_fields(FIELDS, body)
     prompt = _prompt(values)
-    options = common_options({**_asking(values), "stop": values.get(_STOPS.name, ())})
+    session = values.get("session_id") or values.get("metadata", "")
+    asking = {**_asking(values), "stop": values.get(_STOPS.name, ()), "session_id": session}
+    options = common_options(asking)
     warnings = {WARNINGS: options.get(WARNINGS, ())}
     request = ChatRequest(**{**options, **prompt, **warnings}, bounds_max_tokens=True)
     check_one_form(request)
@@ -190,22 +193,21 @@ def parse(body: JsonObject) -> ChatRequest:
 
 
 def parse_count(body: JsonObject) -> ChatRequest:
-    """A body of /v1/messages/count_tokens."""
     values = read_fields(COUNT_FIELDS, body)
     return ChatRequest(**_prompt(values), **constraint_options(_asking(values)))
 
 
 def _asking(values: JsonObject) -> JsonObject:
-    """The values, and what `output_config` asks for of the answer's form."""
+    """Replace `output_config` by the answer's format in it."""
     return {**values, "output_config": values.get("output_config", {}).get("format")}
 
 
 def _prompt(values: JsonObject) -> JsonObject:
-    """The options that the prompt and the parsing of its answer depend on."""
+    """The options that determine the prompt and the parsing of the answer."""
     offered = _offered(values)
     turns: Turns = values["messages"]
     messages = turns.chat(offered)
-    # A tool that a turn brings is one of the body's, shown in that turn.
+    # A tool that a turn adds is one of the body's tools, but is shown in that turn.
     values["tools"] = (*offered.tools, *turns.context.added)
     for warning in (*offered.warnings, *turns.context.warnings, *_without_effect(values)):
         add_warning(values, warning)
@@ -234,7 +236,7 @@ def _offered(values: JsonObject) -> OfferedTools:
 
 
 def _without_effect(values: JsonObject) -> list[str]:
-    """Warnings of parts without effect, of fields that have one."""
+    """Warnings of entries without effect in fields that have an effect."""
     found = []
     if values.get("context_management"):
         found.append(without_effect("context_management"))
@@ -244,7 +246,7 @@ def _without_effect(values: JsonObject) -> list[str]:
 
 
 def _template_kwargs(values: JsonObject, turns: Turns) -> JsonObject:
-    """Say whether to reason, and how hard, under the variable names that templates use."""
+    """Template variables that turn reasoning on or off and set its effort."""
     kwargs = {**thinking_kwargs(values), **thinking_variables(values)}
     effort = turns.effort or values.get("output_config", {}).get("effort")
     if effort is not None:

@@ -1,4 +1,4 @@
-"""The field `thinking` of Anthropic's Messages -> options, and variables of templates."""
+"""Reads the field `thinking` of Anthropic's Messages into options and template variables."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import Any
 
 from penstock_router.json_fields import POSITIVE, STRING, JsonObject, Kind, object_of, one_of
 
-# GLM's and DeepSeek's servers of this API take "enabled" without a budget.
+# GLM's and DeepSeek's own servers also accept "enabled" without a budget in this API.
 _TYPE = one_of("enabled", "disabled", "adaptive")
 _ENTRIES = object_of(type=_TYPE, budget_tokens=POSITIVE, display=STRING)
 
 
 def _read_thinking(name: str, value: Any) -> JsonObject:
-    """Options of `ChatRequest`, and `thinks`, which becomes a variable of templates."""
+    """Options of `ChatRequest`, and `thinks`, which becomes a template variable."""
     given: JsonObject = _ENTRIES.read(name, value)
     thinks = _TYPE.read(f"{name}.type", given.get("type")) != "disabled"
     asked: JsonObject = {"thinks": thinks}
     if thinks and "budget_tokens" in given:
         asked["thinking_tokens"] = given["budget_tokens"]
     if "display" in given:
-        # All others show what was thought, whole or in parts.
+        # All values except "omitted" show the reasoning, whole or in part.
         asked["include_reasoning"] = given["display"] != "omitted"
     return asked
 
@@ -28,12 +28,12 @@ THINKING = Kind(_read_thinking, {**_ENTRIES.schema, "required": ["type"]})
 
 
 def thinking_options(values: JsonObject) -> JsonObject:
-    """Options that the field asks for, as `ChatRequest` takes them."""
+    """Options of `ChatRequest` that the field asks for."""
     asked = values.get("thinking", {})
     options = {name: value for name, value in asked.items() if name != "thinks"}
     return {**options, "requires_thinking_budget": False}
 
 
 def thinking_variables(values: JsonObject) -> JsonObject:
-    """Variables of templates that say whether to reason."""
+    """Template variables that turn reasoning on or off."""
     return {"enable_thinking": values["thinking"]["thinks"]} if "thinking" in values else {}

@@ -1,8 +1,8 @@
-"""The tools of Anthropic's Messages -> `Tool`s, and which of them a prompt shows.
+"""Reads the tools of Anthropic's Messages as `Tool`s, and decides which of them a prompt shows.
 
-Tools that Anthropic's servers run are left out, with a warning. Those whose arguments Anthropic
-has published, and which clients run, are functions like any other. A tool whose loading is
-deferred is shown by the block that refers to it, in its place: so no earlier turn changes.
+Tools that Anthropic's servers run are left out, with a warning. Tools that clients run, and whose
+arguments Anthropic has published, become ordinary functions. A tool with deferred loading is shown
+where a block refers to it, so that no earlier text of the prompt changes.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class OfferedTools:
     """The tools of a body that its answer may call."""
 
     tools: tuple[Tool, ...] = ()
-    # How those look that are shown where a turn refers to them, and not before.
+    # Definitions of tools that are shown only where a turn refers to them.
     deferred: Mapping[str, JsonObject] = field(default_factory=lambda: MappingProxyType({}))
-    # What was left out.
+    # Warnings of tools that were left out.
     warnings: tuple[str, ...] = ()
 
     def showing(self, name: str) -> OfferedTools:
-        """A copy with this tool shown like those that are not deferred."""
+        """A copy in which this tool is not deferred."""
         if name not in self.deferred:
             return self
         rest = {other: shown for other, shown in self.deferred.items() if other != name}
@@ -101,7 +101,7 @@ _OLD_EDITOR = _published(
     "View, create and edit files.",
     _commands(*_EDITING, "undo_edit", **{**_EDITS, **_INSERTED_BEFORE}),
 )
-# By the beginning of their type; the first that fits counts.
+# Schemas by the beginning of a tool's type; the first match counts.
 _PUBLISHED: Mapping[str, JsonObject] = {
     "bash_": _published(
         "bash",
@@ -129,7 +129,7 @@ _PUBLISHED: Mapping[str, JsonObject] = {
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An entry of a body's tools; its tool is None where it is left out."""
+    """An entry of a body's tools; `tool` is None if it is left out."""
 
     kind: str
     tool: Tool | None
@@ -137,7 +137,7 @@ class _Entry:
 
     @property
     def finds_others(self) -> bool:
-        """Tell whether it is the search of Anthropic's servers for deferred tools."""
+        """True if the entry is the tool of Anthropic's servers that searches for deferred tools."""
         return self.kind.startswith("tool_search_tool")
 
 
@@ -157,12 +157,12 @@ _OF_FUNCTIONS = ("name", "description", "parameters", "input_schema", "strict")
 
 
 def _in_own_form(where: str, given: JsonObject) -> JsonObject:
-    """A tool as Messages have it, though it comes as one of a chat or of a response."""
+    """Rewrite a tool from the form of chats or Responses to that of Messages."""
     if given.get("type") not in (None, "function"):
         return given
     if given.get("function") is not None:
         function = read_object(f"{where}.function", given["function"])
-        # What stands beside the function says how it is used, never what it is.
+        # Keys beside `function` say how to use the function; they do not describe it.
         given = {key: given[key] for key in given if key not in _OF_FUNCTIONS} | function
         if given.get("parameters") is not None:
             given["input_schema"] = given["parameters"]
@@ -188,7 +188,7 @@ def _read_entry(where: str, value: Any) -> _Entry:
 
 
 def _may_be_called(name: str, callers: Any) -> bool:
-    """Tell whether a model may call the tool itself."""
+    """True if the model itself may call the tool."""
     return callers is None or "direct" in read_array(name, callers)
 
 
@@ -204,7 +204,7 @@ def _read_tools(name: str, value: Any) -> OfferedTools:
     served = [(entry.tool, entry.is_deferred) for entry in entries if entry.tool is not None]
     shown = {tool.name for tool, is_deferred in served if not is_deferred}
     deferred: JsonObject = {}
-    # Elsewhere nothing could find them.
+    # Without another tool or a search tool, the model could not find deferred tools.
     if shown and not any(entry.finds_others for entry in entries):
         deferred = {tool.name: tool.shown for tool, _ in served if tool.name not in shown}
     tools = [replace(tool, shown={}) if tool.name in deferred else tool for tool, _ in served]

@@ -1,7 +1,7 @@
-"""Turns of Anthropic's Messages, made of content blocks -> messages of a chat.
+"""Turns Anthropic's turns, made of content blocks, into messages of a chat.
 
-A turn may become several messages: each tool result is a message of its own in a chat, in the
-turn's order, and so is what Anthropic's servers added to an answer of theirs.
+A turn may become several messages, in order. Each tool result is a separate message, also a result
+that Anthropic's servers added to an answer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from penstock_router.json_fields import (
 from penstock_router.request import Message
 from penstock_router.text.contents import Content, Part, as_text, join_contents, text_part
 
-# Roles by the names that clients give; the last two of the user's are Claude Code's.
+# Role names that clients send; the last two for the user are Claude Code's.
 _ROLES: Mapping[str, str] = {
     "user": "user",
     "assistant": "assistant",
@@ -55,22 +55,22 @@ _ROLES: Mapping[str, str] = {
 }
 # Names of tools and ids of calls.
 NAME = string(1, 256)
-# Chat messages have no flag for a failed tool call: the text says it.
+# Chat messages have no flag for a failed tool call, so this text marks it.
 _ERROR_PREFIX = "Error: "
-# How long a system is shown.
+# Values that say how long a system message is shown.
 _CLEAR_AT = one_of("next_user_message", "never")
 
 
 @dataclass(slots=True)
 class Turns:
-    """The turns as they are read: messages, and what they say besides."""
+    """The turns while they are read: the messages, and settings found in turns."""
 
     context: Context = field(default_factory=Context)
-    # With contents in parts, some of which are places of tools.
+    # Contents are parts; some parts are placeholders for definitions of tools.
     messages: list[Message] = field(default_factory=list)
-    # Templates expect a result to name its tool; here it has only the id of the call.
+    # Templates expect the tool's name in a result; Anthropic's results have only the call's id.
     tools_by_id: dict[str, str] = field(default_factory=dict)
-    # How much effort the next answer takes, if a turn says so.
+    # The effort of the next answer, if a turn sets it.
     effort: str | None = None
 
     def chat(self, tools: OfferedTools) -> list[Message]:
@@ -90,7 +90,7 @@ def _finished(message: Message, tools: OfferedTools, told: set[str]) -> Message:
 
 
 def _read_turns(name: str, value: Any) -> Turns:
-    """A chat; every block checked. Its last message may be an answer to continue."""
+    """Read a chat; check every block. Its last message may be an answer to continue."""
     given = read_array(name, value)
     if not given:
         raise BadRequest(f"{name}: at least one message is needed", param=name)
@@ -114,7 +114,6 @@ def _blocks_of(turns: Sequence[Any]) -> Iterator[Any]:
 
 
 def _last_user(turns: Sequence[Any]) -> int:
-    """Find where the user speaks last; -1: nowhere."""
     return max((at for at, turn in enumerate(turns) if _role_of(turn) == "user"), default=-1)
 
 
@@ -142,11 +141,11 @@ def _read_turn(name: str, value: Any, turns: Turns, *, is_past: bool) -> None:
         turns.effort = None
 
 
-# ---- Systems -----------------------------------------------------------------------------------
+# ---- System messages ---------------------------------------------------------------------------
 
 
 def _read_system(name: str, turn: JsonObject, turns: Turns, *, is_past: bool) -> None:
-    """Add a system in its place, unless it was for a turn of the user's that is over."""
+    """Add a system message at its place, unless it was only for a past turn of the user."""
     parts = _system_parts(name, turn, turns.context)
     _read_effort(f"{name}.output_config", turn, turns)
     clear_at = turn.get("clear_at")
@@ -182,7 +181,7 @@ def _read_effort(name: str, turn: JsonObject, turns: Turns) -> None:
 
 
 def _read_user(name: str, blocks: list[Any], turns: Turns) -> None:
-    """Results as messages of role tool; what stands before, between or after them as the user's."""
+    """Add tool results as messages of role tool, and other blocks as messages of the user."""
     begin = len(turns.messages)
     parts: list[Part] = []
 
@@ -214,7 +213,6 @@ def _read_result(name: str, block: JsonObject, turns: Turns) -> Message:
 
 
 def _read_content(name: str, value: Any, context: Context) -> Content:
-    """Read the content of a result: a text, or blocks."""
     if not isinstance(value, list):
         return "" if value is None else STRING.read(name, value)
     return read_blocks(name, value, context, OF_RESULTS)
@@ -225,7 +223,7 @@ def _read_content(name: str, value: Any, context: Context) -> Content:
 
 @dataclass(slots=True)
 class _Said:
-    """A message of the assistant, collected from blocks."""
+    """An assistant message, collected from blocks."""
 
     turns: Turns
     texts: list[str] = field(default_factory=list)
@@ -233,7 +231,6 @@ class _Said:
     calls: list[FunctionCall] = field(default_factory=list)
 
     def end_message(self) -> None:
-        """Add it to the messages, if it is anything."""
         if self.texts or self.reasoning or self.calls:
             text = "\n".join(self.texts) if self.texts else None
             message = assistant_message(text, "\n".join(self.reasoning), self.calls)
@@ -263,7 +260,7 @@ def _read_thinking(name: str, block: JsonObject, said: _Said) -> None:
 
 
 def _leave_out(name: str, block: JsonObject, said: _Said) -> None:
-    """Drop what only the service that made it can read, or what it never shows to its models."""
+    """Drop a block that only its creator can read, or that is never shown to models."""
 
 
 def _read_call(name: str, block: JsonObject, said: _Said) -> None:
@@ -278,7 +275,7 @@ def _read_call(name: str, block: JsonObject, said: _Said) -> None:
 
 
 def _read_servers_result(name: str, block: JsonObject, said: _Said) -> None:
-    """The result of a call that Anthropic's servers ran: a message, as if a client had run it."""
+    """Read the result of a call that Anthropic's servers ran, as if a client had run it."""
     said.end_message()
     value = block.get("content")
     if isinstance(value, dict) and isinstance(value.get("tool_references"), list):
@@ -295,7 +292,7 @@ def _is_readable(blocks: list[Any]) -> bool:
 
 
 def _read_summary(name: str, block: JsonObject, said: _Said) -> None:
-    """Put a server's summary in the place of all that was said before."""
+    """Replace the whole earlier conversation by a server's summary."""
     content = block.get("content")
     if content is None or not STRING.read(f"{name}.content", content):
         return

@@ -1,7 +1,7 @@
-"""Deltas -> answers of Ollama's API: messages of chats, or texts, in lines of JSON or whole.
+"""Renders deltas as answers of Ollama's API: messages or texts, whole or in lines of JSON.
 
-A line has what came since the one before, and the last one counts and times. Calls are shown whole,
-each once it is complete.
+A line has the text added after the previous line; the final line has counts and times. A call is
+shown when it is complete.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class AnswerMessage(TypedDict):
 
 
 class _End(TypedDict):
-    """The last line of a stream, like an answer that is not streamed, also has why it ended, how
-    long it took in nanoseconds, and how many tokens it has.
+    """Additional fields of a stream's last line and of an unstreamed answer: why the answer ended,
+    its durations in nanoseconds, and its token counts.
     """
 
     model: str
@@ -70,19 +70,19 @@ class _End(TypedDict):
 
 
 class OllamaChatAnswer(_End):
-    """An answer of /api/chat, or a line of one."""
+    """An answer of /api/chat, or a line of it."""
 
     message: AnswerMessage
 
 
 class OllamaGenerateAnswer(_End):
-    """An answer of /api/generate, or a line of one."""
+    """An answer of /api/generate, or a line of it."""
 
     response: str
     thinking: NotRequired[str]
     tool_calls: NotRequired[list[OllamaCall]]
-    # The ids of the prompt and of all of the answer, at the end of one that is not raw: for the
-    # field `context` of the next request.
+    # The token ids of prompt and answer, which a client sends as `context` of the next request. The
+    # end of every answer has them, except of a raw one.
     context: NotRequired[list[int]]
 
 
@@ -106,7 +106,7 @@ class EmbeddingsAnswer(TypedDict):
 
 
 class Gain(TypedDict, total=False):
-    """The part of an answer that a line shows."""
+    """The text and calls that a line adds to the answer."""
 
     content: str
     thinking: str
@@ -114,21 +114,21 @@ class Gain(TypedDict, total=False):
 
 
 class _Lines(ABC):
-    """The part that both APIs share."""
+    """The common part of answers to /api/chat and /api/generate."""
 
     def __init__(self, job: Job, envelope: Envelope) -> None:
         self._job = job
         self._envelope = envelope
         self._reason: Literal["stop", "length"] = "stop"
-        # When the first part of a stream came.
+        # Time of the stream's first delta.
         self._first_s: float | None = None
-        # The call whose arguments are coming: its name and their texts.
+        # The incomplete call: its name and the pieces of its arguments.
         self._call: tuple[str, list[str]] | None = None
         self._num_calls = 0
 
     @abstractmethod
     def _show(self, gain: Gain) -> JsonObject:
-        """A gain where the API has it."""
+        """Show a gain under the API's keys."""
 
     def _line(self, gain: Gain, delta: Delta | None = None) -> JsonObject:
         line = {"model": self._job.model.name, "created_at": now(), **self._show(gain)}
@@ -149,7 +149,7 @@ class _Lines(ABC):
 
     def _end(self) -> JsonObject:
         usage, now_s = self._envelope.usage, time.perf_counter()
-        # An answer that is not streamed comes at once: all its time is shown as that of its tokens.
+        # An unstreamed answer has no first delta: all its time counts as generation of tokens.
         first_s = self._envelope.received_s if self._first_s is None else self._first_s
         return {
             "done": True,
@@ -163,7 +163,7 @@ class _Lines(ABC):
         }
 
     def _gain(self, delta: Delta) -> Gain:
-        """Gather what this delta adds, calls that are complete with it included."""
+        """Gather what this delta adds, including calls that it completes."""
         if delta.finish_reason == "length":
             self._reason = "length"
         gain: Gain = {}
@@ -205,22 +205,19 @@ class _Lines(ABC):
     # ---- whole
 
     def headers(self) -> Mapping[str, str]:
-        """Add no headers."""
         return {}
 
     def whole(self, deltas: Sequence[Delta]) -> JsonObject:
-        """The answer that is not streamed."""
         [delta] = deltas
         return self._line(self._gain(delta), delta) | self._end()
 
     # ---- in lines
 
     def opening(self) -> list[bytes]:
-        """Send nothing: streams begin with what comes first."""
         return []
 
     def chunk(self, delta: Delta) -> bytes | None:
-        """A line, if anything is to be shown."""
+        """A line; None if the delta adds nothing."""
         if self._first_s is None:
             self._first_s = time.perf_counter()
         gain = self._gain(delta)
@@ -233,20 +230,15 @@ class _Lines(ABC):
         return [_frame(self._line({}) | self._end())]
 
     def failure(self, error: ApiError) -> bytes:
-        """The error as a line."""
         return _error_frames(error)
 
 
 class ChatShape(_Lines):
-    """Answers of /api/chat."""
-
     def _show(self, gain: Gain) -> JsonObject:
         return {"message": {"role": "assistant", "content": "", **gain}}
 
 
 class GenerateShape(_Lines):
-    """Answers of /api/generate."""
-
     def __init__(self, job: Job, envelope: Envelope) -> None:
         super().__init__(job, envelope)
         self._answer_ids: list[int] = []
@@ -267,7 +259,7 @@ class GenerateShape(_Lines):
 
 
 def load_answer(name: str, *, is_chat: bool, unloads: bool) -> JsonObject:
-    """The answer to a request without a prompt, which asks for nothing but the model in memory."""
+    """Answer a request without a prompt, which only asks to load or unload the model."""
     empty = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
     reason = "unload" if unloads else "load"
     return {"model": name, "created_at": now(), **empty, "done": True, "done_reason": reason}
@@ -276,7 +268,7 @@ def load_answer(name: str, *, is_chat: bool, unloads: bool) -> JsonObject:
 def embed_answer(
     model: str, vectors: Sequence[Sequence[float]], num_tokens: int, seconds: float
 ) -> EmbedAnswer:
-    """The vectors in the order of their inputs."""
+    """Render the vectors in the order of their inputs."""
     return {
         "model": model,
         "embeddings": [list(vector) for vector in vectors],
@@ -287,13 +279,12 @@ def embed_answer(
 
 
 def pull_progress(*, is_streamed: bool) -> bytes:
-    """The answer to a request for a model that is there already."""
+    """Answer a request to pull a model that is already here."""
     stages = ("pulling manifest", "success") if is_streamed else ("success",)
     return b"".join(_frame({"status": stage}) for stage in stages)
 
 
 def now() -> str:
-    """The time, in RFC 3339."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -315,7 +306,7 @@ class OllamaError(TypedDict):
 
 
 def _error_answer(error: ApiError) -> JsonObject:
-    """Clients look at the status, and some of them for these words."""
+    """Render an error. All clients check the status, and some clients look for these words."""
     if isinstance(error, UnknownModel):
         return {"error": f"model '{error.name}' not found"}
     if isinstance(error, ContextExceeded):

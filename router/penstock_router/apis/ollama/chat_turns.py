@@ -1,7 +1,6 @@
-"""Messages of Ollama's chats -> as chat templates expect them.
+"""Turns messages of Ollama's chats into the form that chat templates expect.
 
-Calls and results may be without ids: then results belong to the calls before them by `tool_name`,
-or in order.
+Calls and results may lack ids. Then `tool_name`, or else the order, tells the call of a result.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ _ROLE = one_of("system", "user", "assistant", "tool", "developer")
 
 
 def read_images(name: str, value: Any) -> list[Part]:
-    """Images as base64."""
     return [
         data_part(f"{name}[{index}]", each) for index, each in enumerate(read_array(name, value))
     ]
@@ -44,7 +42,7 @@ IMAGES = Kind(read_images, {"type": "array", "items": STRING.schema})
 
 
 def with_images(images: list[Part], text: str) -> Content:
-    """The content of a message: its images come before its text."""
+    """A message's content: its images come before its text."""
     return [*images, text_part(text)] if images else text
 
 
@@ -55,23 +53,23 @@ def _read_turns(name: str, value: Any) -> list[Message]:
     return [reader.message(f"{name}[{index}]", turn) for index, turn in enumerate(turns)]
 
 
-# The key of all calls, where others have an id or a name.
+# The key for all calls.
 _ANY_CALL = ("", "")
 
 
 class _OpenCalls:
-    """Calls without a result yet: each is found by its id, by its name or by its place, at once."""
+    """Calls without a result yet, found by id, by name or by order in constant time."""
 
     def __init__(self, calls: Sequence[FunctionCall] = ()) -> None:
         self._left = dict(enumerate(calls))
-        # Of each id, of each name, and of all: the places of calls, some of which are taken.
+        # Places of calls by id, by name, and of all calls. Some may be taken already.
         self._places: dict[tuple[str, str], deque[int]] = defaultdict(deque)
         for place, call in self._left.items():
             for key in (("id", call.call_id), ("name", call.name), _ANY_CALL):
                 self._places[key].append(place)
 
     def take(self, call_id: str, name: str) -> FunctionCall | None:
-        """The first call of this id, else of this name, else of any; it is taken."""
+        """Take the first call with this id, else the first with this name, else the first."""
         for key in (("id", call_id), ("name", name), _ANY_CALL):
             places = self._places[key]
             while places:
@@ -81,7 +79,7 @@ class _OpenCalls:
 
 
 class _Reader:
-    """Reads messages in order, and gives calls ids by which their results are found."""
+    """Reads messages in order, and gives calls the ids that their results need."""
 
     def __init__(self) -> None:
         self._num_calls = 0

@@ -1,4 +1,4 @@
-"""Facts of a shard's model in Ollama's words: its family, its size, its dtype."""
+"""Tells a model's family, size and dtype in Ollama's words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock_client.types import ShardInfo
 
-# Kinds of models whose architecture has another name in GGUF files than in configurations.
+# Model types whose architecture has another name in GGUF files.
 _ARCHITECTURES = {
     "mistral": "llama",
     "mixtral": "llama",
@@ -33,7 +33,7 @@ def quantization(info: ShardInfo) -> str:
 
 
 def parameter_size(info: ShardInfo) -> str:
-    """The number of parameters, such as 8.0B; empty where it is not known."""
+    """The number of parameters, such as 8.0B; empty if unknown."""
     count = info.shape.num_parameters
     if count >= 10**9:
         return f"{count / 10**9:.1f}B"
@@ -43,15 +43,12 @@ def parameter_size(info: ShardInfo) -> str:
 
 
 def digest(info: ShardInfo, adapter: str) -> str:
-    """The name of the weights: equal digests mean equal weights. As long as Ollama's, of which
-    clients show the beginning.
-    """
+    """A hash of the weights, as long as Ollama's; clients show its beginning."""
     parts = (info.weights_hash, info.adapter_hash(adapter))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def model_info(info: ShardInfo) -> dict[str, Any]:
-    """Facts of the model by GGUF's names."""
     shape, name = info.shape, architecture(info)
     hidden_size = shape.hidden_size or (0 if info.embedding is None else info.embedding.size)
     known = {

@@ -1,12 +1,12 @@
-"""Names of models as Ollama's clients write them -> the names that are served."""
+"""Finds a model's served name from the name that Ollama's clients write."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-# A model's default version.
+# The suffix for a model's default version.
 _LATEST = ":latest"
-# Where Ollama finds what a name without a place means, and models of the hub.
+# Prefixes for Ollama's registry and the hub.
 _PLACES = (
     *("registry.ollama.ai/library/", "registry.ollama.ai/", "ollama.com/library/", "ollama.com/"),
     *("library/", "hf.co/", "huggingface.co/"),
@@ -14,8 +14,8 @@ _PLACES = (
 
 
 def served_name(given: str, served: Collection[str]) -> str:
-    """The served name that is meant: the same, or without a default version or place, or in another
-    case. Without one, the name without these.
+    """The served name that the client means. It may differ in the default version, the place, or
+    upper and lower case. If no served name fits, return the name without version and place.
     """
     forms = list(_forms(given))
     for form in forms:
@@ -29,7 +29,7 @@ def served_name(given: str, served: Collection[str]) -> str:
 
 
 def _forms(given: str) -> Iterator[str]:
-    """The name as it is, with its default version, without it, and without its place."""
+    """Yield the name as given, with the default version, without it, and without the place."""
     yield given
     short = given[: -len(_LATEST)] if given.lower().endswith(_LATEST) else given
     yield short + _LATEST

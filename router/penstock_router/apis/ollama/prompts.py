@@ -1,7 +1,7 @@
-"""Requests for tokens of Ollama's API -> prompts, made to fit the model's context as Ollama does.
+"""Makes prompts of Ollama's requests, shortened to the model's context as Ollama does.
 
-The oldest messages are left out, but no system message, nor results without their calls. Where
-that is not enough, and of a text, the first tokens are cut off.
+The oldest messages are left out, but never a system message, and never a call without its results.
+If the prompt is still too long, or the prompt is one text, its first tokens are cut off.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ from penstock_router.text.tokenizer import prompt_too_long
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OllamaChat(ChatRequest):
-    """A chat, or nothing but a model that is to be there."""
+    """A chat, or a request only to load a model."""
 
     only_loads: bool = False
     unloads: bool = False
-    # Whether a prompt that is too long is made to fit, or refused.
+    # True if a long prompt is shortened, not refused.
     truncates: bool = True
-    # Whether the answer is to begin with thinking.
+    # True if the answer is to begin with thinking.
     thinks: bool = False
-    # The ids of an earlier prompt and its answer: they come before the prompt.
+    # Token ids of an earlier prompt and its answer, put before the prompt.
     context: tuple[int, ...] = ()
-    # All that is said, where it is one text: a model without a chat template completes it.
+    # The whole prompt, if it is one text. A model without a chat template completes it.
     text: str = ""
 
     def without_text(self) -> Self:
-        """A copy without fields that may be long."""
         return dataclasses.replace(ChatRequest.without_text(self), context=(), text="")
 
 
@@ -54,7 +53,7 @@ OllamaRequest = OllamaChat | OllamaRaw
 
 
 def prepare(request: OllamaRequest, model: TextModel) -> PreparedPrompts:
-    """The prompt of a request, shortened if it has to be and may be."""
+    """The prompt of a request, shortened if necessary and allowed."""
     if isinstance(request, OllamaChat):
         _check(request, model)
         if request.text and model.chat_template is None:
@@ -85,7 +84,7 @@ def _check(request: OllamaChat, model: TextModel) -> None:
 
 
 def _fitting(request: OllamaRequest, model: TextModel) -> PreparedPrompts | None:
-    """The prompt; None if it is to be shortened, as no token could follow it."""
+    """The prompt; None if it leaves no room for a token and must be shortened."""
     try:
         made = prepare_prompts(request, model)
     except ContextExceeded:
@@ -98,14 +97,16 @@ def _fitting(request: OllamaRequest, model: TextModel) -> PreparedPrompts | None
 
 
 def _after_context(request: OllamaChat, model: TextModel, made: PreparedPrompts) -> PreparedPrompts:
-    """Put the ids of `request.context` before the prompt; the first of these are cut off."""
+    """Put the ids of `request.context` before the prompt. If the result is too long, its beginning
+    is cut off.
+    """
     [prompt] = made.prompts
     if prompt.images:
         raise BadRequest("context: not together with images", param="context")
     own, template = list(prompt.token_ids), model.chat_template
     begin = "" if template is None else template.special_tokens.get("bos_token", "")
     if own and begin and own[0] == model.tokenizer.token_id(begin):
-        # The context begins with it.
+        # The context already begins with this token.
         del own[0]
     ids, warnings = [*request.context, *own], made.warnings
     if len(ids) >= model.max_model_len:
@@ -116,11 +117,11 @@ def _after_context(request: OllamaChat, model: TextModel, made: PreparedPrompts)
     return dataclasses.replace(made, prompts=(Prompt(ids),), warnings=warnings)
 
 
-# ---- Making it shorter -------------------------------------------------------------------------
+# ---- Shortening --------------------------------------------------------------------------------
 
 
 def _shortened(request: OllamaRequest, model: TextModel) -> tuple[OllamaRequest, str]:
-    """The request with less in it, and what is left out."""
+    """Shorten the request; return it, and a warning that says what is left out."""
     max_tokens = _kept_tokens(request, model)
     if isinstance(request, OllamaChat):
         request, fits = _without_oldest(request, model, max_tokens)
@@ -131,7 +132,9 @@ def _shortened(request: OllamaRequest, model: TextModel) -> tuple[OllamaRequest,
 
 
 def _without_oldest(chat: OllamaChat, model: TextModel, max_tokens: int) -> tuple[OllamaChat, bool]:
-    """The chat without as few messages as need be, or as may be; and whether it fits so."""
+    """Leave out as few messages as possible. The second result is false if the chat still does not
+    fit.
+    """
     starts = _starts(chat.messages)
 
     def fits(start: int) -> bool:
@@ -146,7 +149,7 @@ def _without_oldest(chat: OllamaChat, model: TextModel, max_tokens: int) -> tupl
 
 
 def _kept_tokens(request: OllamaRequest, model: TextModel) -> int:
-    """The length to which a long prompt is cut: what follows has room, at most for half of the
+    """The length to which a long prompt is cut. It leaves room for the answer, at most half the
     context.
     """
     limit, wanted = model.max_model_len, request.max_tokens
@@ -155,8 +158,8 @@ def _kept_tokens(request: OllamaRequest, model: TextModel) -> int:
 
 
 def _starts(messages: list[Message]) -> list[int]:
-    """Find where the chat may begin, all systems before it kept: at no result, and not after an
-    image, whose pixels are in the request.
+    """Indexes at which the chat may begin after the system messages: not at a result, nor after an
+    image, because the request has the image's pixels.
     """
     starts = []
     for index, message in enumerate(messages):

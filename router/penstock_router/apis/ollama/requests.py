@@ -1,4 +1,4 @@
-"""Ollama's API: bodies -> requests. Turns and answers have modules of their own."""
+"""Ollama's API: parses bodies to requests. Turns and answers have their own modules."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ from penstock_router.text.prompts import embedding_prompts
 _MAX_TOP_LOGPROBS = 20
 # More than any context has.
 _MAX_CONTEXT_IDS = 10_000_000
-# The highest temperature that shards take; Ollama has no bound.
+# Highest temperature that shards accept; Ollama has no bound.
 _MAX_TEMPERATURE = 100
-# A share of the probabilities that only the likeliest token makes up.
+# With this `top_p`, only the likeliest token is kept.
 _LEAST_SHARE = 1e-9
 
 
@@ -108,7 +108,6 @@ OPTIONS = table(
 
 
 def _read_options(name: str, value: Any) -> JsonObject:
-    """The sampling fields of a request, by the names that they have there."""
     values = read_fields(OPTIONS, read_object(name, value))
     length = values.get("num_predict", -1)
     return {
@@ -153,7 +152,7 @@ _EFFORT = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def _read_think(name: str, value: Any) -> JsonObject:
-    """Variables of a template."""
+    """Template variables."""
     if isinstance(value, bool):
         return {"enable_thinking": value}
     effort = _EFFORT.read(name, value)
@@ -166,7 +165,7 @@ _THINK = Kind(_read_think, {"anyOf": [BOOLEAN.schema, _EFFORT.schema]})
 
 
 def _read_tools(name: str, value: Any) -> Any:
-    """The tools; the type of each may be missing, as in Ollama."""
+    """Read the tools; like Ollama, accept tools without a type."""
     given = [
         {**tool, "type": "function"} if isinstance(tool, dict) and not tool.get("type") else tool
         for tool in read_array(name, value)
@@ -176,7 +175,7 @@ def _read_tools(name: str, value: Any) -> Any:
 
 _TOOLS = Kind(_read_tools, TOOLS.schema)
 _MODEL = Field("model", string(1), "One of /api/tags, with or without :latest.", required=True)
-# A model's name, in either field.
+# Either field names the model.
 NAMES = (_MODEL, dataclasses.replace(another_name("name", of=_MODEL), required=False))
 _KEEP_ALIVE = Field("keep_alive", ANYTHING, "A shard keeps its model: accepted without effect.")
 _CONTEXT = token_ids(at_most=_MAX_CONTEXT_IDS)
@@ -219,13 +218,12 @@ GENERATE_FIELDS = table(
 
 
 def parse_chat(body: JsonObject) -> OllamaChat:
-    """A body of /api/chat."""
     values = read_fields(CHAT_FIELDS, body)
     return _chat(values, values.get("messages", []), "messages" in values)
 
 
 def parse_generate(body: JsonObject) -> OllamaChat:
-    """A body of /api/generate whose prompt goes into the model's template."""
+    """Parse a body of /api/generate whose prompt goes into the model's template."""
     values = read_fields(GENERATE_FIELDS, body)
     system = [{"role": "system", "content": values["system"]}] if values.get("system") else []
     prompt = values.get("prompt", "")
@@ -236,7 +234,7 @@ def parse_generate(body: JsonObject) -> OllamaChat:
 
 
 def parse_raw(body: JsonObject) -> OllamaRaw:
-    """A body of /api/generate whose prompt is completed as it is."""
+    """Parse a body of /api/generate whose prompt is completed as it is."""
     values = read_fields(GENERATE_FIELDS, body)
     for name in ("system", "images", "context"):
         if values.get(name):
@@ -303,7 +301,7 @@ def _api(
         event=answer,
         framing=LINES,
         any_type=True,
-        # The `context` of a prompt's answer.
+        # For the answer's `context`.
         repeats_answer=shape is GenerateShape,
     )
 
@@ -331,7 +329,7 @@ GENERATE = SeveralKinds("ollama_generate_or_raw", _choose, any_type=True)
 
 
 def _read_inputs(name: str, value: Any) -> tuple[str, ...]:
-    """The texts; one that is empty asks for nothing."""
+    """Read the texts. An empty string asks for no vectors."""
     inputs: tuple[str, ...] = _TEXTS.read(name, [value] if isinstance(value, str) else value)
     return () if value == "" else inputs
 
@@ -361,13 +359,11 @@ EMBEDDINGS_FIELDS = table(
 
 
 def parse_embed(body: JsonObject) -> EmbedRequest:
-    """A body of /api/embed."""
     values: JsonObject = {"normalize": True} | read_fields(EMBED_FIELDS, body)
     return _embed(values, values.get("input", ()), cuts=values.get("truncate", True))
 
 
 def parse_embeddings(body: JsonObject) -> EmbedRequest:
-    """A body of /api/embeddings."""
     values = read_fields(EMBEDDINGS_FIELDS, body)
     prompt = values.get("prompt")
     return _embed(values, (prompt,) if prompt else (), cuts=True)

@@ -1,9 +1,8 @@
-"""Deltas -> the JSON of OpenAI's answers: completions and chats, whole and in chunks.
+"""Renders deltas as OpenAI's answers: completions and chats, whole and in chunks.
 
-A chunk of a stream is nearly always the same JSON around one escaped piece of text, so that JSON
-is rendered once for each choice; only chunks that carry more are built as objects. One delta is one
-chunk, with its pieces of all kinds side by side: clients read each kind from its own key, and an
-event's id must identify one position in the answer.
+Almost every chunk is the same JSON around one escaped text. That JSON is rendered once per choice;
+only other chunks are built as objects. A delta is one chunk with its pieces of all kinds, because
+an event's id must identify one position in the answer. Clients read each kind from its own key.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ _encode = msgspec.json.encode
 
 
 class PromptTokensDetails(TypedDict):
-    """Count of the prompt's tokens that were found in the prefix cache."""
+    """The number of prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(TypedDict):
-    """Count of the answer's tokens that are reasoning."""
+    """The number of reasoning tokens in the answer."""
 
     reasoning_tokens: int
 
@@ -63,7 +62,7 @@ class UsageObject(TypedDict):
 
 
 class CompletionChoice(TypedDict):
-    """A choice; in a stream, what the event adds to it."""
+    """A choice; in a stream, the event's addition to the choice."""
 
     index: int
     text: str
@@ -76,8 +75,8 @@ class CompletionChoice(TypedDict):
 
 
 class CompletionAnswer(TypedDict):
-    """An answer of /v1/completions, or an event of its stream. What nobody asked for is null in the
-    answer, and not in the event at all.
+    """An answer of /v1/completions, or an event of its stream. Fields that were not asked for are
+    null in an answer, and missing in an event.
     """
 
     id: str
@@ -108,7 +107,7 @@ class ToolCall(TypedDict):
 
 class ChatMessage(TypedDict):
     """The assistant's message. `content` is null if there are calls and no text. Reasoning has two
-    names, as clients read one or the other; one of them is there, as null, if there is none.
+    names, because clients read only one of them. Without reasoning, one of the names is null.
     """
 
     role: Literal["assistant"]
@@ -131,7 +130,7 @@ class ChatChoice(TypedDict):
 
 
 class ChatAnswer(TypedDict):
-    """An answer of /v1/chat/completions. What nobody asked for is null."""
+    """An answer of /v1/chat/completions. Fields that were not asked for are null."""
 
     id: str
     object: Literal["chat.completion"]
@@ -147,14 +146,14 @@ class ChatAnswer(TypedDict):
 
 
 class CalledFunctionDelta(TypedDict):
-    """The name comes with the first delta of a call; `arguments` is a piece to append."""
+    """The name comes with a call's first delta; `arguments` is a piece to append."""
 
     name: NotRequired[str]
     arguments: str
 
 
 class ToolCallDelta(TypedDict):
-    """The addition to call number `index`; its first delta has the id and type."""
+    """An addition to call number `index`; its first delta has the id and type."""
 
     index: int
     id: NotRequired[str]
@@ -163,7 +162,7 @@ class ToolCallDelta(TypedDict):
 
 
 class ChatDelta(TypedDict):
-    """The addition that an event makes to a choice's message; reasoning has two names here too."""
+    """An event's addition to a choice's message. Reasoning has two names, as in `ChatMessage`."""
 
     role: NotRequired[Literal["assistant"]]
     reasoning_content: NotRequired[str]
@@ -173,7 +172,7 @@ class ChatDelta(TypedDict):
 
 
 class ChatChunkChoice(TypedDict):
-    """The addition that an event makes to a choice, and why the choice ended."""
+    """An event's addition to a choice, and the reason why the choice ended."""
 
     index: int
     delta: ChatDelta
@@ -197,7 +196,6 @@ class ChatChunk(TypedDict):
 
 
 def usage_object(usage: Usage) -> UsageObject:
-    """The `usage` of an answer."""
     cached, reasoning = usage.cached_tokens, usage.reasoning_tokens
     shown: UsageObject = {
         "prompt_tokens": usage.prompt_tokens,
@@ -217,11 +215,11 @@ def usage_object(usage: Usage) -> UsageObject:
 
 
 class _OpenAIShape(ABC):
-    """The part that completions and chats share: the envelope, and chunks around a text."""
+    """The common part of completions and chats: the envelope, and chunks around a text."""
 
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
-    # The JSON around a piece of text in a chunk's choice, after the choice's index.
+    # JSON around the text in a chunk's choice, after the choice's index.
     _text_opens: ClassVar[bytes]
     _text_closes: ClassVar[bytes]
 
@@ -244,10 +242,10 @@ class _OpenAIShape(ABC):
 
     @abstractmethod
     def opening(self) -> list[bytes]:
-        """The frames before the first delta's."""
+        """The frames before the first delta."""
 
     def chunk(self, delta: Delta) -> bytes | None:
-        """A delta as a frame; None where it has nothing to show."""
+        """A delta as a frame; None if it has nothing to show."""
         if delta.finish_reason is not None or delta.logprobs is not None or self._has_ids:
             return self._full_chunk([self._chunk_choice(delta)])
         if delta.pieces is not None:
@@ -255,16 +253,16 @@ class _OpenAIShape(ABC):
         return self._text_chunk(self._heads[delta.index], delta.text) if delta.text else None
 
     def _pieces_chunk(self, delta: Delta, pieces: Sequence[Piece]) -> bytes | None:
-        """The chunk of a delta that carries nothing but pieces."""
+        """The chunk of a delta that has only pieces."""
         return self._full_chunk([self._chunk_choice(delta)]) if pieces else None
 
     def _heads_for(self, opens: bytes) -> list[bytes]:
-        """Write for each choice the JSON before a piece of text; it ends with `opens`."""
+        """The JSON before the text of a chunk, for each choice. The JSON ends with `opens`."""
         head = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
         return [b"%b%d%b" % (head, index, opens) for index in range(len(self._job.requests))]
 
     def _text_chunk(self, head: bytes, text: str, again: bytes = b"") -> bytes:
-        """The chunk with a piece of text; with `again`, a key, it has the text under that too."""
+        """A chunk with a text, which the key `again`, if given, repeats."""
         tail = self._tail
         if self._options.continuous_usage:
             usage = _encode(usage_object(self._usage))
@@ -281,21 +279,19 @@ class _OpenAIShape(ABC):
         return data_frame(_encode(body))
 
     def _usage_so_far(self, usage: Usage) -> UsageObject | None:
-        """The `usage` of a chunk that is not the last, in a stream that has any."""
+        """The `usage` of a chunk before the last, if the client asked for it."""
         return usage_object(usage) if self._options.continuous_usage else None
 
     def closing(self) -> list[bytes]:
-        """The usage if it was asked for, and [DONE]."""
+        """The usage, if it was asked for, and [DONE]."""
         if not self._options.include_usage:
             return [DONE]
         return [self._full_chunk([], usage=usage_object(self._usage)), DONE]
 
     def failure(self, error: ApiError) -> bytes:
-        """The error and [DONE]."""
         return error_frames(error)
 
     def headers(self) -> Mapping[str, str]:
-        """Add no headers."""
         return {}
 
     def _answer(self, choices: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -324,8 +320,6 @@ class _OpenAIShape(ABC):
 
 
 class CompletionShape(_OpenAIShape):
-    """Answers of /v1/completions."""
-
     object_name = "text_completion"
     chunk_name = "text_completion"
     _text_opens = b',"text":'
@@ -339,23 +333,21 @@ class CompletionShape(_OpenAIShape):
             CompletionLogprobs(text_of, options.logprobs or 0, options.logprob_token_ids)
             for _ in job.requests
         ]
-        # Choices that have shown something, be it before the stream was resumed.
+        # Choices that the client has a part of, perhaps from before the stream was resumed.
         self._begun = set(envelope.begun)
         for index in self._begun if options.echo else ():
             self._logprobs[index].skip(job.prompt_of(index).token_ids)
 
     def opening(self) -> list[bytes]:
-        """Send nothing: completions begin with their text."""
         return []
 
     def chunk(self, delta: Delta) -> bytes | None:
-        """A delta as a frame; the first of each choice has its prompt's log-probabilities."""
+        """A delta as a frame; each choice's first frame has the prompt's log-probabilities."""
         if self._options.prompt_logprobs is not None and delta.index not in self._begun:
             return self._full_chunk([self._chunk_choice(delta)])
         return super().chunk(delta)
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The answer that is not streamed."""
         unasked = {"token_ids": None, "prompt_token_ids": None, "prompt_logprobs": None}
         return self._answer([{**unasked, **self._chunk_choice(delta)} for delta in deltas])
 
@@ -378,7 +370,7 @@ class CompletionShape(_OpenAIShape):
         return choice
 
     def _prompt_ids(self, delta: Delta) -> Sequence[int]:
-        # Answers are in the order of their prompts, n for each, even if best_of generated more.
+        # Each prompt has n answers, in the order of prompts, even if best_of generated more.
         options = self._options
         return self._job.prompts[delta.index // options.n].token_ids
 
@@ -396,8 +388,6 @@ class CompletionShape(_OpenAIShape):
 
 
 class ChatShape(_OpenAIShape):
-    """Answers of /v1/chat/completions."""
-
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
     _text_opens = b',"delta":{"content":'
@@ -411,10 +401,10 @@ class ChatShape(_OpenAIShape):
         self._reasoning_heads = self._heads_for(self._reasoning_opens)
 
     def opening(self) -> list[bytes]:
-        """Send a chunk for each choice, with its role."""
+        """A chunk with the role for each choice."""
         prompt_ids = self._job.prompts[0].token_ids
         more: JsonObject = {"prompt_token_ids": list(prompt_ids)} if self._has_ids else {}
-        # It comes with the first token, and says what there was before.
+        # These chunks are sent with the first token, but show the usage before it.
         before = dataclasses.replace(self._usage, completion_tokens=0)
         usage = {"usage": self._usage_so_far(before)} if self._options.include_usage else {}
         first: ChatDelta = {"role": "assistant", "content": ""}
@@ -427,12 +417,11 @@ class ChatShape(_OpenAIShape):
                 "finish_reason": None,
             }
             frames.append(self._full_chunk([choice], **more, **usage))
-            # All choices have one prompt, which may be long: it is shown once.
+            # All choices share one prompt, which may be long: show it once.
             more = {}
         return frames
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The answer that is not streamed."""
         answer = self._answer([self._choice(delta) for delta in deltas])
         prompt_ids, shows = (
             self._job.prompts[0].token_ids,
@@ -454,7 +443,7 @@ class ChatShape(_OpenAIShape):
         if reasoning := _text_of(PieceKind.REASONING, delta.pieces):
             message["reasoning_content"] = message["reasoning"] = reasoning
         if calls := self._calls(delta.index, delta.pieces):
-            # A whole answer has each call from its beginning.
+            # A whole answer has complete calls.
             message["tool_calls"] = cast(list[ToolCall], list(calls.values()))
             message["content"] = delta.text or None
         return message
@@ -470,7 +459,7 @@ class ChatShape(_OpenAIShape):
         }
 
     def _pieces_chunk(self, delta: Delta, pieces: Sequence[Piece]) -> bytes | None:
-        # Nearly always there is one piece, of text.
+        # Almost always there is one piece, of text.
         if len(pieces) == 1 and pieces[0].text:
             [piece] = pieces
             if piece.kind is PieceKind.CONTENT:
@@ -491,15 +480,15 @@ class ChatShape(_OpenAIShape):
         if content := content_of(delta.pieces):
             gained["content"] = content
         if calls := self._calls(delta.index, delta.pieces):
-            # Clients append the entries of an index from chunk to chunk.
+            # Clients append entries with the same index.
             shown = [{"index": index, **call} for index, call in calls.items()]
             gained["tool_calls"] = cast(list[ToolCallDelta], shown)
         return gained
 
     def _calls(self, choice: int, pieces: Sequence[Piece]) -> dict[int, JsonObject]:
-        """Gather what the pieces add to each call, by its number."""
+        """Gather the pieces' additions to each call, by call number."""
         calls: dict[int, JsonObject] = {}
-        # One pass over all pieces: an answer may make thousands of calls.
+        # Use one pass: an answer may make thousands of calls.
         for piece in pieces:
             if piece.kind is PieceKind.CALL:
                 calls[piece.call] = {
@@ -508,7 +497,7 @@ class ChatShape(_OpenAIShape):
                     "function": {"name": piece.text, "arguments": ""},
                 }
             elif piece.kind is PieceKind.ARGUMENTS and piece.text:
-                # The call may have begun in an earlier chunk, maybe on an earlier connection.
+                # The call may have begun in an earlier chunk, or on an earlier connection.
                 known = calls.setdefault(piece.call, {"function": {"arguments": ""}})
                 known["function"]["arguments"] += piece.text
         return calls

@@ -1,4 +1,4 @@
-"""Fields of chats on the routes of other APIs: none of them is ignored there."""
+"""Lists the fields of chats for other APIs' routes, so that none is silently ignored there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock_router.apis.openai.fields import CHAT_FIELDS, OF_CHATS
 from penstock_router.apis.openai.other_servers import with_other_servers
 from penstock_router.json_fields import ANYTHING, Field, Table, Use, not_served
 
-# Values by which clients ask for nothing, of fields that chats have and other routes may not.
+# Values with which a field of chats has no effect. Other routes accept these values.
 _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "response_format": ({"type": "text"},),
@@ -29,8 +29,8 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 
 
 def with_fields_of_chats(fields: Sequence[Field]) -> Table:
-    """A route's own fields, other names of them, and what else chats have: refused where it would
-    change an answer.
+    """A route's own fields with their other names, and fields of chats, which are refused if they
+    would change an answer.
     """
     own = with_other_servers(fields)
     others = [_elsewhere(entry) for name, entry in CHAT_FIELDS.items() if name not in own]

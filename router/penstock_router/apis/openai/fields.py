@@ -1,12 +1,13 @@
-"""Fields of OpenAI's completions and chats: its own, those that vLLM added, and other servers'.
+"""Fields of completions and chats: OpenAI's, those that vLLM added, and other servers'.
 
-One table for each route. Bounds that depend on a model are checked where the model is known.
+One table for each route. Bounds that depend on a model are checked once the model is known.
 """
 
 from __future__ import annotations
 
 from penstock_router.apis.base import TIMEOUT
 from penstock_router.apis.chat_messages import MESSAGES
+from penstock_router.apis.kv_hints import KV_HINTS
 from penstock_router.apis.openai.kinds import (
     LOGIT_BIAS,
     LORA,
@@ -59,7 +60,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 NO_PROMPT = "Either prompt or prompt_embeds must be provided and non-empty."
 
 
-# Fields of completions, chats and responses alike.
+# Fields that completions, chats and responses share.
 SAMPLING = (
     Field("temperature", number(0, 2), "Randomness; below 1e-5 always the likeliest token."),
     Field("top_p", number(0, 1, above_low=True), "Nucleus sampling: likeliest up to this sum."),
@@ -148,7 +149,7 @@ _COMMON = (
     Field("stream", BOOLEAN, "Answer with events as tokens come."),
     Field("stream_options", STREAM_OPTIONS, "Only in streams: whether events contain the usage."),
     Field("stream_interval", POSITIVE, "Least number of tokens in an event of a stream."),
-    # Lower values run first. HTTP clients cannot go below the default of 0: otherwise anybody could
+    # Lower values run first. HTTP clients cannot go below the default of 0, or any client could
     # overtake all others.
     Field("priority", integer(0, 1000), "Lower runs first."),
     Field("slo", number(1e-6, 86_400), "Seconds between tokens to aim for."),
@@ -164,6 +165,7 @@ _COMMON = (
         string(0, MAX_SESSION_CHARS),
         "Requests with the same value go to the same shard, and its prefix cache.",
     ),
+    KV_HINTS,
     TIMEOUT,
     label("user"),
     label("metadata"),
@@ -211,7 +213,7 @@ COMPLETION_FIELDS: Table = with_other_servers(
         ),
         not_served("suffix", STRING, ""),
         not_served("prompt_embeds", ANYTHING),
-        # Fields of chats that would change the answer: refused, as ignoring them would mislead.
+        # Fields of chats that would change the answer are refused: to ignore them would mislead.
         not_served("max_completion_tokens", POSITIVE, help=OF_CHATS),
         not_served("top_logprobs", NUM_LOGPROBS, help=OF_CHATS),
         not_served("tools", ARRAY, help=OF_CHATS),

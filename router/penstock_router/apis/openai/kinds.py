@@ -1,4 +1,4 @@
-"""Kinds of the fields of completions and chats that need more than a bound."""
+"""Kinds of fields of completions and chats that need more than a bound."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from penstock_router.request import WHOLE_VOCABULARY
 from penstock_router.text.stop_strings import MAX_CHARS as MAX_STOPS_CHARS
 
 MAX_LOGIT_BIASES = 1024
-# The id of a token as a key of an object: no vocabulary has a thousand million.
+# A token id as an object's key. No vocabulary has a thousand million tokens.
 _ID_KEY = re.compile("[0-9]{1,9}")
 
 
-# The bound is the shards' own, which is known once a request has its model.
+# Shards set the real bound, which is known only with the model.
 NUM_LOGPROBS = integer(WHOLE_VOCABULARY, INT32_MAX)
 
 
@@ -50,8 +50,8 @@ def _read_stops(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _read_logit_bias(name: str, value: Any) -> dict[int, float]:
-    """Biases by id, cut to -100..100. Ids come as strings, since JSON has no other keys, or, as
-    llama.cpp has them, in pairs of id and bias, where false bans a token.
+    """Read biases by id, cut to -100..100. Ids are strings, because JSON's keys are strings. Or, as
+    in llama.cpp, the value is a list of pairs of id and bias, in which false bans a token.
     """
     given = value if isinstance(value, list) else read_object(name, value)
     if len(given) > MAX_LOGIT_BIASES:
@@ -80,8 +80,8 @@ def _pairs(name: str, given: list[Any]) -> list[tuple[str, Any]]:
 
 
 def prompts(at_most: int, empty: str) -> Kind:
-    """The four forms of a prompt, as a tuple of strings and of lists of ids; `empty` is the refusal
-    of a prompt with nothing in it.
+    """The four forms of a prompt, as a tuple of strings and lists of ids; `empty` is the error for
+    an empty prompt.
     """
     forms = "a string, an array of token ids, or an array of either"
 
@@ -90,7 +90,7 @@ def prompts(at_most: int, empty: str) -> Kind:
             raise refusal(name, forms, value)
         single = isinstance(value, str) or (bool(value) and _is_number(value[0]))
         given = [value] if single else value
-        # Checked first: there may be millions of prompts to look at.
+        # Check the number first: there may be millions of prompts.
         if len(given) > at_most:
             text = f"{name}: at most {at_most} prompts; given: {len(given)}"
             raise BadRequest(text, param=name)
@@ -157,12 +157,12 @@ LOGIT_BIAS = Kind(
 
 
 def length(at_least: int) -> Kind:
-    """A number of tokens; -1: up to the end of the context."""
+    """A number of tokens; -1 means up to the end of the context."""
     return unless(integer(at_least, INT32_MAX), -1)
 
 
 def _read_lora(name: str, value: Any) -> str | None:
-    """The name of an adapter, alone or in an array of one."""
+    """Read the name of an adapter, alone or in an array of one."""
     match value:
         case [only]:
             value = only

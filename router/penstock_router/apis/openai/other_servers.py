@@ -1,7 +1,7 @@
-"""Fields that clients of other servers add to completions and chats, by what comes of them.
+"""Lists fields that clients of other servers add to completions and chats, by their effect here.
 
-The servers are SGLang, llama.cpp, text-generation-inference, vLLM and those of hosted models; what
-they read is known from their documentation and their schemas of requests.
+The servers are SGLang, llama.cpp, text-generation-inference, vLLM and hosted models; their fields
+are known from their documentation and request schemas.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from penstock_router.json_fields import (
     unless,
 )
 
-# ---- Other names of fields that are served -----------------------------------------------------
+# ---- Other names of served fields --------------------------------------------------------------
 
 
-# Name -> our field. Those of fields that a route does not have are left out there.
+# Name -> our field. A route has the name if it has our field.
 _NAMES: Mapping[str, str] = {
     "n_cmpl": "n",
     "random_seed": "seed",
@@ -50,7 +50,7 @@ _NAMES: Mapping[str, str] = {
     "reasoning_budget": "thinking_token_budget",
     "reasoning_budget_tokens": "thinking_token_budget",
 }
-# Values by which clients of these names ask for nothing.
+# Values with which these names have no effect.
 _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "n_predict": (-2,),
     "thinking_budget": (-1,),
@@ -70,11 +70,11 @@ def _other_names(fields: Table) -> list[Field]:
     return found
 
 
-# ---- What would change the answer, and is not served -------------------------------------------
+# ---- Fields that would change the answer, and are not served -----------------------------------
 
 
 def _read_switch(name: str, value: Any) -> float:
-    """A number that is off at 0 and below."""
+    """A number: 0 and negative values switch the field off."""
     given: float = ANY_NUMBER.read(name, value)
     return max(given, 0.0)
 
@@ -112,7 +112,7 @@ _NOT_SERVED: Sequence[Field] = (
     not_served("guidance_scale", ANY_NUMBER, 1.0),
     not_served("negative_prompt", STRING, ""),
     not_served("custom_logit_processor", ANYTHING),
-    # What ends an answer.
+    # Ends of an answer.
     not_served("stop_regex", ANYTHING, "", []),
     not_served("t_max_predict_ms", integer(-1, 2**63 - 1), 0, -1),
     not_served("t_max_prompt_ms", integer(-1, 2**63 - 1), 0, -1),
@@ -121,7 +121,7 @@ _NOT_SERVED: Sequence[Field] = (
     not_served("grammar_lazy", BOOLEAN, False),
     not_served("grammar_triggers", ANYTHING, []),
     not_served("preserved_tokens", ANYTHING, []),
-    # What the answer shows.
+    # Contents of the answer.
     not_served("separate_reasoning", BOOLEAN, True),
     not_served("stream_reasoning", BOOLEAN, True),
     not_served("reasoning_format", STRING, "auto", "deepseek"),
@@ -133,7 +133,7 @@ _NOT_SERVED: Sequence[Field] = (
     not_served("return_routed_experts", BOOLEAN, False),
     not_served("return_meta_info", BOOLEAN, False),
     not_served("return_prompt_token_ids", BOOLEAN, False),
-    # What the prompt is made of.
+    # Contents of the prompt.
     not_served("input_ids", ANYTHING),
     not_served("input_embeds", ANYTHING),
     not_served("image_data", ANYTHING, []),
@@ -148,11 +148,11 @@ _NOT_SERVED: Sequence[Field] = (
     not_served("max_dynamic_patch", ANYTHING),
     not_served("min_dynamic_patch", ANYTHING),
     not_served("use_audio_in_video", BOOLEAN, False),
-    # Adapters are asked for by `model`, or by `lora_path`.
+    # Adapters are requested by `model` or `lora_path`.
     not_served("lora", ANYTHING, []),
 )
 
-# ---- What cannot change the answer -------------------------------------------------------------
+# ---- Fields that cannot change the answer ------------------------------------------------------
 
 _SETTINGS_OF_OTHERS = "A setting of samplers that are not served."
 _OF_ANOTHER_PLACE = "Where and how another server computes."
@@ -180,7 +180,7 @@ _TAKEN: Mapping[str, Sequence[str]] = {
 
 
 def with_other_servers(fields: Sequence[Field]) -> Table:
-    """A route's own fields, and those of other servers' clients."""
+    """A route's own fields, and the fields that clients of other servers send."""
     own = table(fields)
     taken_fields = [taken(name, False, help=why) for why, names in _TAKEN.items() for name in names]
     others = [*_other_names(own), *_NOT_SERVED, *taken_fields]

@@ -1,4 +1,4 @@
-"""OpenAI's completions and chats: bodies -> requests. The shapes are in `answers.py`."""
+"""OpenAI's completions and chats: parses bodies to requests. The shapes are in `answers.py`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from penstock_router.json_fields import JsonObject, read_fields, refusal
 from penstock_router.request import ChatRequest, CompletionRequest, Options
 
 _OPTION_NAMES = frozenset(Options.__dataclass_fields__)
-# Fields that `Options` names differently.
+# Fields with another name in `Options`.
 _RENAMED = {
     "repeat_last_n": "penalty_window_tokens",
     "slo": "seconds_between_tokens",
     "is_latency_sensitive": "latency_sensitive",
     "session_id": "session",
+    "kv_hints": "retain",
     "timeout": "timeout_s",
 }
 
@@ -40,7 +41,6 @@ _RENAMED = {
 
 
 def parse_completion(body: JsonObject) -> CompletionRequest:
-    """A body of /v1/completions."""
     if body.get("prompt") is None and body.get("prompt_embeds") is None:
         raise BadRequest(NO_PROMPT, param="prompt")
     values = read_fields(COMPLETION_FIELDS, body)
@@ -63,7 +63,6 @@ def parse_completion(body: JsonObject) -> CompletionRequest:
 
 
 def parse_chat(body: JsonObject) -> ChatRequest:
-    """A body of /v1/chat/completions."""
     if body.get("messages") is None and body.get("input") is not None:
         # Cursor sends bodies of responses here.
         text = "messages: required; a body with input is for /v1/responses"
@@ -93,7 +92,6 @@ def parse_chat(body: JsonObject) -> ChatRequest:
 
 
 def common_options(values: JsonObject) -> JsonObject:
-    """The fields of `Options`, as its constructor takes them."""
     constraint = constraint_options(values)
     named = {_RENAMED.get(name, name): value for name, value in values.items()}
     common = {name: value for name, value in named.items() if name in _OPTION_NAMES} | constraint
@@ -127,7 +125,7 @@ def _chat_logprobs(values: JsonObject) -> int | None:
 
 
 def template_options(values: JsonObject) -> JsonObject:
-    """Gather what a chat's prompt depends on besides its messages, as `ChatRequest` takes it."""
+    """Options of `ChatRequest`, besides the messages, on which a chat's prompt depends."""
     continues = values.get("continue_final_message", ends_unfinished(values.get("messages", ())))
     begins = values.get("add_generation_prompt", not continues)
     if continues and begins:
@@ -149,7 +147,7 @@ _RESERVED_KWARGS = frozenset(
 
 
 def own_kwargs(values: JsonObject) -> JsonObject:
-    """The variables of its template that a request names itself."""
+    """Template variables that the request gives by name."""
     kwargs: JsonObject = values.get("chat_template_kwargs", {})
     reserved = sorted(_RESERVED_KWARGS & kwargs.keys())
     if reserved:
@@ -162,7 +160,7 @@ def own_kwargs(values: JsonObject) -> JsonObject:
 
 
 def _name_completion(request_id: str, named_by_client: bool) -> str:
-    # Each choice of a completion is a numbered request; clients expect the id of the first.
+    # Each choice of a completion is a numbered request; clients expect the first request's id.
     return f"cmpl-{request_id}-0" if named_by_client else f"cmpl-{request_id}"
 
 

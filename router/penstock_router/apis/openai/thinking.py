@@ -1,7 +1,7 @@
-"""Reasoning as clients of chats ask for it, in the ways of several hosted models.
+"""Reads the fields by which clients of several hosted models ask for reasoning in chats.
 
-What they say becomes variables of the chat template, which are fitted to its own names where the
-template is known, and options of the request.
+They become options of the request and variables of the chat template. When the template is known,
+the variables get its own names.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _read_thinking(name: str, value: Any) -> JsonObject:
     return said
 
 
-# OpenRouter's field, of which SGLang and OpenAI's Responses have parts.
+# OpenRouter's field; SGLang and OpenAI's Responses have some of its entries.
 _REASONING = object_of(effort=STRING, max_tokens=_TOKENS, enabled=BOOLEAN, exclude=BOOLEAN)
 _OF_REASONING = {
     "effort": "reasoning_effort",
@@ -90,13 +90,13 @@ THINKING_FIELDS = (
         "The same as reasoning_effort, thinking_token_budget, enable_thinking, include_reasoning.",
     ),
 )
-# Variables of templates, by the names of fields.
+# Template variables, by field names.
 _VARIABLES = ("reasoning_effort", "enable_thinking", "clear_thinking")
 
 
 def spread_thinking(values: JsonObject, names: Sequence[str] = ("thinking", "reasoning")) -> None:
-    """Put what fields of these names say under the fields that say the same. Raises `BadRequest`
-    where two fields contradict each other.
+    """Move the entries of these fields to the fields with the same meaning. Raises `BadRequest` if
+    two fields contradict each other.
     """
     for name in names:
         for ours, said in values.pop(name, {}).items():
@@ -106,5 +106,5 @@ def spread_thinking(values: JsonObject, names: Sequence[str] = ("thinking", "rea
 
 
 def thinking_kwargs(values: JsonObject) -> JsonObject:
-    """The variables of a template by which a request asks for reasoning."""
+    """Template variables by which a request asks for reasoning."""
     return {name: values[name] for name in _VARIABLES if name in values}

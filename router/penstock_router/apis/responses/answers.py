@@ -1,7 +1,7 @@
-"""Deltas -> the JSON of the Responses API: a response whole, and the events of its stream.
+"""Renders deltas in OpenAI's Responses API: a whole response, and the events of its stream.
 
-An answer that is text only is one message. In others each run of pieces of one kind is an item, in
-the order in which they were generated. Every event is numbered.
+An answer that has only text is one message. In other answers, each run of pieces of one kind is an
+item. Every event has a number.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ CANCELLED: Final = "cancelled"
 IN_PROGRESS: Final = "in_progress"
 QUEUED: Final = "queued"
 
-# The statuses that this server gives a response.
+# The statuses that this server uses.
 ResponseStatus = Literal["completed", "incomplete", "failed", "cancelled", "in_progress", "queued"]
 
-# A name of its own because each delta looks it up.
+# A local name: every delta looks it up.
 _CONTENT = PieceKind.CONTENT
 
 
@@ -49,14 +49,14 @@ _CONTENT = PieceKind.CONTENT
 
 
 class InputTokensDetails(TypedDict):
-    """Number of the prompt's tokens the prefix cache had; `cache_write_tokens` is always 0."""
+    """The number of prompt tokens found in the prefix cache; `cache_write_tokens` is always 0."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputTokensDetails(TypedDict):
-    """Number of the answer's tokens are reasoning."""
+    """The number of reasoning tokens in the answer."""
 
     reasoning_tokens: int
 
@@ -70,12 +70,12 @@ class ResponseUsage(TypedDict):
     output_tokens_details: OutputTokensDetails
     total_tokens: int
     x_penstock_continued: NotRequired[Literal["approximate"]]
-    # The tools whose grammars were shown to the model, and not enforced.
+    # Tools whose grammars were shown to the model, but not enforced.
     x_penstock_unenforced: NotRequired[list[str]]
 
 
 class IncompleteDetails(TypedDict):
-    """Reason for which a response ends early."""
+    """The reason why a response ended early."""
 
     reason: Literal["max_output_tokens"]
 
@@ -94,14 +94,14 @@ class ResponseAnswer(EchoedFields):
     output: list[Item]
     temperature: float | None
     top_p: float | None
-    # OpenAI's answers have no penalties; Open Responses, after them, requires both.
+    # OpenAI's answers have no penalties, but Open Responses requires both fields.
     presence_penalty: float
     frequency_penalty: float
     usage: ResponseUsage | None
 
 
 class ResponseEvent(TypedDict):
-    """An event of a stream; which fields it has depends on its type."""
+    """An event of a stream; its fields depend on its type."""
 
     type: str
     sequence_number: int
@@ -138,7 +138,7 @@ class ItemList(TypedDict):
 
 
 def usage_object(usage: Usage, unenforced: Sequence[str] = ()) -> ResponseUsage:
-    """The `usage` of a response; `unenforced`: the tools whose grammars were not enforced."""
+    """The `usage` of a response; `unenforced` names tools whose grammars were not enforced."""
     shown: ResponseUsage = {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {
@@ -160,9 +160,9 @@ def usage_object(usage: Usage, unenforced: Sequence[str] = ()) -> ResponseUsage:
 
 
 class ResponseShape:
-    """Response as it is made: `answer` is in progress until `finish`, `fail` or `cancel`.
+    """A response in progress: `answer` is incomplete until `finish`, `fail` or `cancel`.
 
-    It may be long; whatever encodes all of it then belongs in a thread.
+    Encode `answer` in a thread, because it may be long.
     """
 
     def __init__(self, job: Job, envelope: Envelope) -> None:
@@ -177,10 +177,10 @@ class ResponseShape:
         # The last item, which grows.
         self._growing: ItemBuilder | None = None
         self._num_calls = 0
-        # Log-probabilities of tokens whose text no message has shown yet.
+        # Log-probabilities of tokens whose text is not in a message yet.
         self._logprobs: list[msgspec.Raw] = []
         self._finish_reason: EndReason | None = None
-        # Frames not sent yet, whether this is a stream, and the number of the next event.
+        # Frames not sent yet, true if the answer is streamed, and the next event's number.
         self._frames: list[bytes] = []
         self._streams = False
         self._number = 0
@@ -207,18 +207,15 @@ class ResponseShape:
     # ---- whole ----
 
     def whole(self, deltas: Sequence[Delta]) -> ResponseAnswer:
-        """The answer that is not streamed."""
         for delta in deltas:
             self.take(delta)
         self.finish()
         return self.answer
 
     def headers(self) -> Mapping[str, str]:
-        """No headers of its own."""
         return {}
 
     def take(self, delta: Delta) -> None:
-        """Add a delta to the output."""
         self._finish_reason = delta.finish_reason
         if self._asked.logprobs is not None and delta.logprobs is not None:
             self._note_logprobs(delta)
@@ -251,7 +248,7 @@ class ResponseShape:
             self._number += 1
 
     def _begin(self, kind: PieceKind, text: str) -> ItemBuilder:
-        """Complete the item before and begin another."""
+        """Complete the last item and begin another."""
         if self._growing is not None and self._streams:
             self._close(self._growing, self._growing.as_item(COMPLETED))
         stem, index = self._id_stem, len(self._items)
@@ -276,12 +273,12 @@ class ResponseShape:
     # ---- ends ----
 
     def finish(self) -> None:
-        """Complete the response after its last delta; nothing if it has ended already."""
+        """Complete the response after its last delta. Does nothing if it has already ended."""
         answer = self.answer
         if answer["status"] not in (IN_PROGRESS, QUEUED):
             return
         if not self._items:
-            # An answer has at least one message, if only an empty one.
+            # An answer has at least one message, which may be empty.
             self._say(_CONTENT, "")
         answer["usage"] = usage_object(self.usage, self._unenforced)
         if self._finish_reason == "length":
@@ -292,22 +289,20 @@ class ResponseShape:
             answer["completed_at"] = int(time.time())
 
     def queue(self) -> None:
-        """Show the response as one that has not begun."""
         self.answer["status"] = QUEUED
 
     def begin(self) -> None:
-        """Show the response as one that is being made."""
         self.answer["status"] = IN_PROGRESS
 
     def fail(self, error: ApiError, *, show_output: bool = True) -> None:
-        """End the response with an error; without `show_output` its output so far is dropped."""
+        """End the response with an error; without `show_output`, drop its output."""
         self._end(FAILED)
         self.answer["error"] = error_object(error)
         if not show_output:
             self.answer["output"] = []
 
     def cancel(self) -> None:
-        """End the response because a client asked for it; its output so far stays."""
+        """End the response at a client's request; keep its output."""
         self._end(CANCELLED)
 
     def _end(self, status: Literal["completed", "incomplete", "failed", "cancelled"]) -> None:
@@ -318,7 +313,9 @@ class ResponseShape:
         self.answer["output"] = before + [item.as_item(last) for item in self._items[-1:]]
 
     def stored(self) -> tuple[bytes, bytes]:
-        """As JSON: the answer, and the conversation including it, for later responses."""
+        """The answer, and the conversation with the answer, which later responses continue; both as
+        JSON.
+        """
         return json_in_thread.encode(self.answer), json_in_thread.join(self._all_items())
 
     def _all_items(self) -> Iterator[bytes]:
@@ -335,7 +332,6 @@ class ResponseShape:
     # ---- a stream ----
 
     def opening(self) -> list[bytes]:
-        """The response, still empty."""
         self._streams = True
         return [
             self._event("response.created", response=self.answer),
@@ -343,7 +339,7 @@ class ResponseShape:
         ]
 
     def chunk(self, delta: Delta) -> bytes | None:
-        """Write what a delta adds as frames; None where it has nothing to show."""
+        """A delta's additions as frames; None if it has nothing to show."""
         self.take(delta)
         frames = self._frames
         if not frames:
@@ -359,7 +355,7 @@ class ResponseShape:
         return [*frames, self._event(f"response.{self.answer['status']}", response=self.answer)]
 
     def failure(self, error: ApiError) -> bytes:
-        """The response with its error; before it the first event, if that was not sent."""
+        """The event with the failed response. The first event precedes it if not yet sent."""
         frames = b""
         if self._number == 0:
             frames = self._event("response.created", response=self.answer)
@@ -380,12 +376,12 @@ def _without_logprobs(item: Item) -> Item:
 
 
 def _first_of(given: float | None, default: float | None, idle: float = 1.0) -> float:
-    """The value in use; the `idle` one, which changes nothing, if neither is set."""
+    """The value in use. If neither is set, return `idle`, which has no effect."""
     return next((value for value in (given, default) if value is not None), idle)
 
 
 def mark_lost(answer: dict[str, Any]) -> None:
-    """Mark a stored response failed: the process that made it is gone."""
+    """Mark a stored response as failed, because the process that generated it is gone."""
     answer["status"] = FAILED
     answer["error"] = {
         "code": "server_error",

@@ -1,7 +1,7 @@
-"""Errors in the form of OpenAI's Responses: with its types, and codes that are words.
+"""Errors in the form of OpenAI's Responses: with its types, and words as codes.
 
-Codex tells by `context_length_exceeded` that it must shorten a conversation, and waits as long as a
-stream's `rate_limit_exceeded` says in its message.
+At `context_length_exceeded`, Codex shortens the conversation. At a stream's `rate_limit_exceeded`,
+it waits for the time that the message says.
 """
 
 from __future__ import annotations
@@ -58,14 +58,13 @@ class RefusalAnswer(TypedDict):
 
 
 class ResponseError(TypedDict):
-    """Why a response failed."""
+    """The reason why a response failed."""
 
     code: FailureCode
     message: str
 
 
 def error_answer(error: ApiError) -> JsonObject:
-    """An error as a plain answer."""
     status = error.status
     kind: ErrorType = "server_error" if status >= 500 else "invalid_request_error"
     shown: RefusalObject = {
@@ -86,7 +85,6 @@ def _code_of(error: ApiError) -> str | None:
 
 
 def error_object(error: ApiError) -> ResponseError:
-    """The `error` of a response that failed."""
     code: FailureCode = "server_error"
     message = error.message
     if isinstance(error, ContextExceeded):
@@ -104,7 +102,8 @@ def _frames(error: ApiError) -> bytes:
 
 
 def _headers(request_id: str) -> dict[str, str]:
-    # Codex would add what it guesses of earlier reasoning to a usage that counts it already.
+    # Without this header, Codex adds its estimate of earlier reasoning, which the usage already
+    # counts.
     return {"x-reasoning-included": "true"}
 
 

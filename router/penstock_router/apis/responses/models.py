@@ -1,4 +1,4 @@
-"""The catalogue of models that Codex asks for, beside the list that all clients read."""
+"""The model catalogue that Codex asks for, beside the list that all clients read."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 def catalogue(query: Mapping[str, str]) -> dict[str, list[Any]]:
-    """Entries of `GET /v1/models` for Codex, which says its version in the query.
+    """Entries of `GET /v1/models` for Codex, which sends its version in the query.
 
-    It is empty: an entry would replace Codex's own instructions for models that it does not know.
-    Without the key Codex takes the whole list for broken.
+    The list is empty, because an entry would replace Codex's own instructions for unknown models.
+    Without the key, Codex rejects the whole list.
     """
     return {"models": []} if "client_version" in query else {}

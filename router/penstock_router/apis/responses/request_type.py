@@ -1,4 +1,4 @@
-"""A request of OpenAI's Responses API: a chat whose turns are items, and what its answer
+"""A request of OpenAI's Responses API: a chat whose turns are items, and the fields that its answer
 repeats.
 """
 
@@ -29,21 +29,21 @@ class TextFormat(TypedDict):
 
 
 class TextConfig(TypedDict):
-    """Demands on the answer's text."""
+    """The requested properties of the answer's text."""
 
     format: TextFormat
     verbosity: Literal["low", "medium", "high"]
 
 
 class Reasoning(TypedDict):
-    """Demands on reasoning models."""
+    """The requested reasoning."""
 
     effort: str | None
     summary: str | None
 
 
 class EchoedFields(TypedDict):
-    """Fields that an answer repeats from its request, defaults filled in."""
+    """Fields that an answer repeats from its request, with defaults filled in."""
 
     background: bool
     instructions: str | None
@@ -70,24 +70,24 @@ class EchoedFields(TypedDict):
 class ResponsesRequest(ChatRequest):
     """A chat in this API's form: `messages` are made from the instructions and `items`."""
 
-    # `Item`s, but msgspec reads no union of them. The conversation without instructions, which
-    # apply to one answer only.
+    # The conversation without instructions, which apply only to one answer. The elements are
+    # `Item`s, but msgspec reads no union of TypedDicts.
     items: list[Any]
     # `EchoedFields`; empty after `without_text`.
     repeated: JsonObject
     previous_response_id: str | None
     background: bool
     store: bool
-    # The tools that are not plain functions, by the names of the functions that stand for them.
+    # Tools that are not plain functions, by the names of their functions.
     served: dict[str, ServedTool] = field(default_factory=dict)
-    # The ids of stored items that `items` refer to.
+    # Ids of stored items that `items` refer to.
     references: tuple[str, ...] = ()
-    # Whether reasoning is also shown as `encrypted_content`.
+    # True if reasoning is also shown as `encrypted_content`.
     seals_reasoning: bool = False
 
     def without_text(self) -> Self:
-        """A copy without the fields that may be long."""
-        # Not `super()`: slots=True creates the class anew, and `super()` refers to the first one.
+        # `super()` would fail: slots=True creates the class anew, and `super()` refers to the first
+        # class.
         return dataclasses.replace(
             ChatRequest.without_text(self),
             items=[],
@@ -98,8 +98,8 @@ class ResponsesRequest(ChatRequest):
         )
 
     def after(self, earlier: Sequence[Any]) -> ResponsesRequest:
-        """The request with what is stored: the conversation before it, and then each answer that
-        its items refer to. Raises `BadRequest`.
+        """The request with stored items. `earlier` has the conversation before the request, and
+        each answer that its items refer to. Raises `BadRequest`.
         """
         before, answers = list(earlier[0]), earlier[1:]
         known = {item["id"]: item for items in (before, *answers) for item in items}

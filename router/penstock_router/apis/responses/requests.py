@@ -1,6 +1,6 @@
-"""OpenAI's Responses API: bodies -> requests. The shapes are in `answers.py`.
+"""OpenAI's Responses API: parses bodies to requests. The shapes are in `answers.py`.
 
-The previous response's conversation is added later, where the store is known.
+The previous response's conversation is added later, where the store is available.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ _ENTRIES = {
     "reasoning": ("effort", "summary", "generate_summary"),
     "text": ("format", "verbosity"),
 }
-# How many unknown entries of a field a warning names.
+# Maximum of unknown entries that a warning names.
 _NAMED_ENTRIES = 16
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
-# Details of tools that OpenAI's servers run, and of images: this server has none of them.
+# Details of tools that OpenAI's servers run, and of images: this server has none.
 _NOTHING_TO_INCLUDE = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -117,7 +117,7 @@ _METADATA = Kind(
 
 @dataclass(frozen=True, slots=True)
 class _ParsedFormat:
-    """The format asked for: as answers repeat it, and as the constraint to be made."""
+    """The requested format: the form that answers repeat, and the constraint."""
 
     shown: TextFormat
     wish: Wish | None = None
@@ -170,13 +170,13 @@ _SUMMARY = one_of("auto", "concise", "detailed")
 
 # ---- The table ---------------------------------------------------------------------------------
 
-# Fields of chats, with the same names and the same meaning.
+# Fields with the same names and meaning as in chats.
 _AS_IN_CHATS = (
     *("model", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
     *("logit_bias", "allowed_token_ids", "bad_words", "skip_special_tokens"),
     *("spaces_between_special_tokens", "stream", "stream_interval", "chat_template"),
     *("chat_template_kwargs", "priority", "slo", "is_latency_sensitive", "cache_salt"),
-    *("request_id", "session_id", "timeout"),
+    *("request_id", "session_id", "timeout", "kv_hints"),
     *("include_reasoning", "thinking_token_budget", "enable_thinking", "thinking"),
     *("reasoning_effort", "lora_path", "documents", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -184,7 +184,7 @@ _AS_IN_CHATS = (
     *("guided_whitespace_pattern", "guided_decoding_backend"),
 )
 
-# What cannot change an answer here: how long caches keep a prompt, where and when it is made.
+# Fields that cannot change an answer here, such as how long caches keep a prompt.
 _TAKEN = (
     *("prompt_cache_retention", "prompt_cache_options", "access_programs"),
     *("background_options", "image", "request_country"),
@@ -286,7 +286,7 @@ RESPONSES_FIELDS = with_fields_of_chats(
 
 
 def parse_response(body: JsonObject) -> ResponsesRequest:
-    """A body of /v1/responses, without the previous response's conversation."""
+    """Parse a body of /v1/responses, without the previous response's conversation."""
     values = read_fields(RESPONSES_FIELDS, body)
     _name_unknown_entries(values, body)
     spread_thinking(values, ["thinking"])
@@ -298,9 +298,9 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
         "max_tokens": values.get("max_output_tokens"),
         "max_tokens_field": "max_output_tokens",
         "logprobs": _logprobs(values),
-        "session_id": values.get("session_id", values.get("prompt_cache_key", "")),
+        "session_id": values.get("session_id") or values.get("prompt_cache_key", ""),
         "truncate_prompt_tokens": -1 if truncates else None,
-        # Keep the last turns: they are what is to be answered.
+        # Keep the last turns, which the answer must answer.
         "truncation_side": "left",
     }
     given: ParsedInput = values["input"]
@@ -311,7 +311,7 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
         repeated["instructions"], given.items, options.get("served", {}), given.places
     )
     images = take_images(messages)
-    # Each response is stored with all that it answers, and images would be stored again and again.
+    # Each response is stored with its whole conversation, so each would store the images again.
     repeated["store"] = repeated["store"] and not images
     asked: _ParsedFormat = values.get("text", {}).get("format", _ANY_TEXT)
     renamed["text.format"] = asked.wish
@@ -338,7 +338,7 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
 
 
 def _name_unknown_entries(values: JsonObject, body: JsonObject) -> None:
-    """Add a warning of what `reasoning` and `text` have that has no effect."""
+    """Warn of entries of `reasoning` and `text` without effect."""
     for name, known in _ENTRIES.items():
         given = [key for key, entry in (body.get(name) or {}).items() if entry is not None]
         if others := [key for key in given if key not in known]:
@@ -347,7 +347,7 @@ def _name_unknown_entries(values: JsonObject, body: JsonObject) -> None:
 
 
 def _all_tools(values: JsonObject, given: ParsedInput) -> ParsedTools:
-    """The tools of the body, and those that come as items."""
+    """The tools of the field `tools`, and the tools given as items."""
     tools: ParsedTools = values.get("tools") or ParsedTools()
     for name, more in given.tools:
         tools.add(name, more, source=Source.ITEM)
@@ -358,7 +358,7 @@ def _all_tools(values: JsonObject, given: ParsedInput) -> ParsedTools:
 
 
 def _warnings(values: JsonObject, given: ParsedInput, tools: ParsedTools) -> JsonObject:
-    """Warnings of what has no effect: of the fields, of the items, of the tools."""
+    """Warnings of fields, items and tools without effect."""
     lines = [*values.get(WARNINGS, ()), *given.warnings, *tools.warnings]
     if values.get("text", {}).get("verbosity", "medium") != "medium":
         lines.append(without_effect("text.verbosity"))
@@ -375,9 +375,8 @@ def _logprobs(values: JsonObject) -> int | None:
 
 
 def _check(request: ResponsesRequest) -> None:
-    """Refuse fields that cannot be combined."""
     check_one_form(request)
-    # It is not known which tokens are the text's and which are a call's.
+    # The router does not know which tokens belong to the text and which to a call.
     if request.logprobs is not None and request.tools and request.tool_choice.mode != "none":
         text = f"include: {LOGPROBS} is not served beside tools; leave one of them out"
         raise BadRequest(text, param="include")
@@ -445,7 +444,8 @@ RESPONSES = Api(
     parse=parse_response,
     work=_prepare,
     make_shape=ResponseShape,
-    # Not derived from the request's id: a client that reuses one would overwrite what is stored.
+    # The id is random: with the request's id, a client that reuses an id would overwrite a
+    # response.
     name_answer=lambda request_id, named_by_client: f"resp_{uuid.uuid4().hex}",
     errors=ERRORS,
     answer=ResponseAnswer,

@@ -1,6 +1,6 @@
-"""Shows a response that was stored: itself, and pages of its conversation.
+"""Shows a stored response, or pages of its conversation.
 
-Plain functions of stored JSON; `offload/dispatch.py` decides in which process they run.
+The functions need only the stored JSON; `offload/dispatch.py` decides in which process they run.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Page:
 
 
 def read_stored(response: bytes, messages: bytes, page: Page | None) -> bytes:
-    """A page of the conversation that the response answers. Without `page` the response itself,
-    which the store lists as failed: if its JSON does not, the process that made it is gone. Raises
+    """A page of the conversation that the response answers. Without `page`, return the response,
+    which the store lists as failed: if its JSON has another status, its process is gone. Raises
     `BadRequest`.
     """
     answer: dict[str, Any] = _decode(response)

@@ -1,6 +1,6 @@
-"""Deltas -> the JSON of text-generation-inference's answers, whole and in events; its errors.
+"""Renders text-generation-inference's answers, whole and as events, and its errors.
 
-Each token is shown with its own text. No other API needs that, so it is decoded here, from ids.
+Each token is shown with its own text. No other API needs this text, so it is decoded here from ids.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _encode = msgspec.json.encode
 
 
 class GenerateError(TypedDict):
-    """What went wrong; clients choose their exception by `error_type`."""
+    """An error; clients choose their exception by `error_type`."""
 
     error: str
     error_type: str
@@ -74,7 +74,6 @@ def error_answer(error: ApiError) -> JsonObject:
 
 
 def error_frames(error: ApiError) -> bytes:
-    """An error as the end of a stream."""
     return data_frame(_encode(error_answer(error)))
 
 
@@ -86,7 +85,9 @@ def error_status(error: ApiError) -> int:
 
 
 def _refusal_text(error: BadRequest) -> str:
-    """The error's text; if the request exceeds the context, the text that clients look for."""
+    """The error's text. If the request exceeds the context, the text has words that clients look
+    for.
+    """
     if not isinstance(error, ContextExceeded):
         return error.message
     limit, wanted = error.limit_tokens, error.wanted_tokens
@@ -104,25 +105,25 @@ def _refusal_text(error: BadRequest) -> str:
 ERRORS = ErrorForm(error_answer, GenerateError, error_frames, error_status)
 
 
-# ---- What is to be shown -----------------------------------------------------------------------
+# ---- Options of answers ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest(CompletionRequest):
-    """A completion of one prompt, and what its answer shows."""
+    """A completion of one prompt, and the options of its answer."""
 
     samples: bool
     details: bool
-    # Whether the text begins with the inputs.
+    # True if the text begins with the inputs.
     full_text: bool = False
     # Length of the inputs.
     num_chars: int = 0
-    # Whether the answer is wrapped in an array.
+    # True if the answer is wrapped in an array.
     as_list: bool = False
 
     @property
     def places(self) -> tuple[int, str]:
-        """How many sequences it asks for, and the field that asks for so many."""
+        """The number of requested sequences, and the field that requests it."""
         return self.n, "best_of"
 
 
@@ -133,7 +134,7 @@ GenerateEnd = Literal["length", "eos_token", "stop_sequence"]
 
 
 class PrefillToken(TypedDict):
-    """A token of the inputs; the first has no log-probability."""
+    """A token of the inputs; the first token has no log-probability."""
 
     id: int
     text: str
@@ -141,7 +142,9 @@ class PrefillToken(TypedDict):
 
 
 class Token(TypedDict):
-    """A token of the answer. The texts of tokens that are not special join to the answer's."""
+    """A token of the answer. The texts of the tokens that are not special make up the answer's
+    text.
+    """
 
     id: int
     text: str
@@ -150,7 +153,7 @@ class Token(TypedDict):
 
 
 class BestOfSequence(TypedDict):
-    """One of several answers that was not the likeliest."""
+    """An answer that was not the likeliest of several."""
 
     generated_text: str
     finish_reason: GenerateEnd
@@ -162,7 +165,7 @@ class BestOfSequence(TypedDict):
 
 
 class Details(TypedDict):
-    """How an answer came about."""
+    """Details of an answer's generation."""
 
     finish_reason: GenerateEnd
     generated_tokens: int
@@ -174,14 +177,14 @@ class Details(TypedDict):
 
 
 class GenerateAnswer(TypedDict):
-    """The text, and how it came about where that was asked for."""
+    """The text, and details if they were requested."""
 
     generated_text: str
     details: NotRequired[Details]
 
 
 class StreamDetails(TypedDict):
-    """How a stream came about."""
+    """Details of a stream's generation."""
 
     finish_reason: GenerateEnd
     generated_tokens: int
@@ -190,7 +193,7 @@ class StreamDetails(TypedDict):
 
 
 class StreamEvent(TypedDict):
-    """One token; the last one comes with the whole text."""
+    """A token; the last event has the whole text."""
 
     index: int
     token: Token
@@ -200,15 +203,16 @@ class StreamEvent(TypedDict):
 
 
 class _TokenTexts:
-    """The text of each token of one sequence as it grows."""
+    """Decodes the text of each token of a growing sequence."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizers.start(prompt_ids, skip_special_tokens=True)
 
     def of(self, delta: Delta) -> list[str]:
-        """The text of each token. A character spread over several tokens is shown with the last.
-        A token in which a stop string ends is shown up to there."""
+        """The text of each token. A character that spans several tokens is shown with the last of
+        them. A token in which a stop string ends is shown up to the stop string.
+        """
         texts, rest = [], delta.text
         for token_id in delta.token_ids:
             text = self._detokenizer.feed((token_id,))[: len(rest)]
@@ -219,8 +223,6 @@ class _TokenTexts:
 
 
 class GenerateShape:
-    """Answers of all routes that generate."""
-
     def __init__(self, job: Job, envelope: Envelope) -> None:
         assert isinstance(job.options, GenerateRequest)
         self._validated_s = time.perf_counter()
@@ -239,11 +241,9 @@ class GenerateShape:
     # ---- Streams
 
     def opening(self) -> list[bytes]:
-        """Nothing: streams begin with their first token."""
         return []
 
     def chunk(self, delta: Delta) -> bytes | None:
-        """An event for each token."""
         self._shown.append(delta.text)
         tokens, top_tokens = self._tokens(delta), self._top_tokens(delta)
         num_tokens, self._num_tokens = self._num_tokens, self._num_tokens + len(tokens)
@@ -266,7 +266,7 @@ class GenerateShape:
         return b"".join(frames) or None
 
     def _no_token(self) -> Token:
-        """A placeholder: an end that comes without a token needs an event all the same."""
+        """A placeholder token: an end without a token still needs an event."""
         eos_id = next(iter(self._job.model.info.eos_token_ids), 0)
         return {"id": eos_id, "text": "", "logprob": None, "special": True}
 
@@ -281,17 +281,15 @@ class GenerateShape:
         }
 
     def closing(self) -> list[bytes]:
-        """Nothing follows the last token."""
         return []
 
     def failure(self, error: ApiError) -> bytes:
-        """The error, which ends the stream."""
         return error_frames(error)
 
     # ---- Answers that are not streamed
 
     def whole(self, deltas: Sequence[Delta]) -> GenerateAnswer | list[GenerateAnswer]:
-        """The likeliest answer, and the others among its details."""
+        """The likeliest answer; its details contain the other answers."""
         best, *others = sorted(deltas, key=mean_logprob, reverse=True)
         self._num_tokens = len(best.token_ids)
         answer: GenerateAnswer = {"generated_text": self._job.prepared.full_text + best.text}
@@ -316,7 +314,7 @@ class GenerateShape:
         return sequence
 
     def headers(self) -> Mapping[str, str]:
-        """Durations in whole milliseconds, except x-compute-time in seconds; and sizes."""
+        """Sizes, and durations in whole milliseconds; x-compute-time is in seconds."""
         total_s = time.perf_counter() - self._envelope.received_s
         validation_s = self._validated_s - self._envelope.received_s
         usage = self._envelope.usage
@@ -338,7 +336,7 @@ class GenerateShape:
     # ---- Parts of both
 
     def _seed(self, delta: Delta) -> int | None:
-        """The seed of this very sequence, which reproduces its text; None without sampling."""
+        """The seed that reproduces this sequence; None without sampling."""
         return self._job.requests[delta.index].sampling.seed if self._options.samples else None
 
     def _prefill(self, delta: Delta) -> list[PrefillToken]:
@@ -363,7 +361,7 @@ class GenerateShape:
         return [self._token(token_id, text, logprob) for token_id, text, logprob in rows]
 
     def _top_tokens(self, delta: Delta) -> list[list[Token]]:
-        """For each token the likeliest at its position; empty if none were asked for."""
+        """The likeliest tokens at each token's position; empty if none were requested."""
         count = self._options.logprobs
         if not count or delta.logprobs is None:
             return []

@@ -1,7 +1,7 @@
-"""text-generation-inference's own API: bodies -> requests. The shapes are in `answers.py`.
+"""text-generation-inference's own API: parses bodies to requests. The shapes are in `answers.py`.
 
-That API is frozen and clients rely on its bounds and error texts: they are kept even where this
-server could do more.
+That API is frozen, and clients rely on its bounds and error texts. So the bounds are kept even
+where this server could do more.
 """
 
 from __future__ import annotations
@@ -242,12 +242,12 @@ COMPAT_FIELDS = table(
 )
 
 
-# ---- Bodies -> requests ------------------------------------------------------------------------
+# ---- Bodies to requests ------------------------------------------------------------------------
 
 
-# Any of these turns sampling on.
+# Each of these fields turns sampling on.
 _SAMPLERS = ("temperature", "top_k", "top_p", "typical_p")
-# All of them: in this API the sampling defaults of the model do not apply.
+# This API ignores the model's sampling defaults.
 _NEUTRAL_SAMPLING = {
     "temperature": 1.0,
     "top_k": 0,
@@ -261,17 +261,15 @@ _NEUTRAL_SAMPLING = {
 
 
 def parse_generate(body: JsonObject) -> GenerateRequest:
-    """A body of /generate."""
     return _request(read_fields(FIELDS, body), stream=False)
 
 
 def parse_generate_stream(body: JsonObject) -> GenerateRequest:
-    """A body of /generate_stream."""
     return _request(read_fields(FIELDS, body), stream=True)
 
 
 def parse_compat(body: JsonObject) -> GenerateRequest:
-    """A body of POST /; its answer begins with the inputs unless return_full_text is false."""
+    """Parse a body of POST /. The answer repeats the inputs, unless return_full_text is false."""
     values = read_fields(COMPAT_FIELDS, body)
     stream = values.get("stream", False)
     return _request(values, stream=stream, full_text=True, as_list=True)
@@ -297,7 +295,7 @@ def _request(
     return GenerateRequest(
         prompts=(TextWithImages(tuple(texts)) if images else values["inputs"],),
         images=images,
-        # An adapter is requested like a model, by its name.
+        # An adapter is requested by name, like a model.
         model=parameters.get("adapter_id", ""),
         n=best_of,
         best_of=best_of,
@@ -323,7 +321,6 @@ def _request(
 
 
 def _check(parameters: JsonObject, best_of: int, *, samples: bool, stream: bool) -> None:
-    """Refuse parameters that cannot be combined."""
     if stream and parameters.get("decoder_input_details"):
         text = "`decoder_input_details` == true is not supported when streaming tokens"
         raise BadRequest(text, param="decoder_input_details")
@@ -345,7 +342,7 @@ def _prepare(asked: GenerateRequest, model: TextModel) -> PreparedPrompts:
     prepared = prepare_prompts(asked, model)
     [inputs] = asked.prompts
     if isinstance(inputs, TextWithImages):
-        # Without the images' own data.
+        # Without the images' data.
         inputs = "![]()".join(inputs.texts)
     assert isinstance(inputs, str)
     return dataclasses.replace(prepared, full_text=inputs) if asked.full_text else prepared

@@ -4,8 +4,8 @@ import { words } from "./format.js";
 
 /**
  * The parts of a bar, in order: {kind, from, to, shard}. Kinds are queued (it waits for a place),
- * prefill (a shard has it, and no token came yet), tokens, and gap (it waits for another shard).
- * Of several sequences it is the first one's.
+ * prefill (a shard has it, and no token came yet), tokens, gap (it waits for another shard), and
+ * retained (its shard was asked to retain its KV blocks). Of several sequences it is the first one's.
  */
 export function segmentsOf(record, now) {
   const end = record.ended_at ?? now;
@@ -24,6 +24,9 @@ export function segmentsOf(record, now) {
     add("tokens", first, over, attempt.shard);
     if (index + 1 < attempts.length) add("gap", over, next);
   });
+  if (record.ended_at !== null && record.retained_s) {
+    parts.push({ kind: "retained", from: end, to: end + record.retained_s, shard: attempts.at(-1)?.shard ?? "" });
+  }
   return parts;
 }
 
@@ -76,7 +79,7 @@ export function isWanted(record, wanted, kind) {
   if (kind === "moved" && movesOf(record).length === 0) return false;
   if (!wanted) return true;
   const shards = record.attempts.map((attempt) => attempt.shard);
-  const text = [record.id, record.model, record.route, record.key, record.outcome, record.error,
+  const text = [record.id, record.model, record.route, record.key, record.session, record.outcome, record.error,
     record.status, ...shards].join(" ").toLowerCase();
   return wanted.toLowerCase().split(/\s+/).every((word) => text.includes(word));
 }

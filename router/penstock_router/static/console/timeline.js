@@ -17,7 +17,7 @@ const LANE_PIXELS = 700;
 // Coordinates are seconds since this: whole unix seconds are too long for a drawing's numbers.
 const EPOCH = Math.floor(Date.now() / 1000);
 const HEIGHT = 20;
-const TOPS = { queued: 8, gap: 8, prefill: 3, tokens: 3 };
+const TOPS = { queued: 8, gap: 8, retained: 9, prefill: 3, tokens: 3 };
 
 /** One request's row. */
 class Row {
@@ -224,7 +224,7 @@ class Timeline {
     const entry = (name, text) =>
       make("li", {}, make("span", { className: `key ${name}` }), make("span", { textContent: text }));
     byId("legend").append(entry("queued", "waits"), entry("prefill", "prefill"), entry("tokens", "tokens, in the shard's colour"),
-      entry("move", "goes on at another shard"), entry("end-cut", "cut short by the client"), entry("end-bad", "failed"));
+      entry("retained", "KV blocks retained"), entry("move", "goes on at another shard"), entry("end-cut", "cut short by the client"), entry("end-bad", "failed"));
   }
 
   // ---- drawing ----

@@ -1,1 +1,1 @@
-"""How models write calls, a file a format: an answer's text in, pieces out."""
+"""Formats of models' tool calls, one per file: an answer's text in, pieces out."""

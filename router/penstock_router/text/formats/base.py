@@ -1,4 +1,4 @@
-"""The interface of a format: how one family of models writes calls."""
+"""The interface of a format: how one family of models writes tool calls."""
 
 from __future__ import annotations
 
@@ -12,81 +12,79 @@ from penstock_router.request import Tool
 from penstock_router.text.answer_pieces import Piece
 from penstock_router.text.marks import NO_MARKS, Marks
 
-# A function's name, and the arguments of a call of it as JSON.
+# A function's name, and a tool call's arguments as JSON.
 NamedArguments = tuple[str, str]
 
 
 class ToolParser(Protocol):
-    """Reads the calls out of one answer's text."""
+    """Reads the tool calls out of one answer's text."""
 
     @property
     def is_open(self) -> bool:
-        """Tell whether the latest call has not come to its end."""
+        """Tell whether the latest tool call has not ended."""
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that can be shown now: content, calls, arguments."""
+        """Return the pieces that can be shown now."""
 
     def flush(self, *, was_cut: bool = False) -> list[Piece]:
-        """The text has ended: the remaining pieces.
+        """End the text, and return the remaining pieces.
 
-        `was_cut`: not the model ended it, but a limit, a stop string or an error. Then a call that
-        has not come to its end stays as it is.
+        `was_cut`: a limit, a stop string or an error ended the text, not the model. An unfinished
+        tool call then stays unfinished.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class CallRule:
-    """The calls that an answer is held to.
+    """The constraint on tool calls in an answer.
 
-    Required: calls and nothing else, exactly one where not parallel. Otherwise free text and calls;
-    the arguments of a strict tool obey its schema.
+    If required, an answer has only tool calls: exactly one if not parallel. Otherwise it has free
+    text and tool calls. The arguments of a strict tool obey its schema.
     """
 
     required: bool
     parallel: bool = True
-    # The separators of items and of keys in arguments that are JSON, as the model's template writes
-    # them; None: as the model likes.
+    # The texts between items and after keys in JSON arguments, from the template; None: any text.
     separators: tuple[str, str] | None = None
 
 
 class CallFormat(ABC):
-    """A family's way to write calls. Subclasses are frozen dataclasses."""
+    """A family's way to write tool calls. Subclasses are frozen dataclasses."""
 
-    # Its name in command-line flags.
+    # The format's name in command-line flags.
     name: str
-    # Texts that mark calls and their parts: each that is a token of the model's tokenizer counts
-    # only as that token, and the detokenizer must not leave it out.
+    # Texts that mark tool calls and their parts. A mark that is a token of the model's tokenizer
+    # counts only as that token, and the detokenizer must not skip it.
     marks: tuple[str, ...]
-    # Whether a string stands in a call as it is, without escapes, so that a grammar of the string
-    # is one of what the model writes.
+    # True if strings in a tool call have no escapes, so that a string's grammar fits its text.
     writes_plain_strings: ClassVar[bool] = False
 
     @abstractmethod
     def is_of(self, template: str) -> bool:
-        """Tell whether a chat template makes its model write calls in this format."""
+        """Tell whether a model with this chat template writes tool calls in this format."""
 
     @abstractmethod
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer to a request with these tools; `marks`: those that are tokens."""
+        """Make a parser for one answer; `marks` has the marks that are tokens."""
 
     @abstractmethod
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """The constraint on answers in this format, as the format of a structural tag."""
+        """Return the constraint on answers as the format of a structural tag."""
 
     def begins(self) -> tuple[str, ...]:
-        """Marks of its own that begin calls, wherever they stand; () where calls have none."""
+        """Return the format's own marks that begin tool calls anywhere; () if there are none."""
         return ()
 
     def for_template(self, template: str) -> CallFormat:
-        """The format as a model with this chat template writes it."""
+        """Return the format as a model with this chat template writes it."""
         return self
 
     def call_id(self, name: str, number: int) -> str | None:
-        """The id that the model itself gives to a call in a conversation, the first being number 0;
-        None where it writes none, or any.
+        """Return the id that the model gives to the conversation's call `number`, from 0; None if
+        it writes no ids or random ids.
         """
         return None
 
     def calls_in_words(self, calls: Sequence[NamedArguments]) -> str | None:
-        """Calls as the model writes them, for templates that do not render them; None: as JSON."""
+        """Write tool calls for templates that render no calls; None: write them as JSON."""
         return None

@@ -1,4 +1,4 @@
-"""The interface of formats that divide the whole answer into channels: reasoning, text, calls."""
+"""The interface of formats whose answers are all channels: reasoning, text, tool calls."""
 
 from __future__ import annotations
 
@@ -15,50 +15,52 @@ from penstock_router.text.reasoning import ReasoningStyle
 
 
 class ChannelParser(Protocol):
-    """Reads one answer whole: its reasoning, content and calls."""
+    """Reads a whole answer: its reasoning, content and tool calls."""
 
     @property
     def is_open(self) -> bool:
-        """Tell whether the latest call has not come to its end."""
+        """Tell whether the latest tool call has not ended."""
 
     @property
     def has_reasoning(self) -> bool:
-        """Tell whether any reasoning came so far."""
+        """Tell whether any reasoning was read."""
 
     @property
     def is_over(self) -> bool:
-        """Tell whether no reasoning follows, whatever comes."""
+        """Tell whether no more reasoning can come."""
 
     @property
     def in_reasoning(self) -> bool:
-        """Tell whether it is reasoning that comes, or may be."""
+        """Tell whether the next text is, or may be, reasoning."""
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that can be shown now."""
+        """Return the pieces that can be shown now."""
 
     def flush(self, *, was_cut: bool = False) -> list[Piece]:
-        """The text has ended, by the model or cut off: the remaining pieces."""
+        """End the text, and return the remaining pieces."""
 
 
 class ChannelFormat(CallFormat):
     """A family's channels. They are read whether or not a request has tools."""
 
-    # The texts that open and close its channel of reasoning, where it comes first; None: it has no
-    # such channel.
+    # The texts that open and close the reasoning channel, if it is the first channel; None: no such
+    # channel.
     style: ReasoningStyle | None
 
     @abstractmethod
     def channels(
         self, tools: Sequence[Tool], marks: Marks = NO_MARKS, *, begun: bool = False
     ) -> ChannelParser:
-        """A parser for one answer; `begun`: the prompt ends within the channel of reasoning."""
+        """Make a parser for one answer; with `begun`, the prompt ends within the reasoning
+        channel.
+        """
 
     @abstractmethod
     def said(self, text: JsonObject) -> JsonObject:
-        """The format of an answer that is nothing but text: its channel, with `text` as that."""
+        """Return the format of an answer that is only text: its channel with `text` in it."""
 
     @abstractmethod
     def reasoned(self, answer: JsonObject, *, begun: bool) -> JsonObject:
-        """The format of an answer behind the channel of reasoning, which may come before it or, if
-        `begun`, is open already.
+        """Return the format of reasoning and `answer`. Reasoning is optional or, if `begun`,
+        already open.
         """

@@ -1,4 +1,4 @@
-"""Choosing the tool-call format of a model: by name, or by its chat template."""
+"""Chooses a model's format of tool calls, by name or by its chat template."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ from penstock_router.text.formats.tagged_formats.seed_oss import SEED_OSS
 from penstock_router.text.formats.tagged_formats.step3 import STEP3
 from penstock_router.text.reasoning import AUTO, NONE
 
-# A row a format, with the names that other servers use for it; in the order in which templates are
-# tested: formats with marks before those with words.
+# A row for each format, with its names in other servers. Templates are tested in this order:
+# formats with marks come before formats with words.
 _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
     (HARMONY, ("openai", "gpt_oss", "openai_gptoss")),
     (KIMI_K3, ()),
@@ -117,7 +117,7 @@ _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
 FORMATS: Mapping[str, CallFormat] = {
     name: each for each, others in _ROWS for name in (each.name, *others)
 }
-# Those that read reasoning too, by the same names.
+# Formats that also read reasoning, by the same names.
 CHANNELS: Mapping[str, ChannelFormat] = {
     name: each
     for name, each in FORMATS.items()
@@ -126,10 +126,10 @@ CHANNELS: Mapping[str, ChannelFormat] = {
 
 
 def tool_format_of(template: str, name: str = AUTO) -> CallFormat | None:
-    """The format of this name; "auto": the one that the template uses.
+    """Return the format of this name; "auto": the one that the template uses.
 
-    None: for the name "none", or if the template uses tools in a format that is not known here.
-    Raises `KeyError` for an unknown name.
+    None for the name "none", or if the template uses tools in an unknown format. Raises `KeyError`
+    for an unknown name.
     """
     if name == NONE:
         return None

@@ -1,1 +1,1 @@
-"""How many tokens an image takes, and which: each family of models writes it in its own way."""
+"""The tokens of an image, for each family of models."""

@@ -1,4 +1,4 @@
-"""Tokens that a model's prompts have in the place of an image."""
+"""Describes the tokens that stand for an image in a model's prompts."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ from dataclasses import dataclass
 
 
 class ImagesUnusable(Exception):
-    """A model's files do not say how many tokens an image takes; the text names file and value."""
+    """Raised if a model's files do not determine an image's number of tokens. Names file and
+    value.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageTokens:
-    """Made of a model's files, which never change. Holds nothing of a request."""
+    """A model's tokens for images, read from its files, which never change."""
 
-    # What the model's chat templates write where an image stands, and nowhere else.
+    # The text that the model's chat templates write for an image, and nowhere else.
     anchor: str
-    # The anchor with what belongs around it: for texts that no template writes.
+    # The anchor and the marks around it, for text that no template writes.
     written: str
-    # What replaces it before tokenization: it has the token `token_id` once, among others or not.
+    # The text that replaces the anchor before tokenization; it has the token `token_id` once.
     text: str
-    # The token at whose positions the rows stand that the image's encoder makes.
+    # The token at whose positions the image encoder's rows are.
     token_id: int
-    # All texts that mean something about images or videos: in what users write they are plain text.
+    # All texts with a meaning for images or videos: in users' texts they are plain text.
     reserved: frozenset[str]
-    # What replaces that one token for an image of this width and height in pixels. Raises
-    # `ImageUnusable` if the model takes none of these proportions.
+    # Makes the ids that replace the token `token_id`, for an image's width and height in pixels.
+    # Raises `ImageUnusable` if the model does not take these proportions.
     token_ids: Callable[[int, int], Sequence[int]]
 
     def is_spelled_in(self, text: str) -> bool:
-        """Tell whether the text has anything reserved."""
         return any(reserved in text for reserved in self.reserved)
 
 
 @dataclass(frozen=True, slots=True)
 class ImagePlace:
-    """The tokens of a prompt that an image's `ImageTokens.token_ids` are."""
+    """The place in a prompt of one image's ids (`ImageTokens.token_ids`)."""
 
     offset: int
     num_tokens: int

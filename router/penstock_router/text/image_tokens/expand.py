@@ -1,4 +1,4 @@
-"""A prompt's text -> its ids, with those of each image in its place."""
+"""Turns a prompt's text into ids, with each image's ids in the image's place."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def encode_with_images(
     max_tokens: int,
     truncation: Truncation | None = None,
 ) -> tuple[list[int], tuple[ImagePlace, ...]]:
-    """The ids of a prompt, and where in it its images are. The `pieces` of its text are tokenized
-    apart; they have an anchor for each image.
+    """Return the ids of a prompt, and the places of its images. The `pieces` of its text are
+    tokenized apart; they must have one anchor for each image.
 
-    Raises `BadRequest` if they have not, or if a cut would go through an image; `ContextExceeded`
-    for more than `max_tokens`.
+    Raises `BadRequest` if the anchors differ, or if a cut would go through an image;
+    `ContextExceeded` for more than `max_tokens`.
     """
     if len(pieces) > max_tokens:
-        # Each has a token at least, and takes much more memory than a token meanwhile.
+        # Each piece has at least one token, and needs much more memory than a token.
         raise prompt_too_long(len(pieces), max_tokens)
     _check_anchors(sum(piece.count(images.anchor) for piece in pieces), len(sizes))
     of_images, num_tokens = [], 0
@@ -43,7 +43,7 @@ def encode_with_images(
         of_images.append(images.token_ids(width, height))
         num_tokens += len(of_images[-1])
         if num_tokens > max_tokens:
-            # Before many large images become lists of ids.
+            # This check is before many large images become lists of ids.
             raise prompt_too_long(num_tokens, max_tokens)
     encoded = tokenizer.encode(
         [piece.replace(images.anchor, images.text) for piece in pieces],
@@ -57,7 +57,7 @@ def encode_with_images(
         ids, places = _cut(ids, places, Truncation(room, truncation.side))
     ids = [*before, *ids, *after]
     if truncation is not None:
-        # It may be less than what was added.
+        # The limit may be lower than the number of added tokens.
         ids = truncation.cut(ids)
     if len(ids) > max_tokens:
         raise prompt_too_long(len(ids), max_tokens)
@@ -74,8 +74,9 @@ def place_images(
     add_special_tokens: bool,
     at_most: int,
 ) -> tuple[str, list[TokenPlace]]:
-    """The text of such a prompt, and where in it each token is: those of an image all where its one
-    token was. Raises as `encode_with_images`, and `BadRequest` for more than `at_most` tokens.
+    """Return the prompt's text, and each token's place in it; all tokens of an image have the place
+    of its token in the text. Raises as `encode_with_images`, and `BadRequest` for more than
+    `at_most` tokens.
     """
     _check_anchors(sum(piece.count(images.anchor) for piece in pieces), len(sizes))
     of_images, places, text = [images.token_ids(*size) for size in sizes], list[TokenPlace](), ""
@@ -126,7 +127,6 @@ def _check_tokens(ids: Sequence[int], token_id: int, num_images: int) -> None:
 def _put(
     ids: list[int], token_id: int, of_images: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[ImagePlace]]:
-    """The ids of each image in the place of its one token."""
     _check_tokens(ids, token_id, len(of_images))
     put: list[int] = []
     places, begin = [], 0

@@ -7,11 +7,11 @@ from penstock_router.text.image_tokens.settings import MAX_TOKENS, ModelFiles
 
 
 def read(files: ModelFiles) -> ImageTokens:
-    """Raises `ImagesUnusable`."""
+    """Read the family's settings. Raises `ImagesUnusable`."""
     token, token_id = files.image_token()
     begin, _ = files.special_token("boi_token", "<start_of_image>")
     end, _ = files.special_token("eoi_token", "<end_of_image>")
-    # It would add crops, and words about them.
+    # Pan and scan would add crops, and text that describes the crops.
     files.image_processor.refuse("do_pan_and_scan", False)
     ids = (token_id,) * files.processor.integer("image_seq_length", 256, most=MAX_TOKENS)
     return ImageTokens(

@@ -1,4 +1,4 @@
-"""Gemma 4: an image keeps its proportions and becomes as many tokens as may be."""
+"""Gemma 4: an image keeps its proportions and becomes as many tokens as the limit allows."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from dataclasses import dataclass
 from penstock_router.text.image_tokens.base import ImageTokens
 from penstock_router.text.image_tokens.settings import ModelFiles
 
-# What the model was trained with.
+# The limits that the model was trained with.
 _MOST = (70, 140, 280, 560, 1120)
 
 
 @dataclass(frozen=True, slots=True)
 class _Squares:
-    """A token for each square of `side` pixels, `most` in all."""
+    """A token for each square of `side` pixels, at most `most` of them."""
 
     token_id: int
     side: int
     most: int
 
     def token_ids(self, width: int, height: int) -> list[int]:
-        """As many as whole squares, of an image that is resized to fill the most of them."""
+        """Return a token for each whole square of the image, resized to fill as many squares as
+        allowed.
+        """
         scale = math.sqrt(self.most * self.side**2 / (height * width))
         rows = math.floor(scale * height / self.side)
         columns = math.floor(scale * width / self.side)
@@ -33,7 +35,7 @@ class _Squares:
 
 
 def read(files: ModelFiles) -> ImageTokens:
-    """Raises `ImagesUnusable`."""
+    """Read the family's settings. Raises `ImagesUnusable`."""
     token, token_id = files.image_token()
     begin, _ = files.token_of_id("boi_token_id")
     end, _ = files.token_of_id("eoi_token_id")

@@ -1,4 +1,4 @@
-"""GLM-4V: as Qwen-VL, but small images are enlarged first, and their pixels count twice."""
+"""GLM-4V: like Qwen-VL, but small images are enlarged first, and pixels count per frame."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _EnlargedFirst:
     grid: Grid
 
     def token_ids(self, width: int, height: int) -> list[int]:
-        """Those of the grid for an image each of whose sides has a square at least."""
+        """Enlarge the image until each side has at least one square, then use the grid."""
         if min(width, height) < (side := self.grid.side):
             scale = max(side / height, side / width)
             width, height = int(width * scale), int(height * scale)
@@ -24,7 +24,7 @@ class _EnlargedFirst:
 
 
 def read(files: ModelFiles) -> ImageTokens:
-    """Raises `ImagesUnusable`."""
+    """Read the family's settings. Raises `ImagesUnusable`."""
     token, token_id = files.image_token()
     images, size = files.image_processor, files.image_processor.part("size")
     grid = Grid(

@@ -1,4 +1,4 @@
-"""Idefics 3 and SmolVLM: an image in rows of square tiles, each with its name, then as a whole."""
+"""Idefics 3 and SmolVLM: an image as rows of named square tiles, and then as a whole."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _WHOLE = "<global-img>"
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Tiles of `tile` pixels a side; `runs` are the ids of texts between the tiles' own."""
+    """Tiles of `tile` x `tile` pixels; `runs` are the ids of the texts between tiles."""
 
     token_id: int
     tokens_per_tile: int
-    # 0: an image is not cut.
+    # 0: images are not cut into tiles.
     tile: int
     longest: int
     runs: Mapping[str, list[int]] = field(repr=False)
 
     def token_ids(self, width: int, height: int) -> list[int]:
-        """All between the marks at both ends: names of tiles, tiles, the ends of rows."""
+        """Return all ids between the outer marks: names of tiles, tiles, ends of rows."""
         rows, columns = self._grid(width, height)
         of_tile, ids = [self.token_id] * self.tokens_per_tile, []
         around = self.runs[_AROUND]
@@ -40,7 +40,7 @@ class _Tiles:
         return ids + (around if rows else []) + self.runs[_WHOLE] + of_tile
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns; 0 where there is only the whole."""
+        """Return rows and columns of tiles; 0 and 0 if only the whole image is shown."""
         height, width = _longest_to(height, width, self.longest)
         if not self.tile:
             return 0, 0
@@ -59,7 +59,7 @@ def _name(row: int, column: int) -> str:
 
 
 def _longest_to(height: int, width: int, longest: int) -> tuple[int, int]:
-    """Height and width of an image whose longer side becomes `longest`: the shorter one is even."""
+    """Resize an image so that its longer side is `longest` and its shorter side is even."""
     ratio = width / height
     if width >= height:
         short = int(longest / ratio)
@@ -69,7 +69,7 @@ def _longest_to(height: int, width: int, longest: int) -> tuple[int, int]:
 
 
 def read(files: ModelFiles) -> ImageTokens:
-    """Raises `ImagesUnusable`."""
+    """Read the family's settings. Raises `ImagesUnusable`."""
     token, token_id = files.image_token()
     for text in (_AROUND, _WHOLE):
         files.known(text, text)
@@ -87,7 +87,7 @@ def read(files: ModelFiles) -> ImageTokens:
         files.processor.integer("image_seq_len", 169, most=MAX_TOKENS),
         tile if cut else 0,
         longest,
-        # As they are tokenized between two tokens that are known.
+        # These texts are tokenized between two known tokens.
         {text: files.ids_between(token, text) for text in (*names, "\n", "\n\n", _AROUND, _WHOLE)},
     )
     return ImageTokens(

@@ -1,4 +1,4 @@
-"""InternVL: an image is cut into square tiles, beside which it is shown as a whole."""
+"""InternVL: an image as square tiles, and as a whole if there are several."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from penstock_router.text.image_tokens.base import ImageTokens
 from penstock_router.text.image_tokens.settings import MAX_TOKENS, ModelFiles
 
-# More than checkpoints have; all grids are tried for each image.
+# More than any checkpoint has. The bound exists because all grids are tried for each image.
 _MAX_TILES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """So many tokens for each tile of `tile_pixels`; `grids` are columns and rows of tiles, those
-    of fewer tiles first.
-    """
+    """Tiles of `tile_pixels`; `grids` are columns and rows of tiles, with fewest tiles first."""
 
     token_id: int
     tokens_per_tile: int
@@ -23,14 +21,14 @@ class _Tiles:
     grids: tuple[tuple[int, int], ...]
 
     def token_ids(self, width: int, height: int) -> list[int]:
-        """Those of the tiles, and of the whole where there are several."""
+        """Return the ids of the tiles, and of the whole image if there are several tiles."""
         columns, rows = self._grid(width, height)
         tiles = columns * rows
         return [self.token_id] * (self.tokens_per_tile * (tiles + 1 if tiles > 1 else 1))
 
     def _grid(self, width: int, height: int) -> tuple[int, int]:
-        """The grid nearest to the image's proportions; of those the largest that the image's own
-        pixels fill by half.
+        """Return the grid nearest to the image's proportions; of equally near grids, the largest
+        that the image's own pixels fill by more than half.
         """
         ratio, best, best_difference = width / height, (1, 1), float("inf")
         for columns, rows in self.grids:
@@ -42,7 +40,7 @@ class _Tiles:
 
 
 def read(files: ModelFiles) -> ImageTokens:
-    """Raises `ImagesUnusable`."""
+    """Read the family's settings. Raises `ImagesUnusable`."""
     token, token_id = files.image_token()
     begin, _ = files.special_token("start_image_token", "<img>")
     end, _ = files.special_token("end_image_token", "</img>")

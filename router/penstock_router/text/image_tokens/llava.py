@@ -7,7 +7,7 @@ from penstock_router.text.image_tokens.settings import MAX_TOKENS, ModelFiles
 
 
 def read(files: ModelFiles) -> ImageTokens:
-    """Raises `ImagesUnusable`."""
+    """Read the family's settings. Raises `ImagesUnusable`."""
     token, token_id = files.image_token()
     patches, extra_tokens = crop_side(files) // patch_side(files), extra_of(files)
     num_tokens = patches**2 + extra_tokens
@@ -25,7 +25,7 @@ def read(files: ModelFiles) -> ImageTokens:
 
 
 def crop_side(files: ModelFiles) -> int:
-    """The side of the squares that the encoder gets: what images are resized and cropped to."""
+    """Return the side of the squares to which images are resized and cropped, in pixels."""
     images = files.image_processor
     size, crop = images.part("size"), images.part("crop_size")
     side = size.integer("shortest_edge" if size.get("shortest_edge") is not None else "height")
@@ -38,12 +38,12 @@ def crop_side(files: ModelFiles) -> int:
 
 
 def patch_side(files: ModelFiles) -> int:
-    """The side of a patch, which is a token."""
+    """Return the side of a patch, which is a token, in pixels."""
     return files.processor.integer("patch_size")
 
 
 def extra_of(files: ModelFiles) -> int:
-    """How many tokens a square has besides its patches; there may be one less."""
+    """Count a square's tokens besides its patches; the count may be -1."""
     name = "vision_feature_select_strategy"
     files.processor.refuse(name, "default", "full")
     added = files.processor.integer("num_additional_image_tokens", 0, least=0)

@@ -12,23 +12,23 @@ from penstock_router.text.image_tokens.settings import ModelFiles, Settings
 
 @dataclass(frozen=True, slots=True)
 class _Canvases:
-    """Tiles of `tile` pixels a side, of `patches` a side; `canvases` are heights and widths."""
+    """Tiles of `tile` pixels and `patches` patches a side; `canvases` are heights and widths."""
 
     token_id: int
     tile: int
     patches: int
-    # Tokens of the whole, beside its patches; there may be fewer.
+    # Tokens of the whole image besides its patches; may be negative.
     extra_tokens: int
     canvases: tuple[tuple[int, int], ...]
 
     def token_ids(self, width: int, height: int) -> list[int]:
-        """Those of the whole, then row by row of the tiles without their margins, each with one
-        token more.
+        """Return the ids of the whole image, and of the canvas without margins, with one additional
+        id per row of patches.
         """
         canvas_height, canvas_width = _best_canvas(self.canvases, width, height)
         rows = self.patches * (canvas_height // self.tile)
         columns = self.patches * (canvas_width // self.tile)
-        # The order of the multiplications decides what is rounded.
+        # The order of the multiplications decides the rounding.
         if width / height > columns / rows:
             rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
         else:
@@ -38,7 +38,7 @@ class _Canvases:
 
 
 def _best_canvas(canvases: Sequence[tuple[int, int]], width: int, height: int) -> tuple[int, int]:
-    """The canvas on which most of the image's pixels are left, of those the smallest."""
+    """Return the smallest of the canvases that keep the most of the image's pixels."""
     best, most, least_waste = canvases[0], 0, float("inf")
     for canvas_height, canvas_width in canvases:
         scale = min(canvas_width / width, canvas_height / height)
@@ -50,7 +50,7 @@ def _best_canvas(canvases: Sequence[tuple[int, int]], width: int, height: int) -
 
 
 def read(files: ModelFiles) -> ImageTokens:
-    """Raises `ImagesUnusable`."""
+    """Read the family's settings. Raises `ImagesUnusable`."""
     token, token_id = files.image_token()
     tile = crop_side(files)
     canvases = _Canvases(

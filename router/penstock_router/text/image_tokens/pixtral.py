@@ -21,7 +21,7 @@ class _Rows:
     longest: int
 
     def token_ids(self, width: int, height: int) -> list[int]:
-        """Rows of equal length, each with its end."""
+        """Return rows of equal length, each with an end token."""
         shrunk = max(height / self.longest, width / self.longest)
         shown_height, shown_width = height, width
         if shrunk > 1:
@@ -38,7 +38,7 @@ class _Rows:
 
 
 def read(files: ModelFiles) -> ImageTokens:
-    """Raises `ImagesUnusable`."""
+    """Read the family's settings. Raises `ImagesUnusable`."""
     token, token_id = files.image_token()
     names = files.processor
     row_end = names.text("image_break_token", "[IMG_BREAK]")

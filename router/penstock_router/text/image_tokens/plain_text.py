@@ -1,7 +1,7 @@
-"""Text of users that spells what stands for an image: cut, so that it stays plain text.
+"""Cuts the reserved texts of images where users write them, so that they stay plain text.
 
-A cut is a mark within the spelled text. A chat template carries it along, and the rendered text is
-divided at the marks: the pieces are tokenized apart, and none of them spells it any more.
+A cut is a mark within the reserved text. The chat template copies the mark, and the rendered text
+is divided at the marks. The pieces are tokenized separately, and none has the reserved text.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 from penstock_router.errors import BadRequest
 
-# Unicode has set these aside for what a program does with them itself.
+# Unicode's noncharacters, which programs may use internally.
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 
 def cut_spelled(values: Any, reserved: Iterable[str]) -> tuple[Any, str]:
-    """A copy of `values`, which are like JSON, where a mark cuts each text of `reserved` that is
-    spelled in a string, or across parts of text that follow each other. Returns it and the mark;
-    where nothing is spelled, the values themselves and "".
+    """Copy the JSON `values`, with a mark in each text of `reserved` that a string contains, or
+    that spans consecutive text parts. Return the copy and the mark, or the values and "" if nothing
+    must be cut.
     """
     written = "\0".join(_texts(values))
     found = [text for text in reserved if text in written]
@@ -35,7 +35,7 @@ def _is_text_part(value: Any) -> bool:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All strings, and those of parts of text as one: a template may write them without a gap."""
+    """Yield all strings, and consecutive text parts as one: a template may join them."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -63,9 +63,7 @@ def _map_texts(value: Any, change: Callable[[Sequence[str]], list[str]]) -> Any:
 
 
 def _cut(texts: Sequence[str], reserved: Iterable[str], mark: str) -> list[str]:
-    """The texts, with a mark after the first character of each of `reserved` in all of them as
-    one.
-    """
+    """Insert a mark after the first character of each `reserved` text in the joined texts."""
     whole = "".join(texts)
     places = sorted({place + 1 for text in reserved for place in _occurrences(whole, text)})
     cut, begin, remaining = [], 0, iter([*places, len(whole) + 1])

@@ -9,16 +9,16 @@ from penstock_router.errors import ImageUnusable
 from penstock_router.text.image_tokens.base import ImageTokens
 from penstock_router.text.image_tokens.settings import ModelFiles, Settings
 
-# The longer side by the shorter one.
+# The limit of the longer side divided by the shorter one.
 _MAX_RATIO = 200
-# What the processor has where the checkpoint's file has none.
+# The processor's default if the checkpoint's file has no size.
 _DEFAULT_SIZE = Settings("size", {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A token for each square of `side` pixels, in an image of so many pixels in all; each counts
-    `frames` times.
+    """A token for each square of `side` pixels, in an image of `min_pixels` to `max_pixels`, each
+    counted `frames` times.
     """
 
     token_id: int
@@ -28,7 +28,7 @@ class Grid:
     frames: int = 1
 
     def token_ids(self, width: int, height: int) -> list[int]:
-        """Give as many as squares; only the rounding is not obvious, and it is the processor's."""
+        """Return a token for each square; the rounding is that of the model's image processor."""
         if max(width, height) / min(width, height) > _MAX_RATIO:
             raise ImageUnusable(
                 f"an image of {width} x {height} pixels: its longer side may have at most "
@@ -49,11 +49,11 @@ class Grid:
 
 
 def read(files: ModelFiles) -> ImageTokens:
-    """Raises `ImagesUnusable`."""
+    """Read the family's settings. Raises `ImagesUnusable`."""
     token, token_id = files.image_token()
     images = files.image_processor
     size = images.part("size") if images.get("size") is not None else _DEFAULT_SIZE
-    # Where both are there, the processor takes the older name's.
+    # If a file has both names, the processor uses the older one.
     fewest = images if images.get("min_pixels") is not None else size
     most = images if images.get("max_pixels") is not None else size
     grid = Grid(

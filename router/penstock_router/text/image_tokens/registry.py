@@ -1,4 +1,4 @@
-"""Which family a model is of, by its files."""
+"""Finds a model's family by its files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock_router.text.image_tokens.base import ImagesUnusable, ImageTokens
 from penstock_router.text.image_tokens.settings import ModelFiles, read_model_files
 from penstock_router.text.tokenizer import Tokenizer
 
-# By the model's type and its image processor's, without what only names its implementation.
+# By the model's type and its image processor's, without the suffix of an implementation.
 _FAMILIES: dict[tuple[str, str], Callable[[ModelFiles], ImageTokens]] = {
     ("gemma3", "Gemma3ImageProcessor"): gemma3.read,
     ("gemma4", "Gemma4ImageProcessor"): gemma4.read,
@@ -46,7 +46,7 @@ _FAMILIES: dict[tuple[str, str], Callable[[ModelFiles], ImageTokens]] = {
 
 
 def read_image_tokens(files: Mapping[str, bytes], tokenizer: Tokenizer) -> ImageTokens | None:
-    """What stands for images in a model's prompts; None for a model that sees none.
+    """Read the image tokens of a model; None for a model that sees no images.
 
     Raises `ImagesUnusable`.
     """
@@ -70,7 +70,7 @@ def read_image_tokens(files: Mapping[str, bytes], tokenizer: Tokenizer) -> Image
 def load_image_tokens(
     files: Mapping[str, bytes], tokenizer: Tokenizer
 ) -> tuple[ImageTokens | None, str]:
-    """`read_image_tokens`, or None and why images are refused: texts are served all the same."""
+    """Return `read_image_tokens` and "", or None and the reason why images are refused."""
     try:
         return read_image_tokens(files, tokenizer), ""
     except ImagesUnusable as error:

@@ -1,4 +1,4 @@
-"""Values in a model's files, checked: what is missing or wrong is told with its file and name."""
+"""Reads and checks values of a model's files; errors name the file and the value."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A file's values, or those of an object in it. All methods raise `ImagesUnusable`."""
+    """The values of a file, or of an object in it. All methods raise `ImagesUnusable`."""
 
     name: str
     values: Mapping[str, Any] = field(repr=False)
 
     def get(self, name: str) -> Any:
-        """The value; None where it is null or missing."""
+        """Return the value; None if it is null or missing."""
         return self.values.get(name)
 
     def part(self, name: str) -> Settings:
-        """The object that is the value; one without values where there is none."""
+        """Return the object that is the value; an empty one if it is missing."""
         value = self.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.unusable(name, "is no object")
@@ -41,7 +41,7 @@ class Settings:
     def integer(
         self, name: str, default: int | None = None, *, least: int = 1, most: int = _INT32_MAX
     ) -> int:
-        """A number within bounds; it must be there unless it has a default."""
+        """Return a number within bounds; it may be missing only with a default."""
         value = default if self.get(name) is None else self.get(name)
         if value is None:
             raise self.unusable(name, "is missing")
@@ -50,20 +50,18 @@ class Settings:
         return value
 
     def text(self, name: str, default: str) -> str:
-        """A string that is not empty."""
         value = default if self.get(name) is None else self.get(name)
         if not isinstance(value, str) or not value:
             raise self.unusable(name, "must be a string")
         return value
 
     def refuse(self, name: str, *accepted: Any) -> None:
-        """Refuses a value that is neither null nor one of those `accepted`."""
+        """Raise unless the value is null or in `accepted`."""
         value = self.get(name)
         if value is not None and value not in accepted:
             raise self.unusable(name, "is not implemented")
 
     def unusable(self, name: str, why: str) -> ImagesUnusable:
-        """The error for a value."""
         value = self.get(name)
         shown = "" if value is None else f" ({str(value)[:60]!r})"
         return ImagesUnusable(f"{self.name}: {name}{shown} {why}")
@@ -71,11 +69,11 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What families read: three files, and the tokenizer."""
+    """The input of a family: three files, and the tokenizer."""
 
     config: Settings
     processor: Settings
-    # Part of processor_config.json, or a file of its own.
+    # An object in processor_config.json, or a file of its own.
     image_processor: Settings
     tokenizer: Tokenizer
 
@@ -85,7 +83,7 @@ class ModelFiles:
         return self.token_of_id("image_token_index" if older else "image_token_id")
 
     def token_of_id(self, name: str) -> tuple[str, int]:
-        """The token with the id that config.json has by this name, and the id."""
+        """The token whose id config.json has under this name, and the id."""
         token_id = self.config.integer(name, least=0)
         text = self.tokenizer.token_text(token_id)
         if self.tokenizer.token_id(text) != token_id:
@@ -93,7 +91,7 @@ class ModelFiles:
         return text, token_id
 
     def special_token(self, name: str, default: str) -> tuple[str, int]:
-        """The token with this name in tokenizer_config.json, and its id."""
+        """The token that tokenizer_config.json has under this name, and its id."""
         named = self.tokenizer.config
         for group in ("extra_special_tokens", "model_specific_special_tokens"):
             extra = named.get(group)
@@ -103,18 +101,17 @@ class ModelFiles:
         return self.known(name, text)
 
     def known(self, name: str, text: object) -> tuple[str, int]:
-        """A token's text, and its id; `name` is what it is called in the model's files."""
+        """Return a token's text and id; `name` is its name in the model's files."""
         token_id = self.tokenizer.token_id(text) if isinstance(text, str) else None
         if token_id is None:
             raise ImagesUnusable(f"tokenizer.json: it has no token {text!r} ({name})")
         return str(text), token_id
 
     def tokens(self, *texts: str) -> frozenset[str]:
-        """Those texts that are tokens: to others a tokenizer does nothing special."""
+        """Select the texts that are tokens: other texts have no meaning for a tokenizer."""
         return frozenset(text for text in texts if self.tokenizer.token_id(text) is not None)
 
     def ids_between(self, token: str, text: str) -> list[int]:
-        """The ids of a text that stands between two of a known token."""
         [ids] = self.tokenizer.encode(
             [f"{token}{text}{token}"], add_special_tokens=False, max_tokens=_INT32_MAX
         )
@@ -122,7 +119,7 @@ class ModelFiles:
 
 
 def read_settings(files: Mapping[str, bytes], name: str) -> Settings:
-    """A file's values; none where the file is missing."""
+    """Read a file's values; empty if the file is missing."""
     try:
         values = msgspec.json.decode(files.get(name) or b"{}")
     except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -133,7 +130,7 @@ def read_settings(files: Mapping[str, bytes], name: str) -> Settings:
 
 
 def read_model_files(files: Mapping[str, bytes], tokenizer: Tokenizer) -> ModelFiles | None:
-    """The files of a model that sees images; None for others."""
+    """Read the files of a model that sees images; None for other models."""
     config = read_settings(files, CONFIG)
     if not isinstance(config.get("vision_config"), dict):
         return None

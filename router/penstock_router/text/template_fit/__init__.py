@@ -1,1 +1,1 @@
-"""Messages made to fit a chat template: what it takes, and what becomes of a chat for it."""
+"""Finds out what messages a chat template takes, and makes chats fit it."""

@@ -1,4 +1,4 @@
-"""Asks a chat template what it takes, by rendering chats that are made to fit in some way."""
+"""Tests which messages a chat template accepts, by rendering chats with different changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock_router.text.template_fit.fit import fit
 from penstock_router.text.template_fit.scenes import TOOL, Scene
 from penstock_router.text.template_fit.traits import TemplateTraits
 
-# Traits by their names, and what they are to be.
+# Traits by name, with their new values.
 Change = dict[str, Any]
 
 
@@ -30,11 +30,11 @@ class Template(Protocol):
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text."""
+        """Render the prompt's text."""
         ...
 
 
-# A template that renders none of these is not asked any further.
+# A template that renders none of these chats is not tested further.
 _HELLO = scenes.user("zqhello")
 _CHATS: tuple[list[Message], ...] = (
     [_HELLO],
@@ -45,7 +45,7 @@ _CHATS: tuple[list[Message], ...] = (
 
 
 class Asker:
-    """Asks one template, and remembers what it answered."""
+    """Tests one template, and remembers the results."""
 
     def __init__(self, template: Template, source: str, tools: Sequence[bool]) -> None:
         self._template = template
@@ -60,16 +60,15 @@ class Asker:
         ]
         for with_tools in set(tools) - set(asked) if asked else ():
             self.lacks(f"refuses chats {'with' if with_tools else 'without'} tools")
-        # With tools, without, or both: where possible the answer holds for both.
+        # Ways to render: with tools, without, or both. If possible, an answer is valid for both.
         self._ways = [tuple(asked), *([(True,), (False,)] if len(asked) > 1 else ())]
 
     @property
     def renders_any(self) -> bool:
-        """Tell whether it renders any chat at all."""
+        """Tell whether the template renders any chat at all."""
         return bool(self._ways[0])
 
     def traits(self) -> TemplateTraits:
-        """The traits found."""
         return replace(self._found, notes=tuple(self._notes))
 
     def settle(
@@ -79,7 +78,9 @@ class Asker:
         accepts: Callable[[str], bool] = lambda text: True,
         kwargs: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Take the first change with which all scenes are shown; False if none does."""
+        """Take the first change with which all scenes are shown; return false if no change
+        works.
+        """
         for ways in self._ways:
             for change in changes:
                 traits = replace(self._found, **change)
@@ -93,7 +94,7 @@ class Asker:
         return False
 
     def take(self, **change: Any) -> None:
-        """Take an answer that was found in another way."""
+        """Take traits that were found by other code."""
         self._found = replace(self._found, **change)
 
     def _shows(
@@ -108,7 +109,7 @@ class Asker:
         return text is not None and asked.is_shown_in(text) and accepts(text)
 
     def texts(self, messages: Sequence[Message], **change: Any) -> list[str | None]:
-        """Render messages made to fit, in each way that counts."""
+        """Render the fitted messages, with and without tools if both count."""
         fitted = fit(list(messages), replace(self._found, **change))
         return [self._render(fitted, with_tools) for with_tools in self._ways[0]]
 
@@ -126,19 +127,19 @@ class Asker:
         return self._texts[key]
 
     def lacks(self, what: str) -> None:
-        """Note what is lost."""
         self._notes.append(f"the chat template {what}")
 
     def names(self, word: str) -> bool:
-        """Tell whether the template knows the word: a role that it only repeats is not known."""
+        """Tell whether the template has the quoted word. A template knows only the roles that it
+        quotes.
+        """
         return re.search(rf"""(["']){word}\1""", self._source) is not None
 
     def reads(self, key: str) -> bool:
-        """Tell whether the template has a word for this key of a message."""
+        """Tell whether the template reads this key of a message."""
         return self.names(key) or re.search(rf"\.{key}\b", self._source) is not None
 
     def mentions(self, text: str) -> bool:
-        """Tell whether the text stands in the template."""
         return text in self._source
 
     def parts_of(self, role: str) -> Change:
@@ -146,7 +147,9 @@ class Asker:
         return {"parts_only": self._found.parts_only | {role}}
 
     def joint(self, role: str, messages: Sequence[Message]) -> str | None:
-        """Find what the template puts between two texts of a content; None if it takes no parts."""
+        """Find the text that the template puts between two text parts; None: it does not accept
+        parts.
+        """
         [message] = [each for each in messages if each["role"] == role][:1]
         fitted = fit(list(messages), self._found)
         places = [at for at, each in enumerate(fitted) if each.get("content") == message["content"]]
@@ -168,8 +171,8 @@ class Asker:
         return joint
 
     def keeps_prefixes(self, messages: list[Message], **change: Any) -> bool:
-        """Tell whether each turn's prompt begins like the one before it, to the end of its last
-        text.
+        """Tell whether each turn's prompt begins with the previous prompt, up to the end of its
+        last text.
         """
         asked = [at + 1 for at, each in enumerate(messages) if each["role"] in ("user", "tool")]
         prompts = [self.texts(messages[:end], **change) for end in asked]
@@ -184,5 +187,4 @@ class Asker:
 
     @property
     def found(self) -> TemplateTraits:
-        """The traits found so far."""
         return self._found

@@ -1,4 +1,6 @@
-"""Calls and their results: arguments, order, ids, and texts for templates that render neither."""
+"""Fits tool calls and results: arguments, order, ids, and texts for templates that cannot render
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,10 @@ from penstock_router.text.template_fit.traits import (
 )
 
 # Functions' names, each with its arguments as JSON -> the text with which the model calls them;
-# None: it has none of its own.
+# None: the model has no form of its own.
 CallsInWords = Callable[[Sequence[tuple[str, str]]], str | None]
-# A function's name and the call's number in the conversation, from 0 -> the id the model gives it;
-# None: it gives none.
+# A function's name and the call's number in the conversation, from 0 -> the model's own id for the
+# call; None: the model gives none.
 NativeCallId = Callable[[str, int], str | None]
 
 _CHARACTERS = string.ascii_letters + string.digits
@@ -53,7 +55,7 @@ def _with_arguments(call: JsonObject, arguments: object) -> JsonObject:
 
 
 def read_arguments(messages: list[Message]) -> list[Message]:
-    """Make all arguments objects; those that are not JSON of one, as a model wrote them, empty."""
+    """Make all arguments objects; text that is not a JSON object becomes an empty object."""
     return [_with_calls(message, _read) for message in messages]
 
 
@@ -65,7 +67,6 @@ def _read(call: JsonObject) -> JsonObject:
 
 
 def arguments_as_text(messages: list[Message]) -> list[Message]:
-    """Make all arguments JSON text."""
     return [_with_calls(message, _written) for message in messages]
 
 
@@ -81,7 +82,7 @@ def _json_of(call: JsonObject) -> str:
 
 
 def order_results(messages: list[Message]) -> list[Message]:
-    """Put results right behind the message with their calls, in the order of the calls."""
+    """Put results directly after the message with their tool calls, in the order of the calls."""
     if not any(message["role"] == "tool" for message in messages):
         return messages
     ordered: list[Message] = []
@@ -95,7 +96,7 @@ def order_results(messages: list[Message]) -> list[Message]:
 
 
 def _ordered(run: list[Message]) -> list[Message]:
-    """Order a message with calls and all up to the next one of the assistant."""
+    """Order an assistant's message with tool calls and all messages up to the next assistant's."""
     if not run or not (calls := run[0].get("tool_calls")):
         return run
     places = {call["id"]: place for place, call in enumerate(calls) if call.get("id")}
@@ -103,15 +104,14 @@ def _ordered(run: list[Message]) -> list[Message]:
     others = [message for message in run[1:] if message["role"] != "tool"]
     known = [each for each in results if each.get("tool_call_id") in places]
     sorted_ = iter(sorted(known, key=lambda each: places[each["tool_call_id"]]))
-    # One of another call, or of none, stays where it is.
+    # A result that belongs to no call here keeps its place.
     results = [next(sorted_) if each.get("tool_call_id") in places else each for each in results]
     return [run[0], *results, *others]
 
 
 def name_results(messages: list[Message]) -> list[Message]:
-    """Add to results the names of the functions they are of."""
     names: dict[object, object] = {}
-    # Of the last calls that have no ids, for results in their order.
+    # Names of the last calls without ids, for results in their order.
     nameless: deque[object] = deque()
     named = []
     for message in messages:
@@ -132,7 +132,7 @@ def name_results(messages: list[Message]) -> list[Message]:
 def fit_ids(
     messages: list[Message], traits: TemplateTraits, native: NativeCallId | None
 ) -> list[Message]:
-    """Give calls the ids that the template takes, and their results the same."""
+    """Give tool calls ids that the template accepts, and their results the same ids."""
     ids = _Ids(traits, native)
     return [
         ids.of_result(message) if message["role"] == "tool" else ids.of_calls(message)
@@ -141,14 +141,14 @@ def fit_ids(
 
 
 class _Ids:
-    """New ids for one conversation: each depends on what came before it, not on what follows."""
+    """New ids for one conversation. An id depends only on earlier messages."""
 
     def __init__(self, traits: TemplateTraits, native: NativeCallId | None) -> None:
         self._nine = traits.call_ids == "nine"
         self._fills = traits.fills_ids
         self._native = native
         self._num_calls = 0
-        # The new one of each old one, and calls without an old one whose results are to come.
+        # New ids by old ids; and the new ids of calls that had no old id and still lack a result.
         self._new: dict[object, str] = {}
         self._nameless: deque[str] = deque()
         self._taken: set[str] = set()
@@ -186,7 +186,7 @@ class _Ids:
         return message if new == (old or "") else {**message, "tool_call_id": new}
 
     def _of_stranger(self) -> str:
-        """The id of a result that is of no call."""
+        """Return the id of a result that belongs to no call."""
         has_native = self._native is not None and self._native("", self._num_calls) is not None
         if has_native or not (self._nine or self._fills):
             return ""
@@ -205,7 +205,7 @@ class _Ids:
 
 
 def _nines(text: str) -> Iterator[str]:
-    """Ids of nine letters and digits made of a text."""
+    """Yield ids of nine letters and digits, derived from a text."""
     for attempt in itertools.count():
         digest = hashlib.blake2b(f"{attempt}:{text}".encode("utf-8", "replace")).digest()
         yield "".join(_CHARACTERS[byte % len(_CHARACTERS)] for byte in digest[:_NINE])
@@ -215,7 +215,7 @@ def _nines(text: str) -> Iterator[str]:
 
 
 def one_call_each(messages: list[Message]) -> list[Message]:
-    """Make a message of each call, and put its result behind it."""
+    """Put each tool call in its own message, followed by its result."""
     single: list[Message] = []
     results: list[Message] = []
     several: Message | None = None
@@ -234,7 +234,9 @@ def one_call_each(messages: list[Message]) -> list[Message]:
 
 
 def _pairs(message: Message, results: list[Message]) -> Iterator[Message]:
-    """Put each call in a message of its own, and its results; those of no call at the end."""
+    """Yield each tool call in a separate message, followed by its results; results that belong to
+    no call are last.
+    """
     calls = message["tool_calls"]
     of_calls: dict[object, list[Message]] = {call["id"]: [] for call in calls if call.get("id")}
     nameless: deque[Message] = deque()
@@ -254,7 +256,6 @@ def _pairs(message: Message, results: list[Message]) -> Iterator[Message]:
 
 
 def text_before_calls(messages: list[Message]) -> list[Message]:
-    """Make of a message with text and calls two."""
     apart: list[Message] = []
     for message in messages:
         if message.get("tool_calls") and message.get("content"):
@@ -266,7 +267,9 @@ def text_before_calls(messages: list[Message]) -> list[Message]:
 
 
 def empty_contents(messages: list[Message], form: EmptyContent) -> list[Message]:
-    """Give messages with calls and no text the content that the template takes for none."""
+    """Set the content of messages that have tool calls but no text to the empty form that the
+    template accepts.
+    """
     return [
         _emptied(message, form)
         if message.get("tool_calls") and not message.get("content")
@@ -285,7 +288,6 @@ def _emptied(message: Message, form: EmptyContent) -> Message:
 
 
 def calls_in_words(messages: list[Message], in_words: CallsInWords | None) -> list[Message]:
-    """Add calls to their messages' texts."""
     return [
         _told(message, in_words) if message.get("tool_calls") else message for message in messages
     ]
@@ -303,7 +305,8 @@ def _told(message: Message, in_words: CallsInWords | None) -> Message:
 
 
 def results_in_words(messages: list[Message]) -> list[Message]:
-    """Make results the user's, and those in a row, with what the user says right after them, one.
+    """Turn results into messages of the user. Consecutive results and the user's next message
+    become one message.
 
     Many templates require the user and the assistant to alternate.
     """
@@ -328,7 +331,6 @@ def _of_user(results: list[Content]) -> Message:
 
 
 def result_in_words(message: Message) -> Content:
-    """A result as the user says it."""
     name = message.get("name")
     said = f"Result of {name}:" if name else "Result:"
     return join_contents(said, message.get("content", ""), "\n")

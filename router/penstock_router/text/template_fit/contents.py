@@ -1,4 +1,4 @@
-"""Contents and reasoning of messages, in the form and the place that a template reads."""
+"""Puts contents and reasoning of messages into the form and place that a template reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BEGIN, _END = "<think>", "</think>"
 
 
 def join_texts(messages: list[Message], traits: TemplateTraits) -> list[Message]:
-    """Make each list of texts one text, joined as the template would."""
+    """Join each list of texts to one text, with the template's own joint."""
     return [
         {**message, "content": joined(message["content"], traits.joints.get(message["role"], LINE))}
         if isinstance(message.get("content"), list)
@@ -20,14 +20,14 @@ def join_texts(messages: list[Message], traits: TemplateTraits) -> list[Message]
 
 
 def joined(content: Content, joint: str) -> Content:
-    """The content as one text where it has no images."""
+    """Join the content to one text, unless it has images."""
     if isinstance(content, str) or any("text" not in part for part in content):
         return content
     return joint.join([str(part["text"]) for part in content])
 
 
 def fill_silence(messages: list[Message]) -> list[Message]:
-    """Give messages with neither content nor calls an empty text, which every template takes."""
+    """Give messages with neither content nor tool calls an empty text."""
     return [
         {**message, "content": ""}
         if message.get("content") is None and "tool_calls" not in message
@@ -37,7 +37,6 @@ def fill_silence(messages: list[Message]) -> list[Message]:
 
 
 def fill_answers(messages: list[Message], *, keep_last: bool) -> list[Message]:
-    """Make empty answers a space."""
     end = len(messages) - keep_last
     return [
         {**message, "content": " "}
@@ -52,7 +51,7 @@ def _is_empty(message: Message) -> bool:
 
 
 def in_parts(messages: list[Message], traits: TemplateTraits) -> list[Message]:
-    """Make texts lists of one part, for roles that take only lists."""
+    """Turn texts into lists of one part, for roles that accept only lists."""
     return [
         {**message, "content": as_parts(message["content"])}
         if message["role"] in traits.parts_only and isinstance(message.get("content"), str)
@@ -65,7 +64,7 @@ def in_parts(messages: list[Message], traits: TemplateTraits) -> list[Message]:
 
 
 def split_reasoning(messages: list[Message], *, keep_last: bool) -> list[Message]:
-    """Take reasoning between marks at the beginning of an assistant's text out of it."""
+    """Move reasoning between marks at the beginning of an assistant's text out of it."""
     end = len(messages) - keep_last
     return [
         _split(message)
@@ -87,7 +86,7 @@ def _split(message: Message) -> Message:
 
 
 def has_reasoning(message: Message) -> bool:
-    """Tell whether it has reasoning, under a name or between marks."""
+    """Tell whether the message has reasoning, under a name or between marks."""
     content = message.get("content")
     if isinstance(content, str) and content.lstrip().startswith(_BEGIN):
         return True
@@ -95,13 +94,13 @@ def has_reasoning(message: Message) -> bool:
 
 
 def reasoning_of(message: Message) -> str | None:
-    """The reasoning, under whichever name it was given."""
+    """Return the reasoning, under whichever name it was given."""
     values = (message[name] for name in REASONING_NAMES if message.get(name) is not None)
     return next(values, None)
 
 
 def place_reasoning(messages: list[Message], traits: TemplateTraits) -> list[Message]:
-    """Give reasoning where the template reads it, and nowhere else."""
+    """Put reasoning only where the template reads it."""
     return [
         message
         if message["role"] != "assistant" or (reasoning := reasoning_of(message)) is None

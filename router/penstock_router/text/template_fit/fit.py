@@ -1,4 +1,4 @@
-"""The messages of a chat -> messages that its template renders without loss."""
+"""Changes the messages of a chat so that its template renders them without loss."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from penstock_router.text.template_fit.traits import TemplateTraits
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A chat, the template that it is for, and how its model writes calls."""
+    """A chat, its template's traits, and how its model writes tool calls."""
 
     traits: TemplateTraits
     native_call_id: NativeCallId | None
     calls_in_words: CallsInWords | None
     keep_last: bool
-    # What its messages have.
+    # Facts about the messages.
     roles: frozenset[str]
     has_parts: bool
     has_silence: bool
@@ -37,8 +37,9 @@ class _Case:
 
 _Rule = tuple[Callable[[_Case], bool], Callable[[list[Message], _Case], list[Message]]]
 
-# When, and what. The order counts: first all is brought into one form, then calls and turns into
-# their places, and at last what stays into the form that this template reads.
+# Each rule has a condition and a change. The order matters: first messages get one common form,
+# then tool calls and turns get their places, and last the contents get the form that this template
+# reads.
 _RULES: tuple[_Rule, ...] = (
     (lambda of: of.has_parts, lambda given, of: contents.join_texts(given, of.traits)),
     (lambda of: of.has_silence, lambda given, _: contents.fill_silence(given)),
@@ -131,11 +132,11 @@ def fit(
     calls_in_words: CallsInWords | None = None,
     keep_last: bool = False,
 ) -> list[Message]:
-    """The messages as a template with these traits renders them without loss.
+    """Change messages so that a template with these traits renders them without loss.
 
-    `native_call_id` is for models whose templates print ids in a shape of the model's own,
-    `calls_in_words` for templates that render no calls though the model writes them in a form of
-    its own; `keep_last`: the answer goes on with the last message, which stays a whole.
+    `native_call_id` is for templates that print ids in the model's own shape, `calls_in_words` for
+    templates that render no tool calls of a model with its own form. With `keep_last`, the answer
+    continues the last message, which stays whole.
     """
     case = _case(messages, traits, native_call_id, calls_in_words, keep_last)
     for applies, rule in _RULES:

@@ -1,7 +1,8 @@
-"""Finds out what a chat template takes, by rendering short conversations.
+"""Finds the traits of a chat template, by rendering short conversations.
 
-Each question has answers to try, the one that changes least first: the messages of a scene are made
-to fit by it, as a request's would be, and rendered. What shows all texts in their places is taken.
+Each question has answers to try; the answer with the smallest change is first. A scene's messages
+are changed by the answer, like a request's messages, and rendered. The first answer that shows all
+texts in their places is taken.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _THINKING = {"enable_thinking": True, "thinking": True, "preserve_thinking": Tru
 
 
 def probe(template: Template, source: str, tools: Sequence[bool]) -> TemplateTraits:
-    """Find what the template with this source takes; `tools`: whether requests for it may have
-    none, and whether they may have some.
+    """Find the traits of the template with this source. `tools` has False for requests without
+    tools, True for requests with tools, or both.
     """
     asker = Asker(template, source, tools)
     if not asker.renders_any:
@@ -64,15 +65,15 @@ def _systems(of: Asker) -> None:
     as_user = {"later_system_as_user": True}
     if not of.settle(later, {}, as_user):
         of.lacks("loses or moves system messages after the first")
-    # Some have a text of their own at the front as long as there is no system message anywhere.
+    # Some templates begin with their own text if no message is a system message.
     added = [_U1, _A1, _S1, _U2]
     if not of.keeps_prefixes(added) and of.keeps_prefixes(added, **as_user):
         of.take(**as_user)
 
 
 def _is_in_last_turn(of: Asker, chat: Sequence[Message]) -> bool:
-    """Tell whether the template itself puts the system there. It does so only while that is the
-    end.
+    """Tell whether the template itself moves the system message into the user's last turn. Such a
+    template does so only if the chat ends with that turn.
     """
     told: Change = {"first_system": "in_last_turn"}
     moved = Scene(chat, (("zquser0", "zqanswer0", "zqsystem0", "zquser1"),))
@@ -109,7 +110,7 @@ def _calls(of: Asker) -> None:
     whole = [
         Scene(each, (tuple(scenes.shown(*each)), ("zquser0", NAME, "zqresult1"))) for each in told
     ]
-    # A template may show only what it knows of a function's arguments.
+    # A template may show only arguments that the function's schema describes.
     named = [Scene(_with_name("zqname", each), (("zquser0", "zqname", "zqresult1"),))
              for each in told]  # fmt: skip
     forms, in_words = _call_forms(of)
@@ -134,8 +135,8 @@ def _with_name(name: str, messages: Sequence[Message]) -> list[Message]:
 
 
 def _call_forms(of: Asker) -> tuple[list[Change], list[Change]]:
-    """List the forms in which calls and results may be given, the one that changes least first: as
-    such, and in words.
+    """List the forms of tool calls and results: first forms that keep them, then forms in words.
+    Each group begins with the form that has the smallest change.
     """
     forms: list[Change] = [
         {"arguments_as_text": as_text, "empty_content": empty, **parts}
@@ -145,7 +146,7 @@ def _call_forms(of: Asker) -> tuple[list[Change], list[Change]]:
     ]
     told: Change = {"calls_in_words": True}
     results_told: Change = {"results_in_words": True}
-    # Where nothing speaks of tools, a result's role is only repeated, and the model never saw it.
+    # A template that never mentions tools only repeats a result's role, which the model never saw.
     with_results = [told, told | of.parts_of("tool")]
     if not of.mentions("tool"):
         return [form | results_told for form in forms], [told | results_told]
@@ -157,13 +158,13 @@ def _call_forms(of: Asker) -> tuple[list[Change], list[Change]]:
 
 
 def _has_no_none(text: str) -> bool:
-    """Tell whether no missing content became a word."""
+    """Tell whether no missing content was rendered as "None"."""
     begin, end = text.find("zquser0"), text.find("zqresult1")
     return "None" not in text[begin:end]
 
 
 def _is_clean(text: str) -> bool:
-    """Tell whether the arguments are neither JSON in a string nor an object as Python writes it."""
+    """Tell whether the arguments are neither JSON in a string nor a Python literal."""
     before = text[: text.find("zqvalue1")].rpartition(KEY)[0]
     return _has_no_none(text) and not before.endswith(('\\"', "{'", "'{\"", '"{"'))
 
@@ -248,7 +249,7 @@ def _reasoning(of: Asker) -> None:
             of.take(shows_reasoning=True)
             break
     else:
-        # Read in a case that no scene has, or not at all.
+        # The template reads reasoning in a case that no scene has, or not at all.
         names = tuple(filter(of.reads, REASONING_NAMES))
         of.settle([Scene(each.messages, ()) for each in asked], {"reasoning_names": names}, {})
     both = (_U1, {**_CALLED, "content": "zqtext"} | reason, _RESULT)
@@ -284,7 +285,7 @@ def _json(of: Asker) -> None:
         of.take(argument_separators=(found[2], found[1]), argument_ascii="\\u00e9" in (text or ""))
 
 
-# ---- What every turn leaves as it was ----------------------------------------------------------
+# ---- Earlier turns stay as they were ------------------------------------------------------------
 
 
 def _prefixes(of: Asker) -> None:

@@ -1,4 +1,4 @@
-"""Results that do not stand where their calls are, and calls that have none."""
+"""Fits results that do not follow their tool calls, and tool calls without results."""
 
 from __future__ import annotations
 
@@ -8,27 +8,28 @@ from typing import Any
 from penstock_router.request import Message
 from penstock_router.text.template_fit.calls import result_in_words
 
-# What is told of a call that was never answered.
+# The result that an unanswered tool call gets.
 _NO_RESULT = "(no result)"
-# What comes up to a message of the assistant, or such a message and what comes after it.
+# The messages before the assistant's first message; or one message of the assistant and all
+# messages up to its next.
 _Group = list[Message]
 
 
 def match_results(messages: list[Message]) -> list[Message]:
-    """Put results behind the messages with their calls, and give those that name no call of the
-    chat the ids of the calls that lack a result.
+    """Put results after the messages with their tool calls. Results that name no call of the chat
+    get the ids of calls that lack a result.
     """
     groups = _with_late_results([_without_empty_ids(message) for message in messages])
     return [message for group in groups for message in _matched(group)]
 
 
 def orphans_in_words(messages: list[Message]) -> list[Message]:
-    """Make results of no call what the user says."""
+    """Turn results that belong to no call into messages of the user."""
     return _in_groups(messages, _without_orphans)
 
 
 def fill_results(messages: list[Message]) -> list[Message]:
-    """Give a result to calls that have none, if anybody speaks after them."""
+    """Give a result to calls without results, if other messages follow them."""
     return _in_groups(messages, _filled)
 
 
@@ -55,7 +56,7 @@ def _ids(group: _Group) -> list[object]:
     return [call["id"] for call in _calls(group) if call.get("id")]
 
 
-# ---- Which call a result is of -----------------------------------------------------------------
+# ---- The call that a result belongs to ----------------------------------------------------------
 
 
 def _without_empty_ids(message: Message) -> Message:
@@ -69,11 +70,11 @@ def _without_empty_ids(message: Message) -> Message:
 
 
 def _with_late_results(messages: list[Message]) -> list[_Group]:
-    """The groups, where results stand in the group with their call, right behind the others."""
-    # By the ids of calls that have no result yet.
+    """Group messages. Each result is in the group of its call, directly after the results there."""
+    # The groups of calls that have no result yet, by the calls' ids.
     owners: dict[object, int] = {}
     groups: list[_Group] = []
-    # What each group gets from later ones.
+    # The results that each group gets from later groups.
     late: list[_Group] = []
     for number, group in enumerate(_groups(messages)):
         groups.append([])

@@ -1,4 +1,4 @@
-"""Short conversations that show what a template does: every text in them is one to look for."""
+"""Makes short conversations to test templates: each text in them can be found in the rendering."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from penstock_router.request import Message
 from penstock_router.text.contents import text_part
 
-# The name of the function in all conversations, and of an argument of it.
+# The function's name in all conversations, and the name of its argument.
 NAME, KEY = "zqlook", "zqplace"
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -27,13 +27,13 @@ TOOL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A conversation, and texts that stand in its rendering: in the order of each chain."""
+    """A conversation, and chains of texts that its rendering has in this order."""
 
     messages: Sequence[Message]
     chains: tuple[tuple[str, ...], ...]
 
     def is_shown_in(self, text: str) -> bool:
-        """Tell whether nothing is lost and nothing moved."""
+        """Tell whether no text is lost or moved."""
         return all(_in_order(chain, text) for chain in self.chains)
 
 
@@ -48,48 +48,41 @@ def _in_order(chain: Sequence[str], text: str) -> bool:
 
 
 def user(text: str) -> Message:
-    """A message of the user."""
     return {"role": "user", "content": text}
 
 
 def system(text: str) -> Message:
-    """A message of the operator."""
     return {"role": "system", "content": text}
 
 
 def developer(text: str) -> Message:
-    """A message of the developer."""
     return {"role": "developer", "content": text}
 
 
 def answer(text: str, **more: Any) -> Message:
-    """A message of the assistant."""
     return {"role": "assistant", "content": text, **more}
 
 
 def call(value: str, call_id: str = "callzq001") -> dict[str, Any]:
-    """A call of `NAME`. Some templates want ids of just nine characters."""
+    """Make a tool call of `NAME`. Some templates want ids of exactly nine characters."""
     function = {"name": NAME, "arguments": {KEY: value}}
     return {"id": call_id, "type": "function", "function": function}
 
 
 def calling(*calls: dict[str, Any], **more: Any) -> Message:
-    """A message of the assistant with calls."""
     return {"role": "assistant", **more, "tool_calls": list(calls)}
 
 
 def result(text: str, call_id: str = "callzq001") -> Message:
-    """A message with what a call returned."""
     return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
 def in_two_parts(message: Message, first: str, second: str) -> Message:
-    """The message with a content of two parts."""
     return {**message, "content": [text_part(first), text_part(second)]}
 
 
 def with_image(*, is_result: bool) -> list[Message]:
-    """A conversation with an image, the user's or in a result."""
+    """Make a conversation with an image, in the user's message or in a result."""
     content = [{"type": "image"}, text_part("zqtext")]
     if is_result:
         return [user("zquser"), calling(call("zqvalue")), {**result(""), "content": content}]
@@ -97,12 +90,11 @@ def with_image(*, is_result: bool) -> list[Message]:
 
 
 def scene(*messages: Message) -> Scene:
-    """A conversation all of whose texts stand in its rendering in this order."""
+    """Make a scene of messages whose texts are all rendered in this order."""
     return Scene(messages, (tuple(shown(*messages)),))
 
 
 def shown(*messages: Message) -> list[str]:
-    """The texts of messages: contents, and values of arguments."""
     texts: list[str] = []
     for message in messages:
         if content := message.get("content"):

@@ -1,7 +1,7 @@
-"""Ways to tell a chat template whether, and how much, its model should think.
+"""Tells a chat template whether, and how much, its model should think.
 
-Requests say it in one of a few ways; templates read it in others. What a request says is given to
-the template under every name that it reads.
+Requests and templates have different variables for this. The request's wish is passed under every
+name that the template reads.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-# Variables that switch thinking on and off, with their values for either.
+# Variables that switch thinking on and off, with their values for on and off.
 _SWITCHES: Mapping[str, tuple[object, object]] = {
     "enable_thinking": (True, False),
     "thinking": (True, False),
@@ -19,7 +19,7 @@ _SWITCHES: Mapping[str, tuple[object, object]] = {
     "thinking_budget": (-1, 0),
 }
 _EFFORT = "reasoning_effort"
-# Variables that say how much, and what they may say, from nothing to the most.
+# Variables that set the amount of thinking, and their values, from none to the maximum.
 _EFFORTS = (_EFFORT, "thinking_effort", "reasoning_strength")
 _LEVELS = ("no_think", "none", "minimal", "low", "medium", "high", "xhigh", "max")
 _OFF = frozenset({"no_think", "none"})
@@ -28,9 +28,10 @@ _OFF = frozenset({"no_think", "none"})
 def fit_thinking(
     given: Mapping[str, Any], reads: Collection[str], takes: Callable[[str, str], bool]
 ) -> Mapping[str, Any]:
-    """The variables of a request, and those that its template reads for what they say of thinking.
+    """Add the variables by which the template reads the request's wish for thinking.
 
-    `reads` are the template's variables; `takes` says whether it knows a variable's value.
+    `reads` are the template's variables; `takes` tells whether the template knows a variable's
+    value.
     """
     wanted, effort = _switch(given), given.get(_EFFORT)
     if wanted is None and not isinstance(effort, str):
@@ -52,14 +53,16 @@ def fit_thinking(
 
 
 def _switch(given: Mapping[str, Any]) -> bool | None:
-    """Tell whether the request wants thinking; None: it does not say."""
+    """Tell whether the request wants thinking; None if it does not say."""
     values = [given[name] for name in ("enable_thinking", "thinking") if name in given]
     said = next((value for value in values if isinstance(value, bool)), None)
     return False if said is None and given.get(_EFFORT) in _OFF else said
 
 
 def _level(wanted: Any, name: str, takes: Callable[[str, str], bool]) -> Any:
-    """The level that the template knows which is nearest to the wanted one; if none is, that."""
+    """Return the template's level that is nearest to the wanted level; the wanted level if it knows
+    none.
+    """
     if wanted not in _LEVELS:
         return wanted
     if wanted in _OFF:

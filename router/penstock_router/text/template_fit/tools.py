@@ -1,4 +1,4 @@
-"""Tools for templates that refuse those that leave out what a tool need not have."""
+"""Completes tools for templates that refuse tools without optional fields."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _NULL = "null"
 
 
 def completed_tool(tool: JsonObject) -> JsonObject:
-    """The tool with a text for each description, properties, and one type in place of several.
+    """Complete a tool: with descriptions, properties, and one type in place of several.
 
-    Some templates join descriptions to other text, or look types up, whether or not there are any.
+    Some templates join descriptions to other text, or look types up, without checking for them.
     """
     function = tool.get("function")
     if not isinstance(function, dict):

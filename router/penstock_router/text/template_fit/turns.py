@@ -1,4 +1,4 @@
-"""Turns of a chat: roles that a template lacks, and the order in which turns may follow."""
+"""Fits the turns of a chat: replaces roles that a template lacks, and orders turns."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _INSTRUCTIONS = ("system", "developer")
 
 
 def name_developers(messages: list[Message], traits: TemplateTraits) -> list[Message]:
-    """Make developers systems, but where the template has a place for them."""
+    """Make developer messages system messages, except where the template takes developers."""
     begin = _num_leading(messages)
     roles = [message["role"] for message in messages[:begin]]
-    # Behind a developer the template looks for no system.
+    # After a developer message the template does not look for a system message.
     in_order = roles == sorted(roles, reverse=True)
     places = {"kept": begin, "leading": begin, "first": 1}
     end = places.get(traits.developer, 0) if in_order else 0
@@ -33,16 +33,15 @@ def name_developers(messages: list[Message], traits: TemplateTraits) -> list[Mes
 
 
 def _num_leading(messages: list[Message]) -> int:
-    """Count how many instructions come before all else."""
     others = (at for at, each in enumerate(messages) if each["role"] not in _INSTRUCTIONS)
     return next(others, len(messages))
 
 
 def place_systems(messages: list[Message], traits: TemplateTraits) -> list[Message]:
-    """Give systems places in which the template shows them.
+    """Move system messages to places where the template shows them.
 
-    A later one stays in its place, as the user's: moved to the front it would change how every
-    turn after it begins.
+    A later system message stays in its place, as a message of the user. At the front it would
+    change the beginning of every later turn's prompt.
     """
     begin = _num_leading(messages)
     first, rest = messages[:begin], messages[begin:]
@@ -58,7 +57,7 @@ def place_systems(messages: list[Message], traits: TemplateTraits) -> list[Messa
 
 
 def _last_turn(messages: list[Message], traits: TemplateTraits) -> int:
-    """Find where the user's last turn begins, which may be several messages."""
+    """Find the beginning of the user's last turn, which may be several messages."""
     apart = {"user": traits.merges_users, "tool": traits.joins_user_to_result}
     begins = [
         at
@@ -73,7 +72,9 @@ def _as_user(message: Message) -> Message:
 
 
 def let_user_speak(messages: list[Message], traits: TemplateTraits) -> list[Message]:
-    """Let the user say nothing, before the assistant speaks or where the user never does."""
+    """Insert an empty message of the user, if the user does not speak where the template requires
+    it.
+    """
     begin = _num_leading(messages)
     roles = [message["role"] for message in messages[begin:]]
     spoken = "user" in (roles[:1] if traits.user_speaks == "first" else roles)
@@ -83,22 +84,21 @@ def let_user_speak(messages: list[Message], traits: TemplateTraits) -> list[Mess
 
 # ---- Neighbours --------------------------------------------------------------------------------
 
-# Messages that are to be one, and the next one: whether it is part of them.
+# (messages that become one, next message) -> true if the next message joins them.
 _Belongs = Callable[[list[Message], Message], bool]
 
 
 def merge_users(messages: list[Message]) -> list[Message]:
-    """Make the user's messages in a row one."""
     return _merged(messages, _are_of_user)
 
 
 def merge_assistants(messages: list[Message]) -> list[Message]:
-    """Make the assistant's messages in a row one, up to the first with calls."""
+    """Merge consecutive messages of the assistant, up to the first with tool calls."""
     return _merged(messages, _are_one_answer)
 
 
 def join_users_to_results(messages: list[Message]) -> list[Message]:
-    """Add to a result what the user says right after it."""
+    """Add the user's next message to a result, if it directly follows."""
     return _merged(messages, _follow_result)
 
 

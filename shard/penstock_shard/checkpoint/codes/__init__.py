@@ -1,1 +1,1 @@
-"""Weights as small integers with scales, and the layouts of files that are read as them."""
+"""Weights as small integers with scales, and file layouts that are read as such integers."""

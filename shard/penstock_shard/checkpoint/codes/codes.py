@@ -1,4 +1,4 @@
-"""A weight as the small integers that a quantized checkpoint stores; formats are read as it."""
+"""A weight as the small integers of a quantized checkpoint: the common form of all formats."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from torch import Tensor
 class Codes:
     """A weight [N, K]: scale * (code - zero) - minimum."""
 
-    # uint8 [N, K]; below 16 where they have 4 bits.
+    # uint8 [N, K]; below 16 if codes have 4 bits.
     values: Tensor
     # float32 [N, ceil(K / group)].
     scales: Tensor
-    # float32 like the scales, if there are any.
+    # float32 like the scales; None without minimums.
     minimums: Tensor | None
     bits: Literal[4, 8]
     # Columns that share a scale.
     group: int
     zero: int
-    # The input that each column is multiplied by, int64 [K]; None: its own.
+    # The input that each column is multiplied by, int64 [K]; None if it is the column's own.
     order: Tensor | None = None
 
     def dense(self) -> Tensor:
-        """The weight in float32 [N, K]."""
         weight = self.values.float().sub_(self.zero).mul_(self._spread(self.scales))
         if self.minimums is not None:
             weight -= self._spread(self.minimums)
@@ -38,7 +37,7 @@ class Codes:
         return torch.empty_like(weight).index_copy_(1, self.order, weight)
 
     def change_rows(self, change: Callable[[Tensor], Tensor]) -> Codes:
-        """The same with its rows changed, as all columns of a matrix are."""
+        """Return a copy with `change` applied to the rows of each tensor."""
         return dataclasses.replace(
             self,
             values=change(self.values),
@@ -47,7 +46,7 @@ class Codes:
         )
 
     def _spread(self, values: Tensor) -> Tensor:
-        """A number for each group -> one for each column."""
+        """Turn a number for each group into a number for each column."""
         if values.shape[1] == 1:
             return values
         return values.repeat_interleave(self.group, dim=1)[:, : self.values.shape[1]]
@@ -56,7 +55,7 @@ class Codes:
 def with_zeros(
     values: Tensor, scales: Tensor, zeros: Tensor | int, bits: Literal[4, 8], group: int
 ) -> Codes:
-    """Codes [N, K] that stand for scale * (code - zero), with zeros [N, groups] or one for all."""
+    """Make codes [N, K] for scale * (code - zero), with zeros [N, groups] or one zero for all."""
     if isinstance(zeros, Tensor):
         first = int(zeros.flatten()[0])
         if bool((zeros == first).all()):

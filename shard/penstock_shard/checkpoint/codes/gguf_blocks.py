@@ -1,7 +1,7 @@
-"""Blocks of a GGUF file -> codes with scales. Layouts as in ggml's `ggml-common.h`, read there.
+"""Blocks of a GGUF file -> codes with scales. ggml's `ggml-common.h` defines the layouts.
 
-A row of a matrix is a row of blocks; each type has a function that takes blocks uint8 [B, bytes] to
-codes uint8 [B, columns], and scales, and minimums if it has them, float32 [B, groups].
+A row of a matrix is a row of blocks. Each type has a function from blocks uint8 [B, bytes] to codes
+uint8 [B, columns], scales float32 [B, groups], and minimums alike, if the type has any.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class _Type:
 
 
 def read_codes(data: _Bytes, name: str) -> Codes | None:
-    """The rows uint8 [N, bytes] of a matrix of this type; None for a type that is not read so."""
+    """Read the rows uint8 [N, bytes] of a matrix of this type; None for a type that is not
+    supported.
+    """
     kind = _TYPES.get(name)
     if kind is None:
         return None
@@ -51,17 +53,17 @@ def read_codes(data: _Bytes, name: str) -> Codes | None:
 
 
 def _half(blocks: _Bytes, at: int) -> _Floats:
-    """The float16 at this byte of each block, [B, 1]."""
+    """Return the float16 at this byte of each block, [B, 1]."""
     return blocks[:, at : at + 2].copy().view(np.float16).astype(np.float32)
 
 
 def _halves(packed: _Bytes) -> _Bytes:
-    """[B, n] -> [B, 2 n]: the lower four bits of all, then the higher."""
+    """Return [B, 2 n] for [B, n]: the lower four bits of all bytes, then the higher four."""
     return np.concatenate((packed & 15, packed >> 4), axis=1)
 
 
 def _fifth_bits(packed: _Bytes) -> _Bytes:
-    """[B, 4] -> [B, 32]: a bit of each, in the place of a fifth."""
+    """Return [B, 32] for [B, 4]: the bits in order, each as bit 4 of a code."""
     return np.unpackbits(packed, axis=1, bitorder="little") * _FIFTH
 
 
@@ -87,7 +89,9 @@ def _q8_0(blocks: _Bytes) -> _Parts:
 
 
 def _k_scales(blocks: _Bytes) -> tuple[_Floats, _Floats]:
-    """Scales and minimums of Q4_K and Q5_K, six bits each in the twelve bytes behind two floats."""
+    """Return scales and minimums of Q4_K and Q5_K: six bits each, in the 12 bytes after two
+    floats.
+    """
     packed = blocks[:, 4:16]
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = np.concatenate((first & 63, third & 15 | (first >> 6 << 4)), axis=1)
@@ -100,12 +104,14 @@ def _q4_k(blocks: _Bytes) -> _Parts:
 
 
 def _q4_k_codes(packed: _Bytes) -> _Bytes:
-    """Each 32 bytes have 32 codes in their lower halves and the next 32 in their higher ones."""
+    """Return codes: each 32 bytes have 32 codes in their lower halves and the next 32 in the higher
+    halves.
+    """
     return _halves(packed.reshape(-1, 32)).reshape(len(packed), -1)
 
 
 def _q5_k(blocks: _Bytes) -> _Parts:
-    # Bit i of byte j is that of the code j of the sub-block i.
+    # Bit i of byte j belongs to code j of sub-block i.
     bits = np.unpackbits(blocks[:, 16:48, None], axis=2, bitorder="little")
     fifths = bits.transpose(0, 2, 1).reshape(len(blocks), -1) * _FIFTH
     return _q4_k_codes(blocks[:, 48:]) | fifths, *_k_scales(blocks)

@@ -1,4 +1,6 @@
-"""Blocks of MXFP4 -> codes. Format: OCP Microscaling Formats 1.0 (2023), E2M1 with scales E8M0."""
+"""Blocks of MXFP4 -> codes. The format is OCP Microscaling Formats 1.0 (2023), E2M1 with scales
+E8M0.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from penstock_shard.checkpoint.codes.codes import Codes
 
 # Columns that share a scale.
 GROUP = 32
-# Twice what each number of four bits stands for, from 0 on: above 7 they are negative.
+# Twice the value of each 4-bit number from 0 to 7; numbers from 8 on are the negative values.
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
 _ZERO = 12
 _CODES = torch.tensor(
@@ -19,12 +21,12 @@ _SCALE_BIAS = 127
 
 
 def mxfp4_codes(blocks: Tensor, scales: Tensor) -> Codes:
-    """Blocks uint8 [N, K / 32, 16], two numbers in a byte and the lower half first, and exponents
-    uint8 [N, K / 32].
+    """Read blocks uint8 [N, K / 32, 16], two numbers to a byte with the lower half first, and
+    exponents uint8 [N, K / 32].
     """
     halves = torch.stack((blocks & 15, blocks >> 4), dim=-1)
     values = _CODES[halves.long()].reshape(len(blocks), -1)
-    # Half a step, as codes are twice the numbers.
+    # Halve the scale, because codes are twice the numbers.
     exponents = scales.to(torch.int32) - _SCALE_BIAS - 1
     floats = torch.ldexp(torch.ones(scales.shape), exponents)
     return Codes(values, floats, None, 8, GROUP, _ZERO)

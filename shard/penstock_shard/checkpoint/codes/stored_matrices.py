@@ -1,7 +1,7 @@
-"""Layouts of quantized matrices in checkpoints: as codes, and dequantized to float32 [N, K].
+"""Layouts of quantized matrices in checkpoints: read as codes, and dequantized to float32 [N, K].
 
-The layouts are those of compressed-tensors 0.20 (`pack_quantized`, `naive_quantized`), of
-transformers' `finegrained_fp8`, of AutoGPTQ and of AutoAWQ's GEMM version, read in their sources.
+The layouts are defined by the sources of compressed-tensors 0.20 (`pack_quantized`,
+`naive_quantized`), transformers' `finegrained_fp8`, AutoGPTQ and AutoAWQ's GEMM version.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class StoredMatrix(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of its tensors, in the order in which `dense` and `codes` take them."""
+        """The names of the matrix's tensors, in the order of the `parts` of `dense` and `codes`."""
 
     def dense(self, parts: Sequence[Tensor]) -> Tensor:
-        """The dequantized matrix, float32 [N, K]. Raises ValueError for tensors that do not fit
-        together, with a message that can follow a tensor's name.
+        """Return the dequantized matrix, float32 [N, K]. Raises ValueError for tensors that do not
+        fit together, with a message that can follow a tensor's name.
         """
 
     def codes(self, parts: Sequence[Tensor]) -> Codes | None:
-        """The matrix as codes; None where it is no integers with scales for groups of columns.
+        """Return the matrix as codes; None if it is not integers with scales for groups of columns.
         Raises ValueError like `dense`.
         """
 
@@ -53,8 +53,8 @@ class ScaledMatrix:
     block: tuple[int, int]
 
     def dense(self, parts: Sequence[Tensor]) -> Tensor:
-        """parts: the numbers; scales, one for each block, in any shape; zero points likewise, if
-        there are any.
+        """Dequantize parts: the numbers; scales, one for each block, in any shape; and zero points
+        in the same form, if there are any.
         """
         weight = parts[0].float()
         if len(parts) > 2:
@@ -69,13 +69,15 @@ class ScaledMatrix:
         return with_zeros(values, scales, zeros[0] + 128 if zeros else 128, 8, self.block[1])
 
     def _by_rows(self, values: Tensor) -> Tensor:
-        """A number for each block -> one for each row and group of columns, float32 [N, groups]."""
+        """Turn a number for each block into a number for each row and group of columns, float32 [N,
+        groups].
+        """
         rows, columns = self.shape
         counts = (-(-rows // self.block[0]), -(-columns // self.block[1]))
         return values.float().reshape(counts).repeat_interleave(self.block[0], dim=0)[:rows]
 
     def _spread(self, values: Tensor) -> Tensor:
-        """A number for each block -> a tensor that broadcasts to [N, K]."""
+        """Repeat a number for each block so that it broadcasts to [N, K]."""
         counts = tuple(-(-size // each) for size, each in zip(self.shape, self.block, strict=True))
         spread = values.float().reshape(counts)
         for dim, size in enumerate(self.shape):
@@ -86,8 +88,8 @@ class ScaledMatrix:
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """Compressed-tensors: integers, offset to be positive, packed along the rows of [N, K] into
-    words, lowest bits first; scales [N, G].
+    """A matrix of compressed-tensors: integers [N, K], offset to be positive, packed along the rows
+    into words, lowest bits first; and scales [N, G].
     """
 
     names: tuple[str, ...]
@@ -95,7 +97,7 @@ class PackedMatrix:
     bits: int
     group: int
     has_zeros: bool
-    # Whether a further tensor [K] has the group of each column.
+    # True if a further tensor [K] has the group of each column.
     has_order: bool
 
     def dense(self, parts: Sequence[Tensor]) -> Tensor:
@@ -116,15 +118,15 @@ class PackedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class GptqMatrix:
-    """GPTQ: the transposed matrix [K, N], packed along its columns; zero points [G, N] along their
-    rows, scales [G, N], and the group of each of the K inputs.
+    """GPTQ's matrix: the transposed [K, N], packed along its columns; zero points [G, N], packed
+    along their rows; scales [G, N]; and the group of each of the K inputs.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, int]
     bits: int
     group: int
-    # Added to stored zero points: the first version of the format stores them minus 1.
+    # The number to add to stored zero points: the first version of the format stores them minus 1.
     zero_offset: int
     has_order: bool
 
@@ -145,8 +147,8 @@ class GptqMatrix:
 
 @dataclass(frozen=True, slots=True)
 class AwqMatrix:
-    """AWQ: the transposed matrix [K, N] and zero points [G, N] in 4 bits, eight columns to a word
-    in an order of their own; scales [G, N].
+    """AWQ's matrix: the transposed [K, N] and zero points [G, N] in 4 bits, eight columns to a word
+    in AWQ's order; and scales [G, N].
     """
 
     names: tuple[str, ...]
@@ -165,7 +167,9 @@ class AwqMatrix:
 
 
 def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
-    """int32 words -> int32 numbers from 0 to 2^bits - 1; `dim` grows by the factor 32 / bits."""
+    """Unpack int32 words to int32 numbers from 0 to 2^bits - 1; `dim` grows by the factor 32 /
+    bits.
+    """
     if words.dtype is not torch.int32:
         raise ValueError(f"is packed in {words.dtype}, not in int32")
     shifts = torch.arange(0, _WORD, bits, dtype=torch.int32, device=words.device)
@@ -188,8 +192,10 @@ def _bits(bits: int) -> Literal[4, 8]:
 
 
 def _in_groups(codes: Codes, groups: Tensor | None) -> Codes:
-    """Codes whose columns have these groups, int [K], with the columns of each side by side."""
-    # Negative entries mean that there is no order after all.
+    """Sort the columns of codes by `groups`, int [K], so that the columns of a group are
+    adjacent.
+    """
+    # Negative entries mean that the columns have no order.
     if groups is None or bool((groups < 0).any()):
         return codes
     count, columns = codes.scales.shape[1], codes.values.shape[1]

@@ -1,1 +1,1 @@
-"""What an author of files may have made to do harm: read within bounds of time and memory."""
+"""Readers of files whose authors may be malicious. Time and memory are bounded."""

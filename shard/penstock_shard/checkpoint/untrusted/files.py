@@ -1,9 +1,8 @@
-"""Reads files that a model's or an adapter's author made: regular ones, of a bounded size, none of
-which leads to what is the host's.
+"""Reads files that a model's or an adapter's author made: regular files of a bounded size that lead
+to no file of the host.
 
-What is in them is published, by routers and in messages; so a link may lead within the directory,
-or to where the cache of a hub keeps its files, and nowhere else. Weights are not published: they
-may be anywhere.
+Routers and messages publish their content. So a link may lead only within the directory or into the
+blobs of a hub's cache. Weights are not published, so they may be anywhere.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from typing import Any, BinaryIO
 
 from penstock_shard.errors import ModelError
 
-# Of a file, in bytes. What the largest models have is a third of it.
+# Bounds on the bytes of a file. The largest models' files have a third of this.
 _MOST_BYTES = 16 * 2**20
 _MOST_OF_LARGE_BYTES = 64 * 2**20
 _LARGE = ("tokenizer.json", "tekken.json", "model.safetensors.index.json")
-# Lists and objects in one another.
+# The largest depth of nested lists and objects.
 _DEEPEST = 64
 _WEIGHTS = (
     ".safetensors",
@@ -35,21 +34,21 @@ _WEIGHTS = (
     ".onnx",
     ".onnx_data",
 )
-# As a hub's cache is laid out: models--OWNER--NAME/snapshots/REVISION with links to files in
+# Layout of a hub's cache: models--OWNER--NAME/snapshots/REVISION with links to files in
 # models--OWNER--NAME/blobs.
 _SNAPSHOTS, _BLOBS, _OF_HUB = "snapshots", "blobs", "models--"
 
 
 def check_files(directory: Path) -> None:
-    """Raises ModelError, naming it, for a file of the directory or of one within that is not
-    regular, and for one with other content than weights that leads out of the directory.
+    """Check the directory and its subdirectories. Raises ModelError, with the path, for a file that
+    is not regular, and for one other than weights that leads out of the directory.
     """
     for path in _files(directory):
         check_file(directory, path)
 
 
 def check_file(directory: Path, path: Path) -> None:
-    """`check_files` for one of them; nothing where there is none."""
+    """Apply `check_files` to one path; a path that does not exist is fine."""
     if not path.exists():
         return
     if not path.is_file():
@@ -63,13 +62,13 @@ def check_file(directory: Path, path: Path) -> None:
 
 
 def check_names(directory: Path, name: str) -> None:
-    """Raises ModelError where a text in a file of JSON is the name of a file that is not the
-    model's: libraries open what settings name, and publish what is in it.
+    """Raise ModelError if a string in a JSON file names a file outside of the model: libraries open
+    the files that settings name, and publish their content.
     """
     if not (directory / name).exists():
         return
     for text in _texts(read_json(directory / name)):
-        # As it stands, and as a name in the directory.
+        # The string as it is, and as a name in the directory.
         for place in (text, os.path.join(directory, text)):
             if os.path.exists(place) and not os.path.isdir(place):
                 found = Path(place).resolve()
@@ -80,7 +79,7 @@ def check_names(directory: Path, name: str) -> None:
 
 
 def _texts(value: Any) -> set[str]:
-    """All texts in a value but the names of fields."""
+    """Return all strings in a value, without names of fields."""
     found, left = set(), [value]
     while left:
         each = left.pop()
@@ -92,7 +91,6 @@ def _texts(value: Any) -> set[str]:
 
 
 def _allowed(directory: Path) -> list[Path]:
-    """The directories within which a model's files may be."""
     own = directory.resolve()
     hub = own.parent.parent
     is_cached = own.parent.name == _SNAPSHOTS and hub.name.startswith(_OF_HUB)
@@ -100,7 +98,7 @@ def _allowed(directory: Path) -> list[Path]:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    """All that is in a directory and, but for hidden ones, in the directories in it."""
+    """Yield all files in a directory and in its subdirectories that are not hidden."""
     for path in sorted(directory.iterdir()):
         if not path.is_dir():
             yield path
@@ -109,8 +107,8 @@ def _files(directory: Path) -> Iterator[Path]:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Raises ModelError for what is no regular file, of which reading could wait for ever; OSError
-    for what the system refuses.
+    """Open a file. Raises ModelError if it is not regular, because reading could wait for ever;
+    OSError if the system refuses.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(descriptor).st_mode
@@ -123,8 +121,8 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bounded(path: Path) -> bytes:
-    """All of a file. Raises ModelError for one that is too large or not regular, OSError for what
-    the system refuses.
+    """Read a whole file. Raises ModelError if it is too large or not regular, OSError if the system
+    refuses.
     """
     most = _MOST_OF_LARGE_BYTES if path.name in _LARGE else _MOST_BYTES
     with open_regular(path) as file:
@@ -136,7 +134,7 @@ def read_bounded(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any:
-    """What a file of JSON says. Raises ModelError if it is none, OSError if it cannot be read."""
+    """Read a JSON file. Raises ModelError if it is not JSON, OSError if it cannot be read."""
     try:
         value = json.loads(read_bounded(path).decode("utf-8"))
     except ValueError as error:
@@ -156,7 +154,9 @@ def _within(value: Any) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises ModelError if the file holds none, OSError if it cannot be read."""
+    """Read a JSON object. Raises ModelError if the file holds none, OSError if it cannot be
+    read.
+    """
     value = read_json(path)
     if not isinstance(value, dict):
         raise ModelError(f"{path}: is not a JSON object")

@@ -1,9 +1,9 @@
-"""Checks that a GGUF file holds what its header says, before the package gguf makes objects of each
-number that it claims.
+"""Checks that a GGUF file holds what its header claims, before the package gguf makes objects of
+each claimed number.
 
-Format: "GGUF", version, counts of tensors and of fields; fields of a name, a type and a value; for
-each tensor its name, sizes, type and offset. Strings have their length before them, arrays the type
-and number of their elements.
+The format is: "GGUF", version, counts of tensors and of fields; for each field a name, a type and a
+value; for each tensor its name, sizes, type and offset. Strings begin with their length, arrays
+with the type and number of their elements.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _MAGIC = b"GGUF"
 # Bytes of a number, by the type of a field.
 _NUMBERS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
-# The least bytes of a field and of a tensor's entry.
+# The smallest size in bytes of a field and of a tensor's entry.
 _FIELD_BYTES, _TENSOR_BYTES = 13, 32
-# The longest name, of a field or a tensor.
+# The longest name of a field or a tensor.
 _NAME_BYTES = 400
-# The longest string in an array, and all of a file: transformers tries each place at which a token
-# may have been merged, and copies both parts.
+# The longest string in an array, and the total of a file. They are bounded because transformers
+# splits a token at each place and copies both parts.
 _ELEMENT_BYTES = 2048
 _MOST_ELEMENT_BYTES = 2**25
 _DIMENSIONS = 4
-# Of all arrays together: gguf makes two objects of each, in ten seconds of so many. A vocabulary of
-# 262,144 with types and as many merges is three quarters of it.
+# The largest number of elements of all arrays. gguf makes two objects for each, which takes 10 s in
+# all. A vocabulary of 262,144 tokens, with types and merges, has three quarters of this number.
 _MOST_ELEMENTS = 2**20
 _MOST_FIELDS, _MOST_TENSORS = 4096, 65_536
 # No code is shorter than an eighth of a bit.
@@ -38,12 +38,12 @@ _VALUES_PER_BYTE = 64
 
 
 class _Unreadable(Exception):
-    """The file is none; the message says why."""
+    """The file is not GGUF; the message says why."""
 
 
 def check_gguf(path: Path) -> None:
-    """Raises ModelError for a file that is none, or claims more than it holds or than is served;
-    OSError for what the system refuses.
+    """Raise ModelError for a file that is not GGUF, or claims more than it holds or than is
+    supported; OSError if the system refuses.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -72,7 +72,7 @@ class _Layout:
         self._at = 4
         version = self._number("I")
         if version & 0xFFFF == 0:
-            # Of a machine with the other order of bytes.
+            # The file was written on a machine with the other byte order.
             self._order = ">"
         num_tensors, num_fields = self._number("Q"), self._number("Q")
         self._check_count("tensors", num_tensors, _MOST_TENSORS, _TENSOR_BYTES)

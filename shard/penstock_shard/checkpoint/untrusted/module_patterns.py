@@ -1,8 +1,8 @@
-"""Finds the value that an adapter states for a module, by patterns which its author wrote.
+"""Finds the value that an adapter states for a module, by patterns of the adapter's author.
 
-peft takes them as regular expressions. Here a pattern is read by a matcher of our own, whose time
-grows with the length of the name alone: characters, classes of them, repeats of these, alternatives
-and groups that are not repeated. Whatever else an expression may have is refused.
+peft takes the patterns as regular expressions. Here our own matcher reads a pattern in a time that
+grows only with the length of the name. It supports characters, classes, repeats of these,
+alternatives, and groups that are not repeated. Other expressions are refused.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Of a pattern, in characters; of groups within groups.
+# Bounds on a pattern's characters and its groups' depth.
 _LONGEST = 400
 _DEEPEST = 8
-# Characters of patterns that are no plain names, times modules: a second or two.
+# Bound on the characters of patterns that are not plain names, times modules: a second or two.
 _MOST_WORK = 2_000_000
 _NAME = re.compile(r"(?:[\w-]|\\?\.)+")
 _ELEMENT = re.compile(
@@ -26,22 +26,22 @@ _RANGE = re.compile(r"(.)-(.)")
 _WORD = frozenset(string.ascii_letters + string.digits + "_")
 _CLASSES = {"d": frozenset(string.digits), "w": _WORD}
 
-# Places in a name, as bits, at which a pattern may begin -> those at which it may end.
+# Maps places in a name, as bits, at which a pattern may begin, to places at which it may end.
 _Step = Callable[["_Name", int], int]
 
 
 class PatternUnreadable(Exception):
-    """A pattern is not served; the message has the pattern and why."""
+    """A pattern is not supported; the message has the pattern and the reason."""
 
 
 class ModulePatterns:
-    """Values by patterns; the first that a module's name ends with counts."""
+    """Values by patterns; the first pattern that matches the end of a module's name applies."""
 
     def __init__(self, stated: Mapping[str, Any], num_modules: int) -> None:
-        """Raises PatternUnreadable, also for so many patterns that reading the names of
-        `num_modules` by them takes long.
+        """Read the patterns. Raises PatternUnreadable, for example if matching the names of
+        `num_modules` modules would take long.
         """
-        # A pattern that is a plain name is found in a table: adapters have one for each module.
+        # Plain names are in a table, because adapters have one for each module.
         self._names: dict[str, tuple[int, Any]] = {}
         self._expressions: list[tuple[int, _Step, Any]] = []
         length = 0
@@ -59,7 +59,7 @@ class ModulePatterns:
             self._expressions.append((order, _read(pattern), value))
 
     def value(self, module: str, default: Any) -> Any:
-        """The value for a module, or `default` where no pattern fits."""
+        """Return the value for a module, or `default` if no pattern fits."""
         parts = module.split(".")
         endings = (".".join(parts[start:]) for start in range(len(parts)))
         found = [self._names[ending] for ending in endings if ending in self._names]
@@ -71,8 +71,8 @@ class ModulePatterns:
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """A module's name: the places of each of its characters, as bits, and those where one of its
-    endings begins.
+    """A module's name: the places of each character, as bits, and the places where an ending of the
+    name begins.
     """
 
     length: int
@@ -87,7 +87,7 @@ class _Name:
         return cls(len(module), places, 1 | places.get(".", 0) << 1)
 
     def places_of(self, characters: Iterable[str] | None) -> int:
-        """Where one of these stands; with None any."""
+        """Return the places of these characters; of all characters if None."""
         if characters is None:
             return (1 << self.length) - 1
         found = 0
@@ -97,7 +97,7 @@ class _Name:
 
 
 def _read(pattern: str) -> _Step:
-    """Raises PatternUnreadable."""
+    """Compile a pattern. Raises PatternUnreadable."""
     if len(pattern) > _LONGEST:
         raise PatternUnreadable(
             f"{_short(pattern)} has {len(pattern)} characters; {_LONGEST} are served"
@@ -141,7 +141,7 @@ def _group(pattern: str, at: int, depth: int) -> tuple[_Step, int]:
 
 def _element(pattern: str, at: int) -> tuple[_Step, int]:
     match = _ELEMENT.match(pattern, at)
-    # Not lazy, possessive or counted.
+    # Lazy, possessive and counted repeats are refused.
     if match is None or pattern[match.end() : match.end() + 1] in ("*", "+", "?", "{"):
         raise _refused(pattern, at)
     repeat = match["repeat"]
@@ -153,14 +153,14 @@ def _element(pattern: str, at: int) -> tuple[_Step, int]:
 
 
 def _meant(match: re.Match[str]) -> frozenset[str] | None:
-    """The characters of an element; None for any."""
+    """Return the characters of an element; None if it matches any."""
     escaped: str | None = match["escaped"]
     if escaped:
         return _CLASSES.get(escaped, frozenset(escaped))
     if within := match["any"]:
         ranges = [range(ord(first), ord(last) + 1) for first, last in _RANGE.findall(within)]
         singles = _RANGE.sub("", within)
-        # Names are of ASCII, so nothing above it is looked for.
+        # Names are ASCII, so other characters are ignored.
         return frozenset(singles).union(*([chr(each) for each in r if each < 128] for r in ranges))
     return None if match["plain"] == "." else frozenset(match["plain"])
 
@@ -177,7 +177,7 @@ def _characters(meant: frozenset[str] | None, repeat: str) -> _Step:
 
 
 def _run_on(starts: int, fits: int) -> int:
-    """The places that are reached through characters that fit, in steps that double."""
+    """Return the places that are reached through fitting characters, in steps that double."""
     length = 1
     while fits:
         starts |= (starts & fits) << length

@@ -1,1 +1,1 @@
-"""What computes a model: ops, attention backend, dtype of cached keys and values."""
+"""Choices for a model: ops, attention backend, dtype of cached keys and values."""

@@ -1,6 +1,7 @@
-"""Chooses a model's attention backend: the first that serves its layers and is right on the device.
+"""Chooses a model's attention backend: the first that serves the model's layers and computes
+correctly on the device.
 
-A backend is right if on a few steps of random tokens it gives what the reference, sdpa, gives in
+To check that, the results of a few steps of random tokens are compared with the reference, sdpa in
 float32.
 """
 
@@ -30,11 +31,11 @@ from penstock_shard.errors import (
 from penstock_shard.ops.base import Ops
 from penstock_shard.selfcheck.attention import make_case
 
-# Largest difference to float32 over the same rounded keys, values and queries, relative to
-# 1 + |expected|: so absolute near 0, as values are about 1.
+# The largest difference from float32 over the same rounded keys, values and queries, relative to 1
+# + |expected|.
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-# The most tokens of a sequence that are queries. On cuda several tiles of a kernel; on cpu few,
-# since Triton kernels run there only in the slow interpreter.
+# The largest number of queries of a sequence: on cuda several tiles of a kernel; on cpu few,
+# because Triton's interpreter is slow.
 _MOST_QUERIES = {"cuda": 300, "cpu": 24}
 
 
@@ -44,14 +45,14 @@ class AttentionOptions:
 
     # --attention-backend: a name, or "auto".
     backend: str = "auto"
-    # Dtype of cached keys and values; None: that of activations.
+    # The dtype of cached keys and values; None for the activations' dtype.
     kv_dtype: torch.dtype | None = None
     block_size: int | None = None
 
 
 def serves_latents(ops: Ops, wish: AttentionOptions) -> bool:
-    """Whether a backend that the flags allow takes values from keys, as layers of latents have
-    them.
+    """Tell whether a backend that the flags allow takes values from keys, as layers of latents
+    need.
     """
     layer = LayerSpec(0, 1, 1, 24, 16, 1.0, values_in_keys=True)
     return any(backend.refusal(layer, ops.dtype) is None for backend in _backends(ops, wish, []))
@@ -60,10 +61,10 @@ def serves_latents(ops: Ops, wish: AttentionOptions) -> bool:
 def choose_backend(
     ops: Ops, layers: Sequence[LayerSpec], wish: AttentionOptions, progress: Callable[[str], None]
 ) -> AttentionBackend:
-    """The best backend that serves all layers. If better ones were passed over, one line of
+    """Return the best backend that serves all layers. If better backends were skipped, one line of
     progress says why.
 
-    Raises ModelError where no backend that the flags allow serves them.
+    Raises ModelError if no backend that the flags allow serves them.
     """
     reasons: list[str] = []
     for backend in _backends(ops, wish, reasons):
@@ -78,9 +79,9 @@ def choose_backend(
 
 
 def _backends(ops: Ops, wish: AttentionOptions, reasons: list[str]) -> Iterator[AttentionBackend]:
-    """The backends to try. Reasons why others cannot be made are added to `reasons`."""
+    """Yield the backends to try. Reasons why others cannot be made are added to `reasons`."""
     if ops.exact:
-        # Exact ops come with the one backend that is exact too.
+        # One backend is exact: that of the exact ops.
         yield ops.backend
         return
     for candidate in candidates(wish.backend, ops.device):
@@ -95,7 +96,7 @@ def _backends(ops: Ops, wish: AttentionOptions, reasons: list[str]) -> Iterator[
 
 
 def _kinds(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
-    """The first layer of each kind; those that keep a state do not attend."""
+    """Return the first layer of each kind that attends."""
     kinds: dict[LayerSpec, LayerSpec] = {}
     for layer in layers:
         if layer.state is None:
@@ -106,7 +107,9 @@ def _kinds(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
 def fault_of(
     backend: AttentionBackend, ops: Ops, layers: Sequence[LayerSpec], wish: AttentionOptions
 ) -> str | None:
-    """Why the backend does not serve these layers here, to follow its name; None if it does."""
+    """Return why the backend does not serve these layers here, as text after its name; None if it
+    does.
+    """
     for layer in layers:
         reason = backend.refusal(layer, ops.dtype)
         if reason is not None:
@@ -134,8 +137,8 @@ def _tried(
     kv_dtype: torch.dtype,
     block_size: int,
 ) -> str | None:
-    """What went wrong with the backend on this device, or None. An out-of-memory error is no fault
-    of the backend's and is raised.
+    """Return the backend's failure on this device, or None. Raises an out-of-memory error, which is
+    not the backend's fault.
     """
     try:
         return _difference(backend, ops, layer, kv_dtype, block_size)
@@ -162,7 +165,7 @@ def _difference(
     kv_dtype: torch.dtype,
     block_size: int,
 ) -> str | None:
-    """How results differ from the reference's by more than rounding explains; None if not."""
+    """Return a difference from the reference that rounding does not explain; None without one."""
     most = _MOST_QUERIES.get(ops.device.type, max(_MOST_QUERIES.values()))
     trial = make_case(layer, ops.dtype, kv_dtype, ops.device, most)
     full = torch.float32
@@ -179,7 +182,7 @@ def _difference(
         decodes = want.num_decodes
         for what, part in (("decodes", errors[:decodes]), ("chunks", errors[decodes:])):
             worst = float(part.amax()) if len(part) else 0.0
-            # Not `worst > bound`: a NaN must not pass.
+            # `worst > bound` would let a NaN pass.
             if not worst <= bound:
                 return (
                     f"differs from sdpa by {worst:.2g} in {what} of layer {layer.index} "

@@ -1,4 +1,4 @@
-"""Which torch device --device means here."""
+"""Finds the torch device that --device names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock_shard.errors import ModelError
 
 
 def resolve_device(name: str) -> torch.device:
-    """The torch device of --device. Raises ModelError where there is no CUDA device."""
+    """Return the torch device of --device. Raises ModelError if there is no CUDA device."""
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
         raise ModelError("--device cuda: torch finds no CUDA device here")

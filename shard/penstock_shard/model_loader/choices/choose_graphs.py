@@ -18,7 +18,7 @@ from penstock_shard.ops.quantized import captures_fp8
 def choose_graphs(
     config: ShardConfig, loaded: LoadedModel, progress: Callable[[str], None]
 ) -> GraphedModel | None:
-    """This rank's part, wrapped for recording decodes; None if it cannot or must not be."""
+    """Wrap this rank's part to record decodes; return None if it cannot or must not be recorded."""
     part, ops = loaded.part, loaded.ops
     if config.enforce_eager or not ops.backend.capturable:
         return None

@@ -1,7 +1,6 @@
-"""Chooses the ops that compute a model, from the flags and from what this machine has.
+"""Chooses the ops that compute a model, from the flags and this machine's devices and libraries.
 
-The attention backend is chosen once the model's
-layers are known: see `choose_attention.py`.
+The attention backend is chosen once the model's layers are known: see `choose_attention.py`.
 """
 
 from __future__ import annotations
@@ -34,9 +33,10 @@ from penstock_shard.ops.quantized import (
 from penstock_shard.ops.torch_ops import TorchOps, packs_half
 from penstock_shard.selfcheck.ops import triton_fault
 
-# Values of --dtype with which weights on a GPU may be fp8 or int4: activations are bfloat16 then.
+# Values of --dtype with which weights on a GPU may be fp8 or int4, because activations are
+# bfloat16.
 _WITH_FEW_BITS = ("auto", "bfloat16")
-# Levels of the kernels with instructions for bfloat16.
+# Levels of the kernels that have instructions for bfloat16.
 _WITH_BFLOAT16 = ("avx512_amx", "avx512_bf16")
 _FASTER = (
     "this CPU multiplies bfloat16 faster: --dtype bfloat16 gave 1.7 times the tokens with 16 "
@@ -50,13 +50,13 @@ def choose_ops(
     device: torch.device,
     progress: Callable[[str], None],
 ) -> Ops:
-    """The best ops that the flags allow; a line of progress says which kernels are missing.
+    """Return the best ops that the flags allow; a line of progress says which kernels are missing.
 
-    Raises ModelError where this machine cannot do what the flags ask.
+    Raises ModelError if this machine cannot do what the flags ask.
     """
     ops = _choose(config, hf_config, device, progress)
     if config.attention_backend != "auto" and not ops.exact:
-        # Refuse a backend that cannot be made here now, not after the weights were read.
+        # Refuse a backend that cannot be made here before the weights are read.
         make_backend(config.attention_backend, ops.device, ops.dtype)
     return ops
 
@@ -98,7 +98,7 @@ def _choose(
 
 
 def _check_exact_backend(config: ShardConfig, device: torch.device) -> None:
-    """Raises ModelError where --exact meets an attention backend that is not exact."""
+    """Raise ModelError if --exact is combined with an attention backend that is not exact."""
     exact = (
         ("auto", "cpu") if device.type == "cpu" and not _interprets(config) else ("auto", "triton")
     )
@@ -110,7 +110,7 @@ def _check_exact_backend(config: ShardConfig, device: torch.device) -> None:
 
 
 def _interprets(config: ShardConfig) -> bool:
-    """Tell whether --attention-backend is triton and its interpreter is on: for tests."""
+    """Tell whether --attention-backend is triton and Triton's interpreter is on, as in tests."""
     if config.attention_backend != "triton" or not is_installed():
         return False
     import triton
@@ -125,7 +125,6 @@ def _device_ops(
     weights: WeightKind,
     progress: Callable[[str], None],
 ) -> TorchOps:
-    """Ops over our Triton kernels where they run, else plain torch."""
     if is_installed():
         remember(device.type, triton_fault(device, dtype, weights, exact=config.exact))
     fault = fault_on(device.type)
@@ -145,14 +144,14 @@ def _device_ops(
 def choose_weights(
     config: ShardConfig, hf_config: PreTrainedConfig, device: torch.device
 ) -> WeightKind | None:
-    """Choose what weights are quantized to, by --quantization or because the checkpoint is fp8;
-    None where --dtype alone decides.
+    """Choose the quantization of weights, by --quantization or because the checkpoint is fp8; None
+    if --dtype alone decides.
 
     Raises ModelError for a quantization that the device or the other flags do not allow.
     """
     scheme = scheme_of(hf_config)
     if config.quantization is None:
-        # fp8 weights lose nothing, or little with block scales, if they stay fp8.
+        # fp8 weights that stay fp8 lose nothing, or little if they have block scales.
         is_fp8 = scheme is not None and scheme.is_fp8 and multiplies_fp8(device)
         return "fp8" if is_fp8 and config.dtype in _WITH_FEW_BITS and not config.exact else None
     flag = f"--quantization {config.quantization}"
@@ -196,7 +195,7 @@ def _kernel_weights(
     if config.dtype != "auto":
         return cast(KernelKind, config.dtype)
     scheme = scheme_of(hf_config)
-    # Of several ranks each reads its part of a matrix dequantized.
+    # With several ranks, parts of a matrix are read dequantized.
     is_whole = config.tensor_parallel_size == 1
     return "codes" if scheme is not None and scheme.has_codes and is_whole else "float16"
 
@@ -204,7 +203,9 @@ def _kernel_weights(
 def _torch_on_cpu(
     config: ShardConfig, progress: Callable[[str], None], weights: WeightKind | None
 ) -> TorchOps:
-    """Plain torch ops: float16 weights where this torch can pack them, bfloat16 only if asked."""
+    """Return plain torch ops, with float16 weights if this torch can pack them, and bfloat16 only
+    if asked.
+    """
     device = torch.device("cpu")
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     if weights is not None:

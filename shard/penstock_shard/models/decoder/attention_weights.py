@@ -1,4 +1,4 @@
-"""A layer's tensors -> its attention, or what stands in its place."""
+"""A layer's tensors -> its attention, or the recurrence that replaces it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ class AttentionWeights:
         )
 
     def _gated_columns(self, layer: LayerSpec) -> tuple[Tensor, Tensor]:
-        """The columns of queries, keys and values, and those of gates, each behind its query."""
+        """Return the columns of queries, keys and values, and the columns of gates. In the
+        checkpoint each head's gates follow its queries.
+        """
         queries = torch.arange(2 * layer.num_heads * layer.head_dim).view(layer.num_heads, 2, -1)
         keys_and_values = layer.num_kv_heads * (layer.head_dim + layer.head_dim_v)
         rest = queries.numel() + torch.arange(keys_and_values)
@@ -101,7 +103,9 @@ class AttentionWeights:
         )
 
     def _delta_columns(self, delta: DeltaSpec, state: StateSpec) -> Tensor:
-        """Where queries, keys, values, gates, corrections and decays are, of each key head's."""
+        """Return the columns of queries, keys, values, gates, corrections and decays, which the
+        checkpoint groups by key head.
+        """
         group = state.heads // delta.key_heads
         values = group * state.dim_v
         sizes = [state.dim, state.dim, values, values]
@@ -125,8 +129,8 @@ class AttentionWeights:
         )
 
     def _order(self, layer: LayerSpec, rope: Rope) -> Tensor:
-        """The columns of queries, keys and values: of what is rotated of each query and key head
-        first the even ones, then the odd ones.
+        """Return the columns of queries, keys and values. In the rotated part of each query and key
+        head, the even columns come first, then the odd ones.
         """
         rotated = torch.arange(2 * rope.cos.shape[1])
         rest = torch.arange(len(rotated), layer.head_dim)
@@ -168,6 +172,6 @@ class AttentionWeights:
             return HeadNorm(query, key, spec.norm_eps, spec.norm_offset)
         if spec.head_norms is None or not rotates:
             return None
-        # Norms without weights are the same before a rotation and after it.
+        # Norms without weights commute with the rotation.
         ones = self._reader.ones(layer.head_dim)
         return HeadNorm(ones, ones, spec.norm_eps, 0.0)

@@ -1,7 +1,7 @@
-"""One decoder for the Llama family, driven by a spec and written on an ops interface.
+"""A decoder for the Llama family, driven by a spec and written on an ops interface.
 
-Layers are pre-norm. The output of a block is added to the residual stream by the norm that follows
-it, so that each layer is ten calls whatever the number of tokens.
+Layers are pre-norm. The norm after a block adds the block's output to the residual stream, so a
+layer takes ten calls for any number of tokens.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from penstock_shard.ops.base import Ops
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What a layer has that does not change from step to step."""
+    """The parts of a layer that do not change from step to step."""
 
     spec: LayerSpec
     weights: LayerWeights
-    # Its cache group, and the group's pool: layers of one pool have heads of one size.
+    # The layer's cache group and the group's pool. Heads of layers in one pool have the same size.
     group: int
     pool: int
 
@@ -44,7 +44,7 @@ class _Scratch:
 
     hidden: Tensor | None
     update: Tensor | None
-    # By pool.
+    # One for each pool.
     attention: tuple[AttentionScratch, ...]
     feed_forward: FeedForwardScratch
 
@@ -64,7 +64,7 @@ class Decoder:
         self._scratch: dict[int, _Scratch] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Kept as what it is made of: without a cache."""
+        """Pickle the decoder without its cache."""
         return Decoder, (self._spec, self._weights, self._ops)
 
     def _with_weights(self, layer: LayerSpec) -> _Layer:
@@ -83,13 +83,12 @@ class Decoder:
 
     @property
     def nbytes(self) -> int:
-        """Of the weights."""
         return self._weights.nbytes
 
     @property
     def capturable(self) -> bool:
-        """Whether pure decode steps may run in a CUDA graph, as far as the feed-forward parts are
-        concerned; attention backends say it for themselves.
+        """True if the layers allow pure decode steps to run in a CUDA graph; attention backends
+        decide for themselves.
         """
         return all(
             layer.spec.state is None and layer.weights.feed_forward.capturable
@@ -97,7 +96,7 @@ class Decoder:
         )
 
     def change(self, change: Callable[[Linear], Linear]) -> None:
-        """Replace each linear layer, but the head, by what `change` makes of it."""
+        """Replace each linear layer except the head by the result of `change`."""
         self._layers = tuple(
             dataclasses.replace(layer, weights=layer.weights.change(change))
             for layer in self._layers
@@ -127,8 +126,8 @@ class Decoder:
         kinds = {self._kind(layer.spec): layer for layer in reversed(self._layers)}
         running = sorted(kinds.values(), key=lambda layer: layer.spec.index)
         if running[-1] is not self._layers[-1]:
-            # `forward` computes fewer tokens in the last layer that runs, so a layer must follow
-            # those that are being checked.
+            # In the last layer that runs, `forward` computes fewer tokens. So another layer must
+            # follow the layers to be checked.
             running.append(self._layers[-1])
         self._running = tuple(running)
         try:
@@ -137,7 +136,7 @@ class Decoder:
             self._running = self._layers
 
     def _kind(self, layer: LayerSpec) -> tuple[object, ...]:
-        """All that layers may differ in, but for their weights."""
+        """Return everything but weights in which layers may differ."""
         spec, index = self._spec, layer.index
         own = dataclasses.replace(layer, index=0, reads=None)
         has = (index in spec.keys_as_values, layer.reads is not None, spec.has_experts(index))
@@ -164,7 +163,8 @@ class Decoder:
             if len(images.places):
                 stream.index_copy_(0, images.places, images.rows.to(stream.dtype))
                 deep = images.deep
-            # Which of the tokens the last layer computes is known to it alone.
+            # If features are added after the last layer, this layer needs all tokens, because
+            # `places` index all tokens.
             needs_all = needs_all or len(deep) >= len(self._running)
         update = None
         tokens = None if adapters is None else TokenAdapters(adapters)
@@ -192,8 +192,8 @@ class Decoder:
         batch: AttentionBatch,
         adapters: TokenAdapters | None,
     ) -> Tensor:
-        """Adds `update` to the residual stream. Returns the layer's attention [T, Hq * D], before
-        its output matrix.
+        """Add `update` to the residual stream. Return the layer's attention [T, Hq * D], before its
+        output matrix.
         """
         scratch = self._scratch_for(len(stream))
         hidden = self._norm(stream, update, layer.weights.input_norm, scratch.hidden)
@@ -209,8 +209,8 @@ class Decoder:
         attended: Tensor,
         adapters: TokenAdapters | None,
     ) -> Tensor:
-        """Adds the output of attention to the residual stream. Returns the feed-forward output,
-        which the next norm adds.
+        """Add the output of attention to the residual stream. Return the feed-forward output, which
+        the next norm adds.
         """
         weights = layer.weights
         scratch = self._scratch_for(len(stream))
@@ -238,7 +238,7 @@ class Decoder:
     def _norm(
         self, stream: Tensor, update: Tensor | None, weight: Tensor, out: Tensor | None
     ) -> Tensor:
-        """`stream += update` in place, then the RMSNorm of the stream."""
+        """Do `stream += update` in place; return the RMSNorm of the stream."""
         spec = self._spec
         if update is None:
             return self._ops.add_rms_norm(
@@ -247,7 +247,9 @@ class Decoder:
         return self._ops.add_rms_norm(update, stream, weight, spec.norm_eps, spec.norm_offset, out)
 
     def _scratch_for(self, num_tokens: int) -> _Scratch:
-        """Kept for two sizes at most: a step's T tokens, and its tokens that need logits."""
+        """Return the scratch memory for a number of tokens. Kept for at most two sizes: a step's T
+        tokens, and its tokens that need logits.
+        """
         scratch = self._scratch.get(num_tokens)
         if scratch is None:
             if len(self._scratch) == 2:

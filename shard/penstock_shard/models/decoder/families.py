@@ -1,5 +1,5 @@
-"""The families of our decoder: how the models of each type differ from Llama, and which values of
-their configurations are read.
+"""The model families of our decoder: how each type differs from Llama, and which configuration
+values are read.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from penstock_shard.ops.base import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How the models of one type differ from Llama."""
+    """The differences between the models of one type and Llama."""
 
-    # In transformers: the module under `models`, and the prefix of its class names, rotary ones
-    # included unless said.
+    # In transformers: the module under `models`, and the prefix of its class names (without
+    # `rotary_prefix`, also of its rotary classes).
     module: str
     prefix: str
-    # Configuration values that are read beside `_READ`, and rope parameters beside `_ROPE_VALUES`.
+    # Configuration values that are read in addition to `_READ`, and rope parameters in addition to
+    # `_ROPE_VALUES`.
     reads: frozenset[str] = frozenset()
     rope_reads: frozenset[str] = frozenset()
     rotary_prefix: str | None = None
@@ -31,38 +32,39 @@ class Family:
     head_norms: Literal["learned", "plain"] | None = None
     interleaved: bool = False
     latent: bool = False
-    # Query, key and value in one tensor; gate and up in one.
+    # True if one tensor has query, key and value; true if one tensor has gate and up.
     fused_heads: bool = False
     fused_gates: bool = False
-    # Norm weights are stored minus 1, embeddings are scaled.
+    # Norm weights are stored minus 1, and embeddings are scaled.
     gemma: bool = False
-    # As Gemma 4: norm weights as they are, scores that are not scaled, normed values, and what else
-    # `_GEMMA4_READS` has.
+    # Like Gemma 4: norm weights as they are, scores that are not scaled, normed values, and the
+    # other values of `_GEMMA4_READS`.
     gemma4: bool = False
-    # As Qwen3-Next: norm weights are stored minus 1, attention has a gate, other layers a state.
+    # Like Qwen3-Next: norm weights are stored minus 1, attention has a gate, other layers have a
+    # state.
     delta: bool = False
-    # As LFM2: other layers are short convolutions.
+    # Like LFM2: other layers are short convolutions.
     conv: bool = False
     names: ModuleNames = LLAMA_NAMES
-    # For families whose layers may have experts.
+    # The names of experts, if layers may have experts.
     experts: ExpertNames | None = None
     scores: Literal["softmax", "sigmoid"] = "softmax"
     scores_eps: float = 1e-20
-    # Each expert's input is multiplied by its score, and not its output by a share of all.
+    # True if each expert's input is multiplied by its score, instead of its output by its share.
     scales_inputs: bool = False
-    # Whether attention's output matrix has a bias where queries, keys and values have.
+    # If queries, keys and values have biases: true if attention's output matrix has one too.
     output_bias: bool = True
-    # Tokens of an image see all of it, later ones too.
+    # True if tokens of an image see the whole image, including its later tokens.
     bidirectional_images: bool = False
-    # As gpt-oss: each query sees a score of its head besides, and an activation of its own.
+    # Like gpt-oss: each head has an attention sink, and the activation is its own.
     gpt_oss: bool = False
 
 
-# Values that configurations of DeepSeek V3 state and transformers does not read.
+# Values in DeepSeek V3 configurations that transformers does not read.
 _DEEPSEEK_V3_VALUES = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-# The same of Qwen3.5.
+# Values of Qwen3.5 that transformers does not read.
 _QWEN35_VALUES = {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
-# Of gpt-oss those that the kernels have.
+# The only values of gpt-oss that the kernels implement.
 _GPT_OSS_VALUES = {"swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT}
 ASSUMED_VALUES: dict[str, Any] = _DEEPSEEK_V3_VALUES | _QWEN35_VALUES | _GPT_OSS_VALUES
 _LAYER_WINDOWS = frozenset(
@@ -88,9 +90,9 @@ _GEMMA4_READS = frozenset(
         "per_layer_config",
         "attention_k_eq_v",
         "num_kv_shared_layers",
-        # Of what sees images.
+        # Used only for images.
         "use_bidirectional_attention",
-        # Of the embeddings of layers, which are refused where there are some.
+        # Embeddings of layers; models that have them are refused.
         "vocab_size_per_layer_input",
         "enable_moe_block",
         "top_k_experts",
@@ -116,7 +118,7 @@ _EXPERT_READS = frozenset(
         "num_experts",
         "num_local_experts",
         "num_experts_per_tok",
-        # Used in training only.
+        # Used only in training.
         "output_router_logits",
         "router_aux_loss_coef",
         "router_jitter_noise",
@@ -140,7 +142,7 @@ _GPT_OSS_NAMES = dataclasses.replace(
     router_bias="mlp.router.bias",
     has_biases=True,
 )
-# Experts as DeepSeek V3 has them.
+# Experts of DeepSeek V3.
 _DEEPSEEK_NAMES = dataclasses.replace(
     _QWEN_NAMES, bias="mlp.gate.e_score_correction_bias", shared="mlp.shared_experts"
 )
@@ -162,9 +164,9 @@ _DEEPSEEK_EXPERT_READS = frozenset(
         "n_group",
         "topk_group",
         "num_nextn_predict_layers",
-        # What transformers takes for granted.
+        # Constants in transformers.
         *_DEEPSEEK_V3_VALUES,
-        # Used in training only.
+        # Used only in training.
         "aux_loss_alpha",
         "seq_aux",
         "ep_size",
@@ -198,7 +200,7 @@ _LLAMA4_READS = frozenset(
         "attention_bias",
     }
 )
-# Experts as Qwen3-Next has them.
+# Experts of Qwen3-Next.
 _GATED_NAMES = dataclasses.replace(
     _QWEN_NAMES, shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate.weight"
 )
@@ -212,14 +214,14 @@ _DELTA_READS = frozenset(
         "linear_value_head_dim",
         "linear_num_key_heads",
         "linear_num_value_heads",
-        # What transformers takes for granted.
+        # Constants in transformers.
         *_QWEN35_VALUES,
-        # Of predicting further tokens, whose weights have names of their own.
+        # Values for the prediction of further tokens, whose weights have separate names.
         "mtp_num_hidden_layers",
         "mtp_use_dedicated_embeddings",
     }
 )
-# Where all three of a token's positions are equal, as in text, they are one.
+# In text, a token's three positions are equal, so one is enough.
 _DELTA_ROPE_READS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
 _QWEN_EXPERT_READS = frozenset(
     {"moe_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step"}
@@ -250,7 +252,7 @@ _LFM2_SIZES = frozenset(
         "block_ffn_dim_multiplier",
         "block_multiple_of",
         "full_attn_idxs",
-        # Said again in other words, or of how weights were drawn.
+        # Duplicates of other values, or used only to initialize weights.
         "block_dim",
         "block_mlp_init_scale",
         "block_norm_eps",
@@ -273,7 +275,7 @@ FAMILIES = {
         "ministral3",
         "Ministral3",
         frozenset({"sliding_window"}),
-        # The second is also a value of the configuration itself.
+        # max_position_embeddings is also a value of the configuration itself.
         rope_reads=frozenset({"llama_4_scaling_beta", "max_position_embeddings"}),
     ),
     "phi3": Family(
@@ -339,7 +341,7 @@ FAMILIES = {
         _EXPERT_READS
         | _GPT_OSS_VALUES.keys()
         | {"attention_bias", "layer_types", "sliding_window"}
-        # Said again in other words.
+        # Duplicates of other values.
         | {"experts_per_token", "initial_context_length"},
         experts=_GPT_OSS_NAMES,
         gpt_oss=True,
@@ -455,7 +457,7 @@ FAMILIES = {
 
 
 def own_layer_types(text: PreTrainedConfig) -> set[str]:
-    """Types of layers that no other code than our decoder serves for such a model."""
+    """Return the types of layers of a model that only our decoder serves."""
     family = FAMILIES.get(text.model_type)
     if text.model_type == "llama4_text":
         return {"chunked_attention"}

@@ -1,7 +1,4 @@
-"""The feed-forward part of a layer: dense, or a mixture of experts.
-
-Both are called alike. Written on the ops interface.
-"""
+"""The feed-forward part of a layer, dense or a mixture of experts. Written on the ops interface."""
 
 from __future__ import annotations
 
@@ -20,11 +17,11 @@ from penstock_shard.ops.base import Activation, Experts, Matrix, Ops, Routing, R
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardScratch:
-    """Memory for intermediate results, [T, ...], which ops may use or not."""
+    """Memory for intermediate results, [T, ...], which ops may use."""
 
     gate_up: Tensor | None
     active: Tensor | None
-    # For the output of the feed-forward part.
+    # Memory for the output of the feed-forward part.
     update: Tensor | None
 
 
@@ -32,11 +29,11 @@ NO_SCRATCH = FeedForwardScratch(None, None, None)
 
 
 class FeedForward(Protocol):
-    """Normed hidden states [T, H] -> what they add to the residual stream, [T, H]."""
+    """Normed hidden states [T, H] -> the update of the residual stream, [T, H]."""
 
     @property
     def capturable(self) -> bool:
-        """Whether it may be part of a CUDA graph."""
+        """True if this part may be captured in a CUDA graph."""
 
     def __call__(
         self,
@@ -46,12 +43,12 @@ class FeedForward(Protocol):
     ) -> Tensor: ...
 
     def change(self, change: Callable[[Linear], Linear]) -> FeedForward:
-        """The same with each of its linear layers changed."""
+        """Return a copy in which `change` has replaced each linear layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A gated feed-forward part that all tokens go through."""
+    """A gated feed-forward part for all tokens."""
 
     ops: Ops
     activation: Activation
@@ -78,7 +75,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """Mixture of experts: each token goes to its best, and to the shared ones if there are any.
+    """Mixture of experts: each token goes to its best experts, and to the shared experts, if any.
 
     The products of all experts are two calls, on tokens sorted by expert, so that a step reads each
     weight once. The router's weight keeps the precision of activations.
@@ -90,17 +87,16 @@ class Sparse:
     router: Matrix
     gate_up: Experts
     down: Experts
-    # Added to the scores that experts are chosen by, float32 [E].
+    # Added to the scores by which experts are chosen, float32 [E].
     bias: Tensor | None = None
     shared: Dense | None = None
-    # Gates what the shared ones give, [1, H].
+    # Gates the output of the shared experts, [1, H].
     shared_gate: Matrix | None = None
-    # Whether an expert's input is multiplied by its weight, and not its output.
+    # True if an expert's input, not its output, is multiplied by its weight.
     scales_inputs: bool = False
-    # What the inputs of experts, but not the router's, are multiplied by, [H].
+    # Multiplies the inputs of experts, but not the router's, [H].
     input_weight: Tensor | None = None
-    # What is added to the router's logits, [E], and to the products of each expert, [E, 2I] and
-    # [E, H].
+    # Added to the router's logits, [E], and to the products of each expert, [E, 2I] and [E, H].
     router_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
@@ -115,7 +111,7 @@ class Sparse:
         scratch: FeedForwardScratch,
         adapters: TokenAdapters | None = None,
     ) -> Tensor:
-        # No adapters for what is routed: `check_fit` refuses those with matrices for experts.
+        # No adapters: `check_fit` refuses adapters with matrices for experts.
         ops = self.ops
         routing = ops.route(self.router.linear(hidden, self.router_bias), self.rule, self.bias)
         rows = hidden[routing.tokens]
@@ -150,14 +146,14 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class DenseAndSparse:
-    """The sum of a dense part and of experts, each normed (Gemma 4). Their inputs are one norm
-    without weights, times weights of each.
+    """The sum of a dense part and of experts, each normed (Gemma 4). Both take one norm without
+    weights, multiplied by their own weights.
     """
 
     ops: Ops
     dense: Dense
     sparse: FeedForward
-    # What the dense part's input is multiplied by, [H]; and the norms of both outputs, float32 [H].
+    # The multiplier of the dense part's input, [H]; the norms of both outputs, float32 [H].
     input_weight: Tensor
     dense_norm: Tensor
     sparse_norm: Tensor
@@ -175,15 +171,15 @@ class DenseAndSparse:
     ) -> Tensor:
         sparse = self.sparse(hidden, NO_SCRATCH)
         dense = self.dense(hidden * self.input_weight, scratch, adapters)
-        dense = self.ops.add_rms_norm(dense, None, self.dense_norm, self.norm_eps, 0.0)
-        return dense.add_(self.ops.add_rms_norm(sparse, None, self.sparse_norm, self.norm_eps, 0.0))
+        norm, eps = self.ops.add_rms_norm, self.norm_eps
+        dense = norm(dense, None, self.dense_norm, eps, 0.0, dense)
+        return dense.add_(norm(sparse, None, self.sparse_norm, eps, 0.0, sparse))
 
     def change(self, change: Callable[[Linear], Linear]) -> DenseAndSparse:
         return dataclasses.replace(self, dense=self.dense.change(change))
 
 
 def _scaled(rows: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
-    """Each row times its weight; and the routing with weights of 1."""
     weights = torch.empty(len(rows), device=rows.device)
     weights[routing.rows.flatten()] = routing.weights.flatten()
     even = dataclasses.replace(routing, weights=torch.ones_like(routing.weights))

@@ -68,8 +68,8 @@ class FeedForwardWeights:
         router_scale: Tensor | None = None,
         scales: Sequence[float] | None = None,
     ) -> Sparse:
-        """`router_scale` [H] multiplies the router's inputs, `scales` each expert's output: both
-        are made part of the matrices.
+        """Read experts. `router_scale` [H] multiplies the router's inputs, `scales` each expert's
+        output; both are folded into the matrices.
         """
         names = experts.names
         bias, router_bias = (
@@ -99,8 +99,8 @@ class FeedForwardWeights:
         )
 
     def _biases(self, experts: ExpertsSpec, prefix: str, patterns: Sequence[str]) -> Tensor:
-        """Those beside the weights of these names, one behind the other for each expert, [E, N] in
-        the dtype of activations.
+        """Return the biases that belong to the weights of these names, concatenated for each
+        expert, [E, N] in the dtype of activations.
         """
         biases = [
             torch.cat([self._reader.vector(prefix + bias_of(each.format(e))) for each in patterns])

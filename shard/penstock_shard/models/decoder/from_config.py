@@ -1,7 +1,7 @@
-"""A transformers configuration -> the spec of our decoder, or why it cannot be one.
+"""A transformers configuration -> the spec of our decoder, or the reason why there is none.
 
-Strict: a model whose configuration has a value that is not read here runs through transformers' own
-code.
+If a configuration has a value that this module does not read, transformers' own code runs the
+model.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from penstock_shard.models.decoder.unknown_values import refuse_unknown
 from penstock_shard.models.layer_config import config_of_layer, source_of_keys
 from penstock_shard.ops.base import Activation, RoutingRule
 
-# The most inputs of a convolution that the kernels take.
+# The largest number of inputs of a convolution that the kernels support.
 MOST_TAPS = 16
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> DecoderSpec:
-    """Raises NotOurs for a configuration that our decoder might not compute like transformers.
+    """Return the spec. Raises NotOurs for a configuration that our decoder might not compute like
+    transformers.
 
     With `trust_remote_code`, a model that comes with its own code runs that code.
     """
@@ -81,25 +82,27 @@ def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
 
 
 def _activation(config: PreTrainedConfig, family: Family) -> Activation:
-    """Some Gemmas also state the older name, hidden_act, with another value; LFM2 has no other."""
+    """Return the activation. Some Gemmas also have the older name, hidden_act, with another value;
+    LFM2 has only one activation.
+    """
     name = config.hidden_activation if family.gemma else getattr(config, "hidden_act", "silu")
     if family.conv:
         return "silu"
     if family.gpt_oss:
         return "clamped_swiglu"
-    # Convolutions before the delta rule are activated by the kernels.
+    # The kernels activate the convolutions before the delta rule.
     if name not in _ACTIVATIONS or (family.delta and name != "silu"):
         raise NotOurs(f"activation {name}")
     return _ACTIVATIONS[name]
 
 
 def _dense_size(config: PreTrainedConfig) -> int:
-    """Of layers without experts; 0 if there are none."""
+    """Return the intermediate size of layers without experts; 0 if there are none."""
     size = getattr(config, "intermediate_size_mlp", None)
     size = int(size or getattr(config, "intermediate_size", None) or 0)
     if not getattr(config, "block_auto_adjust_ff_dim", False):
         return size
-    # LFM2 states three halves of it.
+    # LFM2 configurations state 3/2 of the size.
     size, multiple = 2 * size // 3, int(config.block_multiple_of)
     if config.block_ffn_dim_multiplier is None:
         return size
@@ -107,14 +110,13 @@ def _dense_size(config: PreTrainedConfig) -> int:
 
 
 def _unread(config: PreTrainedConfig, count: int) -> tuple[str, ...]:
-    """How names of tensors begin that predict further tokens."""
     extra = int(getattr(config, "num_nextn_predict_layers", None) or 0)
     return ("mtp.", *(f"model.layers.{count + index}." for index in range(extra)))
 
 
 def _experts(config: PreTrainedConfig, family: Family) -> ExpertsSpec | None:
-    """None if no layer has experts. Where the configuration does not say, as in Mixtral: they are
-    as wide as `intermediate_size`.
+    """Return the experts; None if no layer has any. If the configuration has no width for them, as
+    in Mixtral, they are as wide as `intermediate_size`.
     """
     if family.experts is None or not getattr(config, "enable_moe_block", True):
         return None
@@ -144,7 +146,7 @@ def _experts(config: PreTrainedConfig, family: Family) -> ExpertsSpec | None:
 
 
 def _layers_with_experts(config: PreTrainedConfig) -> frozenset[int]:
-    """By each family's own way to say it; without one, all."""
+    """Return the layers with experts, by values that differ between families; all by default."""
     count = int(config.num_hidden_layers)
     listed = getattr(config, "moe_layers", None)
     if listed is not None:
@@ -161,7 +163,7 @@ def _layers_with_experts(config: PreTrainedConfig) -> frozenset[int]:
 
 
 def _routing_rule(config: PreTrainedConfig, family: Family, count: int) -> RoutingRule:
-    # The name is a family's own.
+    # Gemma 4 has its own name for this value.
     top_k = int(config.top_k_experts if family.gemma4 else config.num_experts_per_tok)
     if not 1 <= top_k <= count:
         raise NotOurs(f"num_experts_per_tok {top_k} of {count} experts")
@@ -205,7 +207,6 @@ def _state(config: PreTrainedConfig) -> StateSpec:
 
 
 def _taps(stated: int) -> int:
-    """The inputs that a convolution looks at."""
     if not 1 < int(stated) <= MOST_TAPS:
         raise NotOurs(f"convolutions of {stated} inputs")
     return int(stated)
@@ -218,7 +219,7 @@ def _latent(config: PreTrainedConfig) -> LatentSpec:
         plain=int(config.qk_nope_head_dim),
         rotated=int(config.qk_rope_head_dim),
         value=int(config.v_head_dim),
-        # Whatever rms_norm_eps is: the modules of transformers are made without it.
+        # The modules of transformers ignore rms_norm_eps.
         norm_eps=1e-6,
         has_bias=bool(config.attention_bias),
     )
@@ -241,7 +242,7 @@ def _layers(config: PreTrainedConfig, family: Family) -> Iterator[LayerSpec]:
 
 
 def _heads(config: PreTrainedConfig, family: Family, num_heads: int) -> LayerSpec:
-    """A layer with keys and values of heads, by its own configuration."""
+    """Return a layer whose heads have keys and values, by the layer's own configuration."""
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
     query_size = head_dim
     if family.gemma:
@@ -259,7 +260,9 @@ def _heads(config: PreTrainedConfig, family: Family, num_heads: int) -> LayerSpe
 
 
 def _sees_ahead(config: PreTrainedConfig, family: Family, layer_type: str) -> bool:
-    """Whether tokens of an image see all of it in such a layer, later ones too."""
+    """True if tokens of an image see the whole image in such a layer, including its later
+    tokens.
+    """
     if family.gemma4:
         of_vision = getattr(config, "use_bidirectional_attention", None) == "vision"
         return of_vision and layer_type == "sliding_attention"
@@ -290,7 +293,7 @@ def _latent_heads(config: PreTrainedConfig, family: Family, num_heads: int) -> L
 def _of_type(
     config: PreTrainedConfig, family: Family, layer_type: str, layer: LayerSpec
 ) -> LayerSpec:
-    """The layer with the keys that layers of its type see."""
+    """Return the layer with the visible keys, or the state, of its type."""
     if layer_type == "sliding_attention" and int(config.sliding_window) < 1:
         raise NotOurs(f"sliding_window {config.sliding_window}")
     if layer_type == "sliding_attention":
@@ -308,7 +311,7 @@ def _of_type(
 
 
 def _check_pattern(config: PreTrainedConfig, types: Sequence[str]) -> None:
-    """Raises NotOurs if sliding_window_pattern, an older form of `layer_types`, disagrees."""
+    """Raise NotOurs if sliding_window_pattern, an older form of `layer_types`, disagrees."""
     period = int(getattr(config, "sliding_window_pattern", None) or 0)
     for index, layer_type in enumerate(types if period else ()):
         if (layer_type == "full_attention") != ((index + 1) % period == 0):
@@ -316,7 +319,7 @@ def _check_pattern(config: PreTrainedConfig, types: Sequence[str]) -> None:
 
 
 def _default_types(config: PreTrainedConfig, count: int) -> list[str]:
-    """Without `layer_types`, a window applies to all layers."""
+    """Return the types of layers if there is no `layer_types`: a window applies to all layers."""
     windowed = getattr(config, "sliding_window", None) is not None
     return ["sliding_attention" if windowed else "full_attention"] * count
 

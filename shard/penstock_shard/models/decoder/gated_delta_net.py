@@ -1,7 +1,8 @@
-"""The gated delta rule in place of attention (Yang et al., 2024), as Qwen3-Next has it: a short
-convolution of queries, keys and values, and a matrix a head that each token decays and corrects.
+"""The gated delta rule in place of attention (Yang et al., 2024), as in Qwen3-Next: a short
+convolution of queries, keys and values, and a matrix for each head that each token decays and
+corrects.
 
-Called as attention is. Written on the ops interface.
+Called like attention. Written on the ops interface.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from penstock_shard.ops.base import Ops
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNet:
-    """See the module's docstring; the sizes are those of `spec.state`."""
+    """The layer that the module's docstring describes; `spec.state` has the sizes."""
 
     ops: Ops
     spec: LayerSpec
     # Hidden states -> in the order of `columns`: queries, keys and values; gates of the output; and
-    # of each head what corrections and what decays follow from.
+    # for each head the inputs of corrections and of decays.
     inputs: Linear
     columns: Tensor | None
     # float32 [taps, channels]
     conv: Tensor
-    # Of decays: e^(-rate softplus(x + bias)), float32 [H] each.
+    # Decays are e^(-rate softplus(x + bias)); float32 [H] each.
     rate: Tensor
     bias: Tensor
     # float32 [Dv]

@@ -1,4 +1,4 @@
-"""A linear layer: a product, its bias, what adapters add, and the sum over ranks."""
+"""A linear layer: a product, a bias, the deltas of adapters, and the all-reduce over ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from penstock_shard.ops.base import Matrix
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear layer: a matrix, its bias, and what adapters add to the product, if it takes any."""
+    """A linear layer: a matrix, its bias, and the delta of its adapters, if it takes any."""
 
     matrix: Matrix
     bias: Tensor | None
-    # The checkpoint's modules that it consists of, one below the other: names and rows.
+    # The checkpoint's modules whose rows the matrix stacks: each one's name and number of rows.
     modules: tuple[tuple[str, int], ...] = ()
     delta: Delta | None = None
     # With tensor parallelism over columns: the all-reduce that sums the products of all ranks.
@@ -26,7 +26,7 @@ class Linear:
     def __call__(
         self, x: Tensor, out: Tensor | None = None, adapters: TokenAdapters | None = None
     ) -> Tensor:
-        # The bias is added once, to the sum, and not by every rank.
+        # The bias is added once, to the sum, not on every rank.
         product = self.matrix.linear(x, self.bias if self.add_up is None else None, out)
         if adapters is not None and self.delta is not None:
             self.delta.add(x, product, adapters)

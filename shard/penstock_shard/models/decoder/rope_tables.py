@@ -1,5 +1,5 @@
-"""Tables of rotary position embedding, from the rotary modules of transformers, which know all ways
-to scale frequencies.
+"""Tables of rotary position embedding, from the rotary modules of transformers, which implement all
+scalings of frequencies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from penstock_shard.ops.base import Rope
 def rope_tables(
     config: PreTrainedConfig, spec: DecoderSpec, max_positions: int, device: torch.device
 ) -> dict[str, Rope]:
-    """A table for each of `spec.rope_types`. Raises NotOurs for one that heads have no room for."""
+    """Return a table for each of `spec.rope_types`. Raises NotOurs if a table is too wide for its
+    heads.
+    """
     rotary: Any = _rotary_class(config)(config)
     positions = torch.arange(max_positions).unsqueeze(0)
     tables = {}
@@ -38,7 +40,9 @@ def rope_tables(
 
 
 def _check_width(spec: DecoderSpec, name: str, width: int) -> None:
-    """Raises NotOurs for angles of more elements than heads have, or of other ones than latents."""
+    """Raise NotOurs if a table is wider than a head, or does not have the rotated width of
+    latents.
+    """
     for layer in spec.layers:
         room = layer.head_dim if spec.latent is None else spec.latent.rotated
         has_angles = spec.rope_types[layer.index] == name and layer.state is None
@@ -47,23 +51,23 @@ def _check_width(spec: DecoderSpec, name: str, width: int) -> None:
 
 
 def _angles(rotary: Any, positions: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions [1, P] for one rope type, [P, rotary_dim / 2] each."""
+    """Return cosines and sines of positions [1, P] for one rope type, [P, rotary_dim / 2] each."""
     layer_type = {"layer_type": name} if name else {}
     made = rotary(torch.empty(0, dtype=torch.float32), positions, **layer_type)
     if isinstance(made, Tensor):
-        # Llama 4's are complex numbers.
+        # Llama 4's module returns complex numbers.
         return made[0].real, made[0].imag
     cos, sin = made[0][0], made[1][0]
     if cos.shape[1] == len(getattr(rotary, "inv_freq", ())):
-        # gpt-oss's have each angle once.
+        # gpt-oss's module returns each angle once.
         return cos, sin
-    # The second half repeats the first.
+    # Other modules repeat the first half in the second.
     return cos.chunk(2, dim=-1)[0], sin.chunk(2, dim=-1)[0]
 
 
 def _temperature(config: PreTrainedConfig, positions: Tensor, *, rotates: bool) -> Tensor | None:
-    """By how much each position's queries attend more sharply: more with each stretch of positions
-    that is behind it. In Ministral 3 and Mistral 4; in Llama 4 where nothing is rotated.
+    """Return the factor of each position's queries. It grows by steps with the position. Ministral
+    3 and Mistral 4 have it; Llama 4 in layers without rotation.
     """
     rope = config.rope_parameters or {}
     beta = rope.get("llama_4_scaling_beta")
@@ -77,7 +81,6 @@ def _temperature(config: PreTrainedConfig, positions: Tensor, *, rotates: bool) 
 
 
 def _rotary_class(config: PreTrainedConfig) -> Any:
-    """The family's module of transformers that makes cosines and sines."""
     family = FAMILIES[config.model_type]
     return getattr(
         transformers_module(family), f"{family.rotary_prefix or family.prefix}RotaryEmbedding"

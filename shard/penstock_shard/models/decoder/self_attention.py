@@ -1,7 +1,5 @@
-"""The attention of a layer, up to its output matrix: with keys and values of each head, or with
-latents.
-
-Both are called alike. Written on the ops interface.
+"""The attention of a layer, up to its output matrix: with keys and values for each head, or with
+latents. Written on the ops interface.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from penstock_shard.ops.base import HeadNorm, Ops, Rope
 
 @dataclass(frozen=True, slots=True)
 class AttentionScratch:
-    """Memory for intermediate results, [T, ...], which ops may use or not."""
+    """Memory for intermediate results, [T, ...], which ops may use."""
 
     qkv: Tensor | None
     query: Tensor | None
@@ -34,9 +32,9 @@ NO_ATTENTION_SCRATCH = AttentionScratch(None, None)
 
 
 class Attention(Protocol):
-    """Normed hidden states [T, H] -> what their tokens attend to, [T, Hq * Dv]; their keys and
-    values are written to the layer's cache. Positions are int64 [T], or [T, rotary_dim / 2] where
-    each frequency turns by another.
+    """Normed hidden states [T, H] -> attention output, [T, Hq * Dv]. Writes the tokens' keys and
+    values to the layer's cache. Positions are int64 [T], or [T, rotary_dim / 2] if each frequency
+    has its own.
     """
 
     def __call__(
@@ -52,27 +50,27 @@ class Attention(Protocol):
     def make_scratch(self, num_tokens: int) -> AttentionScratch: ...
 
     def change(self, change: Callable[[Linear], Linear]) -> Attention:
-        """The same with each of its linear layers changed."""
+        """Return a copy in which `change` has replaced each linear layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadAttention:
-    """Heads with queries, and with keys and values that groups of them share."""
+    """Attention with query heads. Groups of them share a key head and a value head."""
 
     ops: Ops
     spec: LayerSpec
     rope: Rope
     qkv: Linear
     norm: HeadNorm | None
-    # Where pairs that are rotated lie side by side: the columns of qkv in the order that the ops
-    # rotate them in. Scores are sums over a head, so they are the same in any order.
+    # The order of the columns of qkv that the ops' rotation needs, if the checkpoint interleaves
+    # pairs. A score is a sum over a head's elements, so any order gives the same scores.
     order: Tensor | None = None
-    # Where the output has a gate: its columns of qkv, which `order` leaves out.
+    # The columns of qkv that are gates of the output, which `order` leaves out; None without gates.
     gate: Tensor | None = None
-    # Ones, float32 [Dv], if values are normed.
+    # Ones, float32 [Dv], if values are normed; else None.
     value_norm: Tensor | None = None
     norm_eps: float = 0.0
-    # Scores of a key that each query sees besides and whose value is 0, float32 [Hq].
+    # Scores of the attention sinks (an extra key with value 0), float32 [Hq].
     sinks: Tensor | None = None
 
     def __call__(
@@ -138,7 +136,7 @@ class HeadAttention:
 
 @dataclass(frozen=True, slots=True)
 class ReadingAttention:
-    """Heads with queries alone: the keys and values are another layer's."""
+    """Attention with query heads that read another layer's keys and values."""
 
     ops: Ops
     spec: LayerSpec
@@ -177,17 +175,19 @@ class ReadingAttention:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Heads whose keys and values are products of one latent; see `models/latent_heads.py`."""
+    """Attention whose heads compute keys and values from one latent; see
+    `models/latent_heads.py`.
+    """
 
     ops: Ops
     spec: LayerSpec
     latent: LatentSpec
     rope: Rope
     interleaved: bool
-    # Hidden states -> latents: that of queries, if they have one, that of keys and values, and the
-    # part of keys that is rotated.
+    # Maps hidden states to the latent of queries, if they have one, the latent of keys and values,
+    # and the rotated part of keys.
     down: Linear
-    # The query's latent, or hidden states -> queries of all heads.
+    # Maps the query's latent, or hidden states, to queries of all heads.
     query: Linear
     query_norm: Tensor | None
     latent_norm: Tensor
@@ -232,14 +232,14 @@ class LatentAttention:
 
 
 def _angles(rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of each token, [T, 1, P / 2]."""
+    """Return cosines and sines of each token, [T, 1, P / 2]."""
     own = rope.of(positions)
     return own.cos.unsqueeze(1), own.sin.unsqueeze(1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """x [T, H, P] rotated; cos, sin [T, 1, P / 2]. One operation an element at a time: a fused one
-    rounds once less, and torch does not always use it.
+    """Rotate x [T, H, P]; cos, sin [T, 1, P / 2]. Each operation is separate, because a fused
+    operation rounds once less and torch does not always fuse.
     """
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)

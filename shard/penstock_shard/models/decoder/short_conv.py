@@ -1,6 +1,6 @@
-"""A gated short convolution in place of attention, as LFM2 has it: its state is the last inputs.
+"""A gated short convolution in place of attention, as in LFM2. Its state is the last inputs.
 
-Called as attention is. Written on the ops interface.
+Called like attention. Written on the ops interface.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from penstock_shard.ops.base import Ops
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """See the module's docstring."""
+    """The layer that the module's docstring describes."""
 
     ops: Ops
-    # Hidden states -> gates of the inputs, gates of the outputs, and inputs, [T, C] each.
+    # Maps hidden states to gates of the inputs, gates of the outputs, and inputs, [T, C] each.
     inputs: Linear
-    # float32 [taps, C], and [C]
+    # float32 [taps, C]; the bias is [C].
     conv: Tensor
     bias: Tensor | None
 

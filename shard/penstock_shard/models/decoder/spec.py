@@ -1,6 +1,6 @@
 """The spec of our own decoder, and the tensors that a checkpoint must have for it.
 
-`from_config` makes it from a configuration.
+`from_config` makes the spec from a configuration.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Literal
 from penstock_shard.attention.base import LayerSpec, StateSpec
 from penstock_shard.ops.base import Activation, RoutingRule
 
-# The rotary table of layers that rotate nothing.
+# The rotary table of layers without rotation.
 NO_ROTATION = "none"
-# Norms before and after experts that are beside a dense part.
+# Norms before and after experts, if a layer has a dense part too.
 EXPERT_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
 
 Shape = tuple[int, ...]
@@ -22,31 +22,31 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names of a layer's expert tensors in a family's checkpoints; {} stands for the expert's
-    index.
-    """
+    """Names of a layer's expert tensors in a family's checkpoints; {} is the expert's index."""
 
     router: str
     gate: str
     up: str
     down: str
-    # What is added to an expert's score when experts are chosen.
+    # The tensor added to an expert's score when experts are chosen.
     bias: str | None = None
-    # What is added to the router's logits; and whether each expert's matrices have biases.
+    # The tensor added to the router's logits; and true if each expert's matrices have biases.
     router_bias: str | None = None
     has_biases: bool = False
-    # The module of the experts that each token goes to, which are stored as one; and what gates it.
+    # The module of the shared experts, which are stored as one expert; and the module of their
+    # gate.
     shared: str | None = None
     shared_gate: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleNames:
-    """What a family's checkpoints call the modules of a layer, and the last norm."""
+    """Names of a layer's modules, and of the last norm, in a family's checkpoints."""
 
     before_attention: str = "input_layernorm"
     before_feed_forward: str = "post_attention_layernorm"
-    # Of what each part gives, before it is added; None in families that do not norm it.
+    # The norms of each part's output, before the output is added; None in families without these
+    # norms.
     after_attention: str | None = None
     after_feed_forward: str | None = None
     query_norm: str = "q_norm"
@@ -64,73 +64,75 @@ LLAMA_NAMES = ModuleNames()
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """The experts of the layers that have some."""
+    """The experts of the layers that have experts."""
 
     layers: frozenset[int]
     num_experts: int
     intermediate_size: int
     rule: RoutingRule
     names: ExpertNames
-    # Of the shared experts together.
+    # Intermediate size of all shared experts together.
     shared_size: int = 0
-    # Whether an expert's input is multiplied by its weight, and not its output.
+    # True if an expert's input, not its output, is multiplied by its weight.
     scales_inputs: bool = False
-    # The dense part is there too, and each has norms of its own.
+    # True if a layer with experts also has a dense part, each with its own norms.
     beside_dense: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """Latent attention (DeepSeek-V2, 2024): queries and keys have a part that is rotated, which
-    keys of all heads share, and one that is not.
+    """Latent attention (DeepSeek-V2, 2024). Queries and keys have a rotated part, which all heads
+    share for keys, and a part without rotation.
     """
 
-    # Elements of a query's latent; None: queries are made from hidden states.
+    # Elements of a query's latent; None if queries are made from hidden states.
     query_rank: int | None
-    # Elements of the latent that keys and values are made from.
+    # Elements of the latent from which keys and values are made.
     rank: int
-    # Elements of a head's queries and keys, not rotated and rotated, and of its values.
+    # The elements of each head: of queries and keys, without and with rotation, and of values.
     plain: int
     rotated: int
     value: int
     norm_eps: float
-    # The matrices that make latents have biases.
+    # True if the matrices that make latents have biases.
     has_bias: bool
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaSpec:
-    """Layers of the gated delta rule; heads and their sizes are in each layer's `state`."""
+    """Layers of the gated delta rule. Each layer's `state` has the number and sizes of heads."""
 
     key_heads: int
-    # Queries, keys, values and gates lie side by side for each key head, and so do what corrections
-    # and decays follow from.
+    # True if queries, keys, values and gates are grouped by key head, and so are the inputs of
+    # corrections and decays.
     is_fused: bool
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """A decoder of the Llama family. Sizes are in elements; bools say which biases and norms there
-    are.
+    """A decoder of the Llama family. Sizes are in elements; bools say which biases and norms
+    exist.
     """
 
     vocab_size: int
     hidden_size: int
-    # Of layers without experts.
+    # The size in layers without experts.
     intermediate_size: int
     layers: tuple[LayerSpec, ...]
-    # For each layer, the name of its rotary table; see `rope_tables`.
+    # The name of each layer's rotary table; see `rope_tables`.
     rope_types: tuple[str, ...]
-    # Whether element 2 i is rotated with 2 i + 1, and not i with the one half the rotated part on.
+    # True if the rotation pairs elements 2 i and 2 i + 1; false if it pairs i and i + half of the
+    # rotated part.
     interleaved: bool
     activation: Activation
     norm_eps: float
     norm_offset: float
-    # How queries and keys are normed: by learned weights, or, in layers that rotate, by none.
+    # The norms of queries and keys: with learned weights; or without weights, only in layers that
+    # rotate.
     head_norms: Literal["learned", "plain"] | None
-    # Values are normed by no weights.
+    # True if values are normed, without weights.
     value_norms: bool
-    # Layers whose values are what the matrix of keys makes, before its norm and rotation.
+    # Layers whose values equal the keys before norm and rotation.
     keys_as_values: frozenset[int]
     qkv_bias: bool
     output_bias: bool
@@ -138,30 +140,32 @@ class DecoderSpec:
     embedding_scale: float
     logit_softcap: float | None
     tied: bool
-    # Query, key and value in one tensor; gate and up in one.
+    # True if one tensor has query, key and value; true if one tensor has gate and up.
     fused_heads: bool
     fused_gates: bool
-    # What each layer adds to is multiplied by a number of its own.
+    # True if the residual stream is multiplied by a number after each layer.
     layer_scalars: bool = False
     experts: ExpertsSpec | None = None
     latent: LatentSpec | None = None
-    # Of layers with a state.
+    # The sizes of layers with a state.
     delta: DeltaSpec | None = None
-    # Queries of attention come with gates of its output.
+    # True if attention's query matrix also makes gates of its output.
     gates_heads: bool = False
-    # Of short convolutions, where there is nothing else to a state.
+    # True if short convolutions have biases, in models without the delta rule.
     conv_bias: bool = False
     names: ModuleNames = LLAMA_NAMES
-    # How names of tensors begin that are not read.
+    # Prefixes of names of tensors that are not read.
     unread: tuple[str, ...] = ()
 
     @property
     def output_norms(self) -> bool:
-        """Whether what attention and the feed-forward part give is normed before it is added."""
+        """True if the outputs of attention and of the feed-forward part are normed before they are
+        added.
+        """
         return self.names.after_attention is not None
 
     def has_output_bias(self, layer: LayerSpec) -> bool:
-        """Whether the matrix behind its attention has a bias, or behind what it has instead."""
+        """Tell whether the output matrix of attention, or of its replacement, has a bias."""
         if layer.state is None:
             return self.output_bias
         return self.delta is None and self.conv_bias
@@ -175,7 +179,7 @@ class NotOurs(Exception):
 
 
 def tensor_shapes(spec: DecoderSpec) -> dict[str, Shape]:
-    """Every tensor the checkpoint must have, and its shape."""
+    """Return every tensor that the checkpoint must have, and its shape."""
     shapes: dict[str, Shape] = {
         "model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
         f"{spec.names.final_norm}.weight": (spec.hidden_size,),
@@ -230,7 +234,6 @@ def _head_shapes(spec: DecoderSpec, layer: LayerSpec) -> Iterator[tuple[str, Sha
 
 
 def output_module(spec: DecoderSpec, layer: LayerSpec) -> str:
-    """The module of a layer's output matrix."""
     if layer.state is None:
         return f"self_attn.{spec.names.output}"
     return "conv.out_proj" if spec.delta is None else "linear_attn.out_proj"
@@ -244,7 +247,7 @@ def _conv_shapes(spec: DecoderSpec, state: StateSpec) -> Iterator[tuple[str, Sha
 
 
 def delta_modules(delta: DeltaSpec, state: StateSpec) -> dict[str, int]:
-    """The modules that make the inputs of the delta rule, and their rows."""
+    """Return the modules that make the inputs of the delta rule, and their rows."""
     values = state.heads * state.dim_v
     if delta.is_fused:
         return {"in_proj_qkvz": state.channels + values, "in_proj_ba": 2 * state.heads}
@@ -266,7 +269,7 @@ def _delta_shapes(delta: DeltaSpec, state: StateSpec, hidden: int) -> Iterator[t
 
 
 def attention_modules(spec: DecoderSpec, layer: LayerSpec) -> tuple[str, ...]:
-    """The modules that make queries, keys and values of heads, in this order."""
+    """Return the modules that make queries, keys and values of heads, in this order."""
     if layer.reads is not None:
         return ("q_proj",)
     if spec.fused_heads:
@@ -324,7 +327,6 @@ def _expert_shapes(spec: DecoderSpec, experts: ExpertsSpec) -> Iterator[tuple[st
 
 
 def bias_of(weight: str) -> str:
-    """The name of the bias beside a weight of this name."""
     return f"{weight.removesuffix('weight')}bias"
 
 
@@ -337,8 +339,8 @@ def _linear_shapes(
 
 
 def norm_names(spec: DecoderSpec) -> tuple[str, ...]:
-    """Norms of a layer in the order of their use: before attention, on its output, before the
-    feed-forward part, on its output. Without output norms only the two "before".
+    """Return the norms of a layer in order of use: before attention, on its output, before the
+    feed-forward part, on its output. Without output norms, only the two "before" norms.
     """
     names = spec.names
     norms = (
@@ -351,7 +353,7 @@ def norm_names(spec: DecoderSpec) -> tuple[str, ...]:
 
 
 def check_tensors(spec: DecoderSpec, found: dict[str, Shape]) -> None:
-    """Raises NotOurs unless the checkpoint has the tensors that the spec needs, and no others."""
+    """Raise NotOurs unless the checkpoint has exactly the tensors that the spec needs."""
     wanted = tensor_shapes(spec)
     for name, shape in wanted.items():
         if found.get(name) != shape:

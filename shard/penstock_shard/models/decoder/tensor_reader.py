@@ -1,7 +1,7 @@
-"""Reads tensors of a checkpoint as what products and norms run on: packed matrices, vectors.
+"""Reads tensors of a checkpoint as packed matrices and vectors.
 
-Tensors are read one matrix at a time, packed, and their pages given back, so that the weights are
-never in memory twice.
+Each matrix is read and packed, and its file pages are given back, before the next. So the weights
+are never in memory twice.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _REPORT_S = 3.0
 
 
 class TensorSource(Protocol):
-    """Where `read_weights` gets tensors from."""
+    """The source of tensors for `read_weights`."""
 
     def read(self, names: Sequence[str]) -> AbstractContextManager[list[Tensor]]:
-        """The tensors, good until the context ends."""
+        """Read the tensors; they are valid inside the context."""
 
     def codes(self, name: str) -> Codes | None:
-        """The matrix as the codes that it is stored as; None if it is stored otherwise."""
+        """Return the matrix as its stored codes; None if it is not stored as codes."""
 
 
 class RandomTensors:
-    """Random weights for a spec: the same on every load on one type of device; norms near 1."""
+    """Random weights for a spec, equal on every load on one type of device. Norms are near 1."""
 
     def __init__(self, spec: DecoderSpec, device: torch.device) -> None:
-        """The weights are drawn on the device: on a CPU a large model would take minutes."""
+        """Draw the weights on the device, because on a CPU a large model would take minutes."""
         self._shapes = tensor_shapes(spec)
         self._device = device
         self._generator = torch.Generator(device).manual_seed(0)
@@ -51,11 +51,11 @@ class RandomTensors:
         yield [self._make(name) for name in names]
 
     def codes(self, name: str) -> None:
-        """Random weights are no codes."""
+        """Return None, because random weights are not codes."""
 
     def _make(self, name: str) -> Tensor:
         if len(self._shapes[name]) == 1 and not name.endswith("bias"):
-            # The norm of a state's outputs is stored as it is, whatever other norms are.
+            # The norm of a state's outputs is stored without offset, unlike other norms.
             value = 1.0 if name.endswith("linear_attn.norm.weight") else self._norm
             return torch.full(self._shapes[name], value, device=self._device)
         made = torch.empty(self._shapes[name], device=self._device)
@@ -63,10 +63,10 @@ class RandomTensors:
 
 
 class TensorReader:
-    """Reads what a spec needs from a source. `progress` gets a line every few seconds.
+    """Reads the tensors of a spec from a source. `progress` gets a line every few seconds.
 
-    Its methods raise ModelError, naming the tensor, for a value that the kind of weights cannot
-    hold.
+    Its methods raise ModelError, which names the tensor, for a value that the kind of weights
+    cannot hold.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class TensorReader:
         patterns: Sequence[str],
         scales: Sequence[float] | None = None,
     ) -> Experts:
-        """Packs the tensors of these names for every expert, times its scale; those of one expert
-        become one matrix, one below the other.
+        """Pack the tensors of these names for every expert, multiplied by the expert's scale. The
+        tensors of one expert are stacked into one matrix.
         """
         names = [[prefix + each.format(expert) for each in patterns] for expert in range(count)]
         if scales is None and self._codes(names[0]) is not None:
@@ -127,7 +127,7 @@ class TensorReader:
     def matrix(
         self, names: Sequence[str], *, exact: bool = False, scale: Tensor | None = None
     ) -> Matrix:
-        """`scale` [K] multiplies the matrix's inputs."""
+        """Read tensors as one matrix; `scale` [K] multiplies its inputs."""
         codes = None if exact or scale is not None else self._codes(names)
         if codes is not None:
             self._count(names, codes.nbytes)
@@ -143,7 +143,7 @@ class TensorReader:
         return matrix
 
     def _codes(self, names: Sequence[str]) -> Matrix | None:
-        """The matrix in codes, if these ops multiply them and all of it is stored as codes."""
+        """Return the matrix in codes, if these ops multiply codes and all its tensors are codes."""
         if self.ops.pack_codes is None:
             return None
         codes = [found for name in names if (found := self._source.codes(name)) is not None]
@@ -163,14 +163,13 @@ class TensorReader:
         return embedding
 
     def vectors(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
-        """Tensors one behind the other, on the device."""
+        """Read tensors, concatenated, on the device."""
         with self._source.read(names) as parts:
             vector = torch.cat([part.to(self.ops.device, dtype) for part in parts])
         self._count(names, vector.nbytes)
         return vector
 
     def vector(self, name: str) -> Tensor:
-        """A tensor in float32."""
         return self.vectors([name], torch.float32)
 
     def _count(self, names: Sequence[str], nbytes: int) -> None:

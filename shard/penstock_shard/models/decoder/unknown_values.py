@@ -1,5 +1,5 @@
-"""Refuses configurations with values that our decoder does not read: to ignore one could silently
-give wrong text.
+"""Refuses configurations with values that our decoder does not read, because an ignored value could
+silently give wrong text.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from penstock_shard.models.decoder.families import ASSUMED_VALUES, Family
 from penstock_shard.models.decoder.spec import NotOurs
 
-# Rope types whose angles depend on the position alone.
+# Rope types whose angles depend only on the position.
 _ROPE_TYPES = {"default", "linear", "llama3", "yarn", "proportional"}
 _ROPE_VALUES = {
     "rope_type",
@@ -72,14 +72,14 @@ _INDIFFERENT = {
     "unsloth_fixed",
     "unsloth_version",
     "use_cache",
-    # Of what sees images, stated among the values of a text model.
+    # Values about images in the configuration of a text model.
     "perceiver_config",
     "pixel_shuffle_factor",
     *GenerationConfig().to_dict(),
 }
 
 
-# Values that say something where they are false or 0.
+# Values for which false or 0 means something.
 _SAYING_SO = {
     "decoder_sparse_step",
     "enable_moe_block",
@@ -109,7 +109,7 @@ def refuse_unknown(config: PreTrainedConfig, family: Family) -> None:
     for rope in nested or [parameters]:
         rope_type = rope.get("rope_type", "default")
         if rope_type == "yarn" and family.head_norms == "plain":
-            # Its angles are longer than 1, which a norm after the rotation takes back.
+            # yarn's rotation changes the length, and a norm after the rotation would undo that.
             raise NotOurs("rope type yarn before norms of heads")
         if rope_type not in _ROPE_TYPES:
             raise NotOurs(f"rope type {rope_type}")

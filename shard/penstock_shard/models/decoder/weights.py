@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint -> the weights that our decoder runs on."""
+"""The tensors of a checkpoint -> the weights of our decoder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock_shard.ops.base import Matrix, Ops, Rope
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one layer. Norms are float32 [H]; output norms are None for families without
+    """The weights of one layer. Norms are float32 [H]; output norms are None in families without
     them.
     """
 
@@ -34,11 +34,10 @@ class LayerWeights:
     mlp_norm: Tensor
     feed_forward: FeedForward
     mlp_output_norm: Tensor | None
-    # What the residual stream is multiplied by after the layer.
+    # The multiplier of the residual stream after the layer.
     scalar: float
 
     def change(self, change: Callable[[Linear], Linear]) -> LayerWeights:
-        """The same with each of its linear layers changed."""
         return dataclasses.replace(
             self,
             attention=self.attention.change(change),
@@ -51,7 +50,7 @@ class LayerWeights:
 class DecoderWeights:
     """The weights of a decoder."""
 
-    # In a tied model the head's own matrix, if it can give rows.
+    # In a tied model, the head's own matrix if it can return rows.
     embedding: Embedding | Matrix
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
@@ -66,13 +65,13 @@ def read_weights(
     ops: Ops,
     progress: Callable[[str], None],
 ) -> DecoderWeights:
-    """Read and pack all weights; `ropes` has a table for each of the spec's rope types, `progress`
+    """Read and pack all weights. `ropes` has a table for each of the spec's rope types; `progress`
     gets a line every few seconds.
 
-    Raises ModelError, naming the tensor, for a value that the kind of weights cannot hold.
+    Raises ModelError, which names the tensor, for a value that the kind of weights cannot hold.
     """
     reader = TensorReader(spec, source, ops, progress)
-    # The largest matrix first, while little else is in memory: packing it needs the most.
+    # Pack the largest matrix first, because packing needs memory and little else is loaded yet.
     head_name = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
     head = Linear(reader.matrix([head_name], exact=ops.dense_head), None)
     shares = spec.tied and head.matrix.has_rows

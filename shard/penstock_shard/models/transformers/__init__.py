@@ -1,1 +1,1 @@
-"""Models that run on the code of transformers, over our paged cache and on our products."""
+"""Models that run on the code of transformers, with our paged cache and our products."""

@@ -1,9 +1,9 @@
 """Linear layers of a transformers module that share an input, fused into one product.
 
-Modelling code calls the query, key and value projections one after the other, and gate and up too.
-Here the first call computes the products of all of them, and the later calls get their parts of the
-result. Whether the layers really share an input is checked while the model is probed; where they do
-not, each gets a matrix of its own again.
+Modelling code calls the query, key and value projections one after the other, and likewise gate and
+up. Here the first call computes all of them, and later calls get their parts of the result. Probing
+the model checks that the layers really share an input; otherwise each layer gets its own matrix
+again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional
 from penstock_shard.models.transformers.weight_proxies import WeightProxy, product
 from penstock_shard.ops.base import Matrix, Ops
 
-# Child modules that are fused where a module has all of them.
+# Child modules that are fused if a module has all of them.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -37,7 +37,6 @@ class Siblings:
 
 
 def find_siblings(module: nn.Module) -> Iterator[Siblings]:
-    """All sets of linear layers that can become one matrix."""
     for prefix, parent in module.named_modules():
         children = dict(parent.named_children())
         for names in _SIBLINGS:
@@ -58,7 +57,7 @@ def _fit(linears: Sequence[nn.Linear]) -> bool:
 
 
 class FusedProduct:
-    """One matrix for several layers. Keeps its last result until each layer has taken its part."""
+    """A matrix for several layers. Keeps its last result until each layer has taken its part."""
 
     def __init__(self, siblings: Siblings, matrix: Matrix, ops: Ops) -> None:
         self.names = siblings.names
@@ -70,19 +69,19 @@ class FusedProduct:
             bounds.append(bounds[-1] + linear.out_features)
         self._bounds = bounds
         self._matrix = matrix
-        # Each layer's own matrix, once the layers turned out not to share their input.
+        # Each layer's own matrix, if the layers turned out not to share their input.
         self._apart: list[Matrix] = []
         self._input: Tensor | None = None
         self._result: Tensor | None = None
         # Indices of layers that have not yet taken their part of the result.
         self._open: set[int] = set()
-        # While the model is probed: a copy of the input, and whether all layers saw the same.
+        # During probing: a copy of the input, and true if all layers saw the same input.
         self._watched = False
         self._before: Tensor | None = None
         self._shared = True
 
     def part(self, index: int, x: Tensor, bias: Tensor | None) -> Tensor:
-        """What layer `index` computes of x [..., K]."""
+        """Return the product of layer `index` with x [..., K]."""
         if bias is not self._biases[index]:
             raise NotImplementedError("a product with another bias")
         if self._apart:
@@ -102,7 +101,8 @@ class FusedProduct:
             self._shared = self._shared and not self._open
             self._before = x.clone()
         self._result = product(x, self._matrix, self._bias)
-        # Holding the input keeps its memory from reuse, so that `_is_input` may compare addresses.
+        # The reference keeps the input's memory from reuse, so that `_is_input` may compare
+        # addresses.
         self._input = x
         self._open = set(range(len(self._biases)))
 
@@ -121,12 +121,13 @@ class FusedProduct:
         return same
 
     def watch(self) -> None:
-        """From now until `settle`, check whether the layers share their input."""
+        """Check from now until `settle` that the layers share their input."""
         self._watched, self._shared = True, True
 
     def settle(self) -> bool:
-        """Whether the layers share their input. If not, the matrix is split, one for each layer;
-        where its kind cannot be split, each layer computes the whole: slow, but right.
+        """Tell whether the layers share their input. If not, split the matrix into one for each
+        layer. A matrix that cannot be split is computed as a whole for each layer, which is slow
+        but correct.
         """
         shared = self._shared and not self._open
         self._watched = False
@@ -166,19 +167,19 @@ FusedPart.handlers = {functional.linear: _linear}
 
 
 def put_in_place(siblings: Siblings, matrix: Matrix, ops: Ops) -> None:
-    """Replace the weights of the layers by parts of `matrix`, which was made of them."""
+    """Replace the weights of the layers by parts of `matrix`, which was made from these weights."""
     fused = FusedProduct(siblings, matrix, ops)
     for index, linear in enumerate(siblings.linears):
         part = FusedPart(fused, index, linear, ops)
         del linear.weight
-        # Past nn.Module.__setattr__: the proxy is not a parameter.
+        # Bypass nn.Module.__setattr__: the proxy is not a parameter.
         object.__setattr__(linear, "weight", part)
 
 
 def fuse_linears(module: nn.Module, ops: Ops) -> None:
     """Fuse all sets of layers whose weights are ordinary tensors in the dtype of activations.
 
-    One set after the other, so that the weights of only one are in memory twice.
+    Fuse one set after the other, so that only one set's weights are in memory twice.
     """
     for siblings in find_siblings(module):
         put_in_place(siblings, ops.pack(siblings.weights), ops)
@@ -186,8 +187,8 @@ def fuse_linears(module: nn.Module, ops: Ops) -> None:
 
 @contextmanager
 def probing(module: nn.Module) -> Iterator[list[str]]:
-    """Wraps one forward of all layers. Afterwards the list names the first layer of each set that
-    turned out not to share its input.
+    """Wrap one forward of all layers. Afterwards the list names the first layer of each set that
+    does not share its input.
     """
     parts = (getattr(linear, "weight", None) for linear in module.modules())
     sets = list(dict.fromkeys(part.fused for part in parts if isinstance(part, FusedPart)))

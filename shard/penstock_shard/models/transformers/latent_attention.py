@@ -1,5 +1,5 @@
-"""Modules of transformers whose attention has `expand_kv`, served by the latents that they would
-expand; see `models/latent_heads.py`.
+"""Modules of transformers whose attention has `expand_kv`. Our attention takes their latents
+instead of the expanded keys and values; see `models/latent_heads.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from penstock_shard.ops.base import Ops
 
 
 def latent_heads(module: PreTrainedModel, ops: Ops) -> dict[int, LatentHeads]:
-    """The heads of the module's layers with latent attention, by index. Call it before weights are
-    packed.
+    """Return the heads of the module's layers with latent attention, by index. Call before weights
+    are packed.
     """
     return {
         int(layer.layer_idx): LatentHeads.of(
@@ -31,8 +31,8 @@ def latent_heads(module: PreTrainedModel, ops: Ops) -> dict[int, LatentHeads]:
 
 
 def keep_latents(module: PreTrainedModel, is_served: Callable[[], bool]) -> None:
-    """While `is_served`, have attention called with latents as they are: each token's [1, R + P] as
-    its key, and [1, R] as its value.
+    """While `is_served`, call attention with unexpanded latents: each token's [1, R + P] as its
+    key, and [1, R] as its value.
     """
     for layer in _latent_layers(module):
         layer.expand_kv = _expansion(layer.expand_kv, is_served)

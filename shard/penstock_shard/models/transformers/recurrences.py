@@ -1,10 +1,9 @@
 """Layers of transformers that keep a state: their convolutions and scans run on our states.
 
-Modelling code stays as it is: without a cache of its own a mixer calls one function of its file for
-its short convolution and one for its recurrence, over all tokens as one sequence. While a step is
-served these functions are ours, which know the sequences and where their states are; at all other
-times they are what they were. Lightning attention, which is written out in its module, is replaced
-whole.
+The modelling code is not changed. Without a cache, a mixer calls one function of its file for its
+short convolution and one for its recurrence, over all tokens as one sequence. While a step is
+served, our functions replace these two; they know the sequences and their states. Lightning
+attention, which calls no such functions, is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from penstock_shard.errors import ModelError
 from penstock_shard.models.paged_caches import StateCache
 from penstock_shard.ops.base import Ops
 
-# Types of layers: with a state, maybe beside attention; and without attention.
+# Types of layers: with a state, some of them beside attention; and without attention.
 WITH_STATE = {"linear_attention", "conv", "hybrid"}
 WITHOUT_ATTENTION = {"linear_attention", "conv", "mlp", "moe"}
 LAYER_TYPES = WITH_STATE | WITHOUT_ATTENTION
-# Models whose mixers are as described above; for each there is a test of its tokens.
+# Models whose mixers are as described above. Each model has a test of its tokens.
 _SERVED = {
     "bailing_hybrid",
     "bamba",
@@ -46,15 +45,15 @@ _SERVED = {
     "zamba2",
 }
 
-# Its names in configurations.
+# SiLU's names in configurations.
 _SILU = ("silu", "swish")
 
-# Where a layer's state is, and the sequences of the step; the spec is what the caller knows of it.
+# (layer index, spec of the caller) -> the layer's state, and the sequences of the step.
 FindState = Callable[[int, StateSpec], tuple[StateCache, AttentionBatch]]
 
 
 class _Step:
-    """A step that is served: what modelling code calls in place of its own functions."""
+    """A step that is served: the functions that replace functions of modelling code."""
 
     def __init__(self, ops: Ops, find: FindState) -> None:
         self._ops = ops
@@ -74,7 +73,7 @@ class _Step:
         activation: str | None = None,
         **_: Any,
     ) -> Tensor:
-        """x [1, C, T], weight [C, K] -> [1, C, T]"""
+        """Convolve x [1, C, T] with weight [C, K]; return [1, C, T]."""
         if activation not in (None, *_SILU):
             raise ModelError(f"short convolutions with {activation} are not served, only with silu")
         cache, batch = self._state(channels=weight.shape[0], taps=weight.shape[1])
@@ -98,8 +97,8 @@ class _Step:
         use_qk_l2norm_in_kernel: bool = False,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """query and key [1, T, Hk, D], value [1, T, H, Dv], g [1, T, H] or [1, T, H, D], beta
-        [1, T, H] -> [1, T, H, Dv]
+        """Apply the delta rule: query and key [1, T, Hk, D], value [1, T, H, Dv], g [1, T, H] or
+        [1, T, H, D], beta [1, T, H] -> [1, T, H, Dv].
         """
         if not use_qk_l2norm_in_kernel:
             raise ModelError("a delta rule whose keys are of any length is not served")
@@ -123,7 +122,7 @@ class _Step:
         dt_limit: tuple[float, float],
         **_: Any,
     ) -> Tensor:
-        """Mamba-2. x [1, T, H, P], dt [1, T, H], b and c [1, T, G, N] -> [1, T, H, P]"""
+        """Compute Mamba-2: x [1, T, H, P], dt [1, T, H], b and c [1, T, G, N] -> [1, T, H, P]."""
         cache, batch = self._state(heads=x.shape[2], dim=x.shape[3], dim_v=b.shape[3])
         found = self._ops.selective_scan(
             x[0].contiguous(),
@@ -150,7 +149,7 @@ class _Step:
         delta_bias: Tensor,
         **_: Any,
     ) -> Tensor:
-        """Mamba. x, dt and z [1, I, T], a [I, N], b and c [1, N, T] -> [1, I, T]"""
+        """Compute Mamba: x, dt and z [1, I, T], a [I, N], b and c [1, N, T] -> [1, I, T]."""
         inner, width = a.shape
         cache, batch = self._state(heads=inner, dim=1, dim_v=width)
         found = self._ops.selective_scan(
@@ -169,7 +168,7 @@ class _Step:
     def attend_lightning(
         self, mixer: Any, hidden_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, None]:
-        """Lightning Attention-2 (Qin et al., 2024), with its module: [1, T, C] -> [1, T, C]"""
+        """Compute the module's Lightning Attention-2 (Qin et al., 2024): [1, T, C] -> [1, T, C]."""
         heads, dim = mixer.num_attention_heads, mixer.head_dim
         qkv = mixer.act_fn(mixer.qkv_proj(hidden_states))[0].view(-1, heads, 3 * dim)
         query, key, value = (part.contiguous() for part in qkv.split(dim, dim=-1))
@@ -181,7 +180,7 @@ class _Step:
         return mixer.out_proj(mixer.output_gate(hidden_states).sigmoid() * normed), None
 
 
-# What each function of a modelling file is, of all that it calls without a cache.
+# Functions that modelling files call without a cache, and their replacements.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _Step.convolve,
     "torch_chunk_gated_delta_rule": _Step.delta_rule,
@@ -194,19 +193,19 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     "MiniMaxLightningAttention": _Step.attend_lightning,
 }
 
-# The step in progress. A module global, as modelling code calls functions of its file; the engine
-# runs one forward at a time.
+# The step in progress. A module global, because modelling code calls functions of its file; the
+# engine runs one forward at a time.
 _step: _Step | None = None
 
 
 def are_served(text: PreTrainedConfig) -> bool:
-    """Whether a model's layers with a state are served on its own code."""
+    """Tell whether we serve such a model's layers with a state."""
     return text.model_type in _SERVED
 
 
 @contextmanager
 def serving(ops: Ops, find: FindState) -> Iterator[None]:
-    """Inside the context, mixers that `run_on_states` has seen compute on states."""
+    """Inside the context, mixers given to `run_on_states` compute on our states."""
     global _step
     outer, _step = _step, _Step(ops, find)
     try:
@@ -216,7 +215,7 @@ def serving(ops: Ops, find: FindState) -> Iterator[None]:
 
 
 def run_on_states(module: PreTrainedModel) -> None:
-    """Have the module's mixers, if it has any, compute on states while a step is served."""
+    """Have the module's mixers, if any, compute on our states while a step is served."""
     limit = _time_step_limit(module.config.get_text_config())
     mixer: Any
     for mixer in module.modules():
@@ -224,7 +223,7 @@ def run_on_states(module: PreTrainedModel) -> None:
         if not functions and type(mixer).__name__ not in _REPLACED:
             continue
         for name in functions:
-            # Of the file that the code is in, which a class may have inherited it from.
+            # The file that has the code, which the class may have inherited.
             of_file = inspect.unwrap(type(mixer).forward).__globals__
             of_file[name] = _served(of_file[name], _FUNCTIONS[name])
         if hasattr(mixer, "time_step_limit"):
@@ -233,8 +232,8 @@ def run_on_states(module: PreTrainedModel) -> None:
 
 
 def _time_step_limit(text: PreTrainedConfig) -> tuple[float, float]:
-    """As configured; some take the smallest step of their initial weights for a bound instead, in
-    prompts alone. Raises ModelError unless it is two numbers.
+    """Return the configured limit. Some mixers use the smallest step of their initial weights as a
+    bound instead, only for prompts. Raises ModelError unless the limit is two numbers.
     """
     limit = getattr(text, "time_step_limit", None)
     if limit is None:
@@ -246,8 +245,8 @@ def _time_step_limit(text: PreTrainedConfig) -> tuple[float, float]:
 
 
 def recording(specs: dict[int, StateSpec], device: torch.device) -> FindState:
-    """For a step of one token: makes a state whenever one is asked for, and notes in `specs` what
-    each layer asks for.
+    """Return a `FindState` for a step of one token. It makes a state at each call, and records in
+    `specs` what each layer asks for.
     """
     one, sums = (torch.tensor(each, dtype=torch.int32, device=device) for each in ([1], [0, 1]))
     slots = torch.zeros(1, dtype=torch.int64, device=device)
@@ -255,7 +254,7 @@ def recording(specs: dict[int, StateSpec], device: torch.device) -> FindState:
 
     def find(layer_index: int, spec: StateSpec) -> tuple[StateCache, AttentionBatch]:
         known = specs.get(layer_index, StateSpec(channels=0, taps=1))
-        # A convolution says its own sizes, and a recurrence its own.
+        # A convolution states some sizes, and a recurrence others.
         pairs = zip(dataclasses.astuple(known), dataclasses.astuple(spec), strict=True)
         specs[layer_index] = StateSpec(*map(max, pairs))
         return StateCache.of(spec, 1, device), batch
@@ -264,7 +263,7 @@ def recording(specs: dict[int, StateSpec], device: torch.device) -> FindState:
 
 
 def _functions_of(module: nn.Module) -> list[str]:
-    """The functions above that a mixer's code calls; none of another module's."""
+    """Return the functions of `_FUNCTIONS` that a mixer's code calls; none for other modules."""
     if not hasattr(module, "layer_idx"):
         return []
     code = inspect.unwrap(type(module).forward).__code__
@@ -283,7 +282,9 @@ def _served(function: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
 
 
 def _with_index(mixer: Any) -> Callable[..., Any]:
-    """The mixer's forward; while a step is served, that of its class which replaces it, if any."""
+    """Return a forward that, while a step is served, calls the replacement of the mixer's class, if
+    any.
+    """
     forward, index = mixer.forward, int(mixer.layer_idx)
     ours = _REPLACED.get(type(mixer).__name__)
 

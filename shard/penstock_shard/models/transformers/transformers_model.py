@@ -1,8 +1,9 @@
 """A transformers causal LM whose attention runs on our paged cache.
 
-The modelling code stays as it is: each attention layer calls the function registered here, which
-hands queries, keys and values to whatever `_attention` has set for the current forward. The mask
-function registered along with it gives none, since causality comes from the step's lengths.
+The modelling code is not changed: each attention layer calls the function registered here, which
+passes queries, keys and values to the current forward's hook (`_attention`). Causality comes from
+the step's lengths, so the registered mask function returns no mask, or a placeholder for code with
+indexers.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ATTENTION_NAME = "penstock"
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One layer's call: query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv]."""
+    """A layer's call: query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv]."""
 
     layer_index: int
     query: Tensor
@@ -52,10 +53,10 @@ class AttentionCall:
 
 
 _Hook = Callable[[AttentionCall], Tensor]
-# What the registered function calls during a forward. A module global, because modelling code
-# differs in which keyword arguments it passes on; the engine runs one forward at a time.
+# Called by the registered function during a forward. A module global, because modelling code
+# differs in the keyword arguments that it passes on; the engine runs one forward at a time.
 _hook: _Hook | None = None
-# What modelling code gets as its mask, if anything: code with indexers takes it apart.
+# The mask for modelling code; None unless code with indexers needs one to take apart.
 _mask: Tensor | None = None
 
 
@@ -83,7 +84,9 @@ def _attention_function(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What modelling code calls: query [1, Hq, T, D], key and value alike -> [1, T, Hq, Dv]."""
+    """Attend for modelling code: query [1, Hq, T, D], key and value in the same layout -> [1, T,
+    Hq, Dv].
+    """
     if _hook is None:
         raise RuntimeError("a forward outside of TransformersModel")
     call = AttentionCall(
@@ -100,7 +103,7 @@ def _attention_function(
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask our attention needs: none. Without it transformers would build a dense one."""
+    """Return the hook's mask, or None. Otherwise transformers would build a dense mask."""
     return _mask
 
 
@@ -118,8 +121,8 @@ class TransformersModel:
         latent: Mapping[int, LatentHeads] = MappingProxyType({}),
     ) -> None:
         """Take over a loaded module; its attention implementation must be `ATTENTION_NAME`. It
-        attends with the backend that the ops have when it is called. Layers that are in `latent`
-        cache latents.
+        attends with the backend that the ops have at the time of the call. Layers in `latent` cache
+        latents.
         """
         self.module = module
         self.device = ops.device
@@ -133,7 +136,7 @@ class TransformersModel:
             keep_latents(module, lambda: _hook is not None)
         recurrences.run_on_states(module)
         _note_layers_of_shared(module)
-        # Of the forward in progress, for what adapters add to products.
+        # Adapters of the running forward, to be added to products.
         self.token_adapters: TokenAdapters | None = None
         self._layers, self.hidden_size = self._probe()
         self._caches = PagedCaches(cache_layout(self._layers))
@@ -144,8 +147,8 @@ class TransformersModel:
 
     @torch.inference_mode()
     def _probe(self) -> tuple[tuple[LayerSpec, ...], int]:
-        """Run one token through the modules: what each attention call and each recurrence asks
-        for, and the size of final hidden states (0 if they do not pass the head).
+        """Run one token through the modules. Return the specs of all attention calls and
+        recurrences, and the size of final hidden states (0 if they do not pass the head).
         """
         specs: list[LayerSpec] = []
         states: dict[int, StateSpec] = {}
@@ -170,7 +173,9 @@ class TransformersModel:
         return tuple(specs), diverted[0].shape[1] if len(diverted) == 1 else 0
 
     def _state_index(self, layer: int) -> int:
-        """The index of a layer's state: counted after all layers, as the layer may attend too."""
+        """Return the index of a layer's state: counted after all layers, as the layer may attend
+        too.
+        """
         return layer + self._num_layers
 
     @property
@@ -179,7 +184,7 @@ class TransformersModel:
 
     @property
     def layer_stacks(self) -> list[tuple[str, nn.ModuleList]]:
-        """Lists of the model's layers, and their names in the module."""
+        """The lists of the model's layers, and their names in the module."""
         names = {module: name for name, module in self.module.named_modules()}
         stacks = layer_stacks(self.module, self._num_layers)
         return [(names[stack], stack) for _, _, stack in stacks]
@@ -209,7 +214,7 @@ class TransformersModel:
         for parent, name, stack in stacks:
             kept = self._one_of_each_kind(stack)
             setattr(parent, name, nn.ModuleList(stack[index] for index in kept))
-            # Some ask for the type of a layer by its place in the stack.
+            # Some layers look up their type by their index in the stack.
             _set_layer_types(text, types and [types[index] for index in kept])
         try:
             yield
@@ -219,9 +224,9 @@ class TransformersModel:
             _set_layer_types(text, types)
 
     def _one_of_each_kind(self, stack: nn.ModuleList) -> list[int]:
-        """Indices of layers, and of those whose keys they read."""
+        """Return indices of layers of each kind, and of the layers whose keys they read."""
         if any(getattr(module, "is_shared_by_layers", False) for module in stack.modules()):
-            # Its modules are told which layer they are, by its place in the stack.
+            # Shared modules get their layer index from their place in the stack.
             return list(range(len(stack)))
         specs = {spec.index: dataclasses.replace(spec, index=0) for spec in self._layers}
         kinds: dict[tuple[LayerSpec | None, LayerSpec | None, str], int] = {}
@@ -287,10 +292,10 @@ class TransformersModel:
 
     @contextmanager
     def _diverted(self, num_logits: int) -> Iterator[list[Tensor]]:
-        """Of what comes to the head, all but the first rows goes into the list instead.
+        """Divert all but the first `num_logits` rows of the head's input into the list.
 
-        What comes to the head are the final hidden states, whatever the code above it is. Code
-        that calls its head in another way than all others do is left alone.
+        The head's input is the final hidden states, whatever code called the head. A head that is
+        called with other arguments is left alone.
         """
         diverted: list[Tensor] = []
 
@@ -311,8 +316,9 @@ class TransformersModel:
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
-        """Beside our kernels, which have threads of their own, torch gets one: it would cut tensors
-        between threads, and compute the ends of the pieces with other instructions.
+        """Give torch one thread during our kernels, which have their own threads. With more, torch
+        would divide tensors among threads, and compute the ends of the parts with other
+        instructions.
         """
         before = torch.get_num_threads()
         if self._ops.backend.name == "cpu":
@@ -334,7 +340,7 @@ class TransformersModel:
 
 
 def own_logits(module: PreTrainedModel, token_ids: Tensor) -> Tensor:
-    """Logits [B, L, V] of token_ids [B, L] by the module with its own attention."""
+    """Return logits [B, L, V] of token_ids [B, L] by the module with its own attention."""
     implementation = module.config._attn_implementation
     module.set_attn_implementation("eager")
     try:
@@ -348,7 +354,7 @@ def own_logits(module: PreTrainedModel, token_ids: Tensor) -> Tensor:
 def layer_stacks(
     module: nn.Module, num_layers: int
 ) -> Iterator[tuple[nn.Module, str, nn.ModuleList]]:
-    """Lists of the model's layers: the module each is in, its name there, and the list."""
+    """Yield each list of the model's layers: its module, its name there, and the list."""
     for parent in module.modules():
         for name, child in parent.named_children():
             if not isinstance(child, nn.ModuleList) or len(child) != num_layers:
@@ -362,7 +368,7 @@ def _knows_its_index(layer: nn.Module) -> bool:
 
 
 def _note_layers_of_shared(module: PreTrainedModel) -> None:
-    """Attention that several layers share (Zamba2) knows its layer from the call alone."""
+    """Set the index of attention that several layers share (Zamba2) from each call's arguments."""
     for shared in module.modules():
         if getattr(shared, "layer_idx", None) == -1:
             shared.is_shared_by_layers = True
@@ -374,8 +380,8 @@ def _note_layer(shared: Any, _: Any, named: dict[str, Any]) -> None:
 
 
 def _set_layer_types(text: PreTrainedConfig, types: Sequence[str] | None) -> None:
-    """Where types follow from other fields they are left: a layer then takes the mask of another
-    type, and there are none.
+    """Set the layer types. Types that follow from other fields stay unchanged. A layer then takes
+    another type's mask, which does no harm because there are no masks.
     """
     with suppress(AttributeError):
         if types:

@@ -1,9 +1,9 @@
-"""Refuses models that would be served wrongly, by name, at load.
+"""Refuses models, at load, that would be served wrongly.
 
-transformers does not fail when a model ignores a registered attention function, or expresses
-something only in the attention mask, which our function never sees: its text would silently be
-wrong. Three checks here: the configuration, the class, and what each layer asked attention for when
-probed. The fourth is in `selfcheck/own_attention.py`.
+transformers does not fail if a model ignores a registered attention function, or expresses
+something only in the attention mask, which our function never sees: the text would silently be
+wrong. Here the configuration, the class, and each probed layer's attention call are checked;
+`selfcheck/own_attention.py` has a fourth check.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from penstock_shard.models.transformers import recurrences, sparse_indexers
 from penstock_shard.models.transformers.sparse_indexers import most_unselected_tokens
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# What layers may differ in: their attention calls show it.
+# Values in which layers may differ, because their attention calls show them.
 _LAYER_ATTRIBUTES = {"head_dim", "num_key_value_heads"}
 # Rope types whose angles change for the whole batch once a position passes the original context.
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-# Architectures with another head than a language model's, of which transformers would make one.
+# Architectures without a language model's head; transformers would load them with a random head.
 _SCORES = re.compile(
     r"(For(Sequence|Token)Classification|ForQuestionAnswering|ForMultipleChoice|RewardModel)$"
 )
@@ -45,16 +45,15 @@ _INSTEAD = (
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
-    """The architecture's name, such as LlamaForCausalLM."""
     architectures = getattr(config, "architectures", None) or [type(config).__name__]
     return str(architectures[0])
 
 
 def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
-    """Raises ModelError for a model that its configuration alone rules out."""
+    """Raise ModelError for a model whose configuration alone shows that it cannot be served."""
     name = architecture_of(config)
     text = config.get_text_config()
-    # Reading such an attribute raises an error: this comes before all that reads any.
+    # Must come first: reading such an attribute raises an error.
     differing = set(getattr(text, "per_layer_attributes", None) or ()) - _LAYER_ATTRIBUTES
     if differing:
         raise ModelError(
@@ -77,8 +76,8 @@ def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
 
 
 def check_purpose(config: PreTrainedConfig) -> None:
-    """Raises ModelError for a model that is no decoder: transformers itself would answer with a
-    list of all classes it has, or load a decoder of the same type that nobody trained.
+    """Raise ModelError for a model that is no decoder. transformers would answer with a list of all
+    its classes, or load a decoder of the same type without trained weights.
     """
     reason = _other_purpose(architecture_of(config), config)
     if reason is not None:
@@ -86,7 +85,7 @@ def check_purpose(config: PreTrainedConfig) -> None:
 
 
 def _other_purpose(name: str, config: PreTrainedConfig) -> str | None:
-    """Say what a model is if it is no decoder, and what to serve in its place."""
+    """Return what a model is, if it is no decoder, and what to serve instead of it."""
     if _SCORES.search(name):
         return f"gives scores or classes of texts, and {_INSTEAD}"
     if getattr(config, "is_encoder_decoder", False):
@@ -108,19 +107,19 @@ def _other_purpose(name: str, config: PreTrainedConfig) -> str | None:
 
 
 def _is_encoder(name: str, config: PreTrainedConfig) -> bool:
-    """Tell whether tokens see those after them: a type that fills in masks, a changed decoder."""
+    """True if tokens see later tokens: in a type that fills in masks, or a changed decoder."""
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING:
         return not getattr(config, "is_decoder", False)
     text = config.get_text_config()
     sees_all = getattr(text, "use_bidirectional_attention", None) in (True, "all")
-    # The latter is XLNet's own word.
+    # XLNet's own name for this setting.
     sees_all = sees_all or getattr(text, "attn_type", None) == "bi"
     return sees_all or getattr(text, "is_causal", None) is False or "Bidirectional" in name
 
 
 def _check_heads(name: str, text: PreTrainedConfig) -> None:
-    """Checked here because modelling code fails only at its first step, with an error about
-    tensor shapes.
+    """Check the numbers of heads. Modelling code would fail only at its first step, with an error
+    about tensor shapes.
     """
     heads = getattr(text, "num_attention_heads", None)
     kv_heads = getattr(text, "num_key_value_heads", None)
@@ -160,7 +159,7 @@ def _original_context(rope: dict[str, Any], text: PreTrainedConfig) -> int:
 
 
 def check_ours_alone(text: PreTrainedConfig, reason: Exception) -> None:
-    """Raises ModelError for a type of model that our decoder alone serves; `reason`: why it does
+    """Raise ModelError for a type of model that only our decoder serves; `reason` says why it does
     not compute this one.
     """
     if own_layer_types(text):
@@ -171,7 +170,7 @@ def check_ours_alone(text: PreTrainedConfig, reason: Exception) -> None:
 
 
 def check_class(module: PreTrainedModel) -> None:
-    """Raises ModelError for a class whose attention cannot be replaced."""
+    """Raise ModelError for a class whose attention cannot be replaced."""
     if not module._can_set_attn_implementation():
         raise ModelError(
             f"{type(module).__name__} does not let its attention be replaced (its code in "
@@ -185,9 +184,8 @@ def check_layers(
     specs: Sequence[LayerSpec],
     max_model_len: int,
 ) -> None:
-    """Raises ModelError unless the probed model called attention once in each layer that is to
-    attend, with the window and softcap that its configuration states, and has a state in each layer
-    that is to have one.
+    """Raise ModelError unless the probed model fits its configuration: one attention call in each
+    layer that attends, with the stated window and softcap, and a state in each layer that has one.
     """
     name = type(module).__name__
     text = module.config.get_text_config()
@@ -218,10 +216,10 @@ def check_layers(
 def _check_windows(
     name: str, text: PreTrainedConfig, specs: Sequence[LayerSpec], max_model_len: int
 ) -> None:
-    """A window that the configuration states must have reached the attention call."""
+    """Check that a window in the configuration has reached the attention call."""
     layer_types = getattr(text, "layer_types", None) or ()
     seen = any(spec.window is not None for spec in specs)
-    # Without types of windows a stated one is that of all layers.
+    # Without types of layers, a window applies to all layers.
     if layer_types and ("sliding_attention" in layer_types or not seen):
         wrong = [
             spec.index

@@ -1,8 +1,7 @@
 """Proxies that stand in for weights in modelling code and compute the products with them.
 
 torch hands a call with a proxy among its arguments to the proxy (`__torch_function__`). So modules
-are not rewritten, and a use of a weight that no handler covers fails instead of computing something
-else.
+are not rewritten, and a use of a weight that no handler covers fails.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from penstock_shard.ops.base import Matrix
 class WeightProxy:
     """The base of all proxies: looks like a parameter in the dtype of activations."""
 
-    # torch functions that this class of proxy supports, and what is called in their place.
+    # The torch functions that this class of proxy supports, and their replacements.
     handlers: ClassVar[dict[Any, Callable[..., Tensor]]] = {}
 
     is_meta = False
@@ -51,7 +50,7 @@ class WeightProxy:
 
 
 def product(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
-    """x [..., K] -> x @ weight.T + bias, [..., N]."""
+    """Return x @ weight.T + bias, [..., N], for x [..., K]."""
     if x.shape[-1] != matrix.in_features:
         raise ValueError(f"a product of {tuple(x.shape)} with {matrix.in_features} inputs")
     flat = x.reshape(-1, matrix.in_features).contiguous()

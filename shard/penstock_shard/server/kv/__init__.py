@@ -1,1 +1,1 @@
-"""KV blocks that go to other shards and come from them, as far as the server has a part in it."""
+"""KV blocks exchanged with other shards: the server's part of it."""

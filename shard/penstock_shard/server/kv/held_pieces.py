@@ -1,4 +1,4 @@
-"""Which pieces of prefixes the engine holds, for callers that follow them."""
+"""Tracks which pieces of prefixes the engine holds, for callers that follow them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 
 from penstock_proto.prefix_hash import Tier
 
-# Beyond so many, others are not known of.
+# Bound of the pieces; further ones are ignored.
 _MOST_PIECES = 2**20
-# They are kept in so many parts, each of which is copied in a tenth of a millisecond.
+# The pieces are kept in this many parts; copying one takes a tenth of a millisecond.
 _NUM_PARTS = 256
-# Of one report, which takes less than a millisecond at either end.
+# Pieces in one report. To write or read it takes less than a millisecond.
 _MOST_IN_REPORT = 1024
-# A caller for which more changes wait is told everything again.
+# A caller with more unread changes gets a new snapshot.
 _MOST_CHANGED = 65_536
 _MIN_REPORT_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class PiecesReport:
-    """Names of pieces, each with its `Tier`. `begins` and `ends` mark the first and the last of
-    those reports that tell all that is held.
+    """Names of pieces, each with its `Tier`. `begins` and `ends` mark the first and last report of
+    a snapshot.
     """
 
     instance_id: str
@@ -33,7 +33,7 @@ class PiecesReport:
 
 @dataclass(eq=False, slots=True)
 class _Watch:
-    """What a caller has not been told: all that is held, or the names that changed since."""
+    """News for a caller: a whole snapshot if the caller `is_behind`, else the changed names."""
 
     is_behind: bool = True
     changed: dict[int, None] = field(default_factory=dict)
@@ -51,13 +51,13 @@ class _Watch:
         self.news.set()
 
     def take(self) -> list[int]:
-        """Names that changed, at most those of one report."""
+        """Take changed names for one report."""
         count = min(len(self.changed), _MOST_IN_REPORT)
         return [self.changed.popitem()[0] for _ in range(count)]
 
 
 class HeldPieces:
-    """Owns what the present engine has told, and who follows it."""
+    """Owns the pieces reported by the present engine, and the callers that follow them."""
 
     def __init__(self) -> None:
         self._instance_id = ""
@@ -69,21 +69,21 @@ class HeldPieces:
         return self._count
 
     def begin(self, instance_id: str) -> None:
-        """Another engine is there, which holds nothing but what it tells."""
+        """Begin with a new engine, which holds only what it reports."""
         self._instance_id, self._count = instance_id, 0
         self._parts = [{} for _ in range(_NUM_PARTS)]
         for watch in self._watches:
             watch.restart()
 
     def take(self, changes: Mapping[int, int]) -> None:
-        """What the engine tells: names of pieces, and the `Tier` of each."""
+        """Take the engine's report: names of pieces, and the `Tier` of each."""
         names = [name for name, tier in changes.items() if self._set(name, tier)]
         if names:
             for watch in self._watches:
                 watch.note(names)
 
     def _set(self, name: int, tier: int) -> bool:
-        """Whether that is news."""
+        """Set a piece's tier; true if it has changed."""
         part = self._parts[name % _NUM_PARTS]
         before = part.get(name, Tier.GONE)
         if before == tier or (before == Tier.GONE and self._count >= _MOST_PIECES):
@@ -96,12 +96,12 @@ class HeldPieces:
         return True
 
     async def watch(self) -> AsyncGenerator[PiecesReport, None]:
-        """All that is held, then changes, ten times a second at most, in bounded reports."""
+        """Yield all pieces, then changes, at most ten times a second, in bounded reports."""
         watch = _Watch()
         self._watches.add(watch)
         try:
             while True:
-                # First: what comes while reports are read is to be told too.
+                # Clear first: changes that arrive while reports are read must be sent too.
                 watch.news.clear()
                 if watch.is_behind:
                     watch.is_behind = False
@@ -118,8 +118,8 @@ class HeldPieces:
         return name, self._parts[name % _NUM_PARTS].get(name, Tier.GONE)
 
     def _snapshot(self, watch: _Watch) -> Iterator[PiecesReport]:
-        """Reports of all that is held, which may change between two of them: what changed is told
-        after them. Ends early when a new snapshot is needed.
+        """Yield reports of all pieces. Changes between two reports are sent after them. Ends early
+        when a new snapshot is needed.
         """
         instance_id, pieces, begins = self._instance_id, list[tuple[int, int]](), True
         for number in range(_NUM_PARTS):

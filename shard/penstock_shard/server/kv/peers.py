@@ -1,4 +1,4 @@
-"""The shards that KV blocks are fetched from: who they are, and whether they can be trusted."""
+"""The shards from which KV blocks are fetched: their addresses, and whether they can be trusted."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from penstock_shard.server.kv.transfers import Distrusted, FetchFailed
 
 logger = logging.getLogger(__name__)
 
-# From a peer that sent damaged blocks nothing is fetched for so long.
+# Pause after a peer sent damaged blocks.
 _DISTRUST_S = 600.0
-# From one that was late, or could not be reached.
+# Pause after a peer was late or unreachable.
 _PAUSE_S = 5.0
-# What names stand for is looked up again after so long.
+# Names are resolved again after this time.
 _LOOK_UP_S = 30.0
 
 
 class KvPeers:
-    """`Peers`: calls to those that are configured, and to no other address whoever names it."""
+    """Calls only the configured peers, even if a request names another address."""
 
     def __init__(
         self,
@@ -44,15 +44,15 @@ class KvPeers:
         self._connector = Connector(tls)
         self._clock = clock
         self._channels: dict[str, grpc.aio.Channel] = {}
-        # Until when nothing is fetched from a peer.
+        # Nothing is fetched from a peer before this time.
         self._paused_until_s: dict[str, float] = {}
-        # The addresses that the configured names stand for.
+        # Addresses of the configured names.
         self._looked_up: frozenset[str] = frozenset()
         self._looked_up_at_s = -_LOOK_UP_S
         self._looking_up = asyncio.Lock()
 
     def look_at_certificates(self) -> None:
-        """Load the files of TLS if they have changed, also while nothing connects."""
+        """Reload TLS files that have changed, even while nothing connects."""
         self._connector.credentials()
 
     async def fetch(
@@ -90,7 +90,6 @@ class KvPeers:
         raise Distrusted(reason)
 
     async def close(self) -> None:
-        """End all calls."""
         for channel in self._channels.values():
             await channel.close()
 
@@ -101,7 +100,7 @@ class KvPeers:
     async def _is_peer(self, address: str) -> bool:
         if address in self._addresses or address in self._looked_up:
             return True
-        # Who comes meanwhile waits for what is found.
+        # Other callers wait here for the result.
         async with self._looking_up:
             if self._clock() - self._looked_up_at_s >= _LOOK_UP_S:
                 found = await asyncio.gather(*map(_look_up, self._addresses))
@@ -111,7 +110,7 @@ class KvPeers:
 
 
 async def _look_up(address: str) -> set[str]:
-    """The addresses that a name with a port stands for; none if it cannot be found."""
+    """The addresses of a host name with a port; none if the name cannot be resolved."""
     host, _, port = address.rpartition(":")
     # UnicodeError: no host can have such a name.
     with contextlib.suppress(OSError, UnicodeError):

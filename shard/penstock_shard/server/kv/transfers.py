@@ -1,7 +1,8 @@
 """Passes KV blocks between the host memory that the engine fills and other shards.
 
-The engine says which slots hold what, and decides what is taken over; here bytes are read and
-written. Whatever fails, the engine hears that nothing more comes, and computes.
+The engine knows the content of slots, and decides which blocks it accepts; this module reads and
+writes the bytes. After any failure it tells the engine that no more blocks will arrive, and the
+engine computes them.
 """
 
 from __future__ import annotations
@@ -31,56 +32,54 @@ from penstock_shard.kv_transfer.arena import Arena, RecordName, namespace_of
 
 logger = logging.getLogger(__name__)
 
-# More at once are not begun: each keeps slots from being reused. So many wait for so long.
+# Exports at once: each keeps slots from being reused. More may wait, for at most `_TURN_S`.
 _MOST_EXPORTS = 2
 _MOST_WAITING = 32
 _TURN_S = 2.0
 _MOST_FETCHES = 8
-# How long the engine may take to have copies of what is asked for.
+# Time for the engine to provide the requested copies.
 _EXPORT_S = 10.0
-# From a peer of which nothing comes for so long nothing will: its host may be gone. And if the
-# first block takes so large a share of the time for all, it is asked by too many.
+# Bounds of the wait for the first block. After `_FIRST_S`, the peer's host may be gone; after this
+# share of the whole time, too many callers ask the peer.
 _FIRST_S = 3.0
 _FIRST_SHARE = 1 / 3
-# The engine hears of what came once it is this much, or all, or no slot is left.
+# The engine is told of arrivals when they have this size or are complete, or when slots run out.
 _ARRIVAL_BYTES = 2**20
 
 Tell = Callable[[Export | Arrival | int], None]
 
 
 class TooManyExports(Exception):
-    """Others are being served."""
+    """Too many other peers are being served."""
 
 
 class FetchFailed(Exception):
-    """Nothing more comes of a fetch; the text says why."""
+    """No more blocks of a fetch will arrive; the text says why."""
 
 
 class Distrusted(FetchFailed):
-    """A peer sent what it must not."""
+    """A peer sent forbidden data."""
 
 
 class Peers(Protocol):
-    """Where blocks are fetched from."""
-
     def fetch(
         self, source: str, namespace: bytes, prefix: PrefixNames, num_known: int
     ) -> AsyncGenerator[memoryview, None]:
-        """The records that a peer has of a prefix, without its first blocks.
+        """Yield the records that a peer has of a prefix, without its first blocks.
 
         Raises:
-            FetchFailed: it is no peer, or the call failed.
+            FetchFailed: `source` is no peer, or the call failed.
         """
 
     def note_late(self, source: str) -> None:
-        """It took longer than computing would have."""
+        """Note that the peer took longer than computing would have."""
 
     def distrust(self, source: str, reason: str) -> NoReturn:
-        """It sent what it must not. Raises Distrusted."""
+        """Stop trusting a peer that sent forbidden data. Raises Distrusted."""
 
 
 class BlockTransfers:
-    """Exports and fetches of one engine after another."""
+    """Exports and fetches of successive engines."""
 
     def __init__(self, memory: memoryview, peers: Peers) -> None:
         self._memory = memory
@@ -92,14 +91,14 @@ class BlockTransfers:
         self._num_waiting = 0
         self._exports: dict[int, asyncio.Future[list[Slot]]] = {}
         self._fetches: dict[int, asyncio.Task[None]] = {}
-        # Slots to write into, by pool.
+        # Free slots to write into, by pool.
         self._inbound: defaultdict[int, list[int]] = defaultdict(list)
         self._slots_came = asyncio.Event()
         # Names of the engine's blocks; empty without an engine.
         self.namespace = b""
 
     def on_engine_ready(self, info: RunnerInfo, tell: Tell) -> None:
-        """What the memory holds is the engine's from now on; `tell` tells it of blocks."""
+        """Begin with a new engine, which owns the memory's content; `tell` sends it messages."""
         self._arena, self._tell, self.namespace = (
             Arena(self._memory, info),
             tell,
@@ -107,7 +106,7 @@ class BlockTransfers:
         )
 
     def on_engine_death(self) -> None:
-        """Its slots mean nothing any more."""
+        """Forget the engine's slots."""
         self._arena, self.namespace = None, b""
         self._inbound.clear()
         for export in self._exports.values():
@@ -119,7 +118,7 @@ class BlockTransfers:
         self._fetches.clear()
 
     def take(self, message: FromEngine) -> None:
-        """A message of the engine about blocks."""
+        """Handle an engine's message about blocks."""
         match message:
             case InboundSlots():
                 for pool, slot in message.slots:
@@ -144,10 +143,10 @@ class BlockTransfers:
     # ---- to other shards ----
 
     async def export(self, prefix: PrefixNames, num_known: int) -> AsyncGenerator[memoryview, None]:
-        """The records that the engine has of a prefix, parents first. Each is valid until the next.
+        """Yield the engine's records of a prefix, parents first. Each is valid until the next.
 
         Raises:
-            TooManyExports: others are being served.
+            TooManyExports: too many other peers are being served.
         """
         await self._wait_for_turn()
         try:
@@ -220,21 +219,23 @@ class BlockTransfers:
     async def _receive(
         self, fetch: Fetch, arena: Arena, came: list[Slot], on_record: Callable[[], None]
     ) -> None:
-        """Put what comes into slots; `came` has those that the engine has not been told of."""
+        """Write arriving records into slots. `came`: the slots that the engine has not been told
+        of.
+        """
         num_bytes = 0
         found = self._peers.fetch(fetch.source, self.namespace, fetch.prefix, fetch.num_known)
         async with aclosing(found) as records:
             async for record in records:
                 on_record()
                 num_bytes += await self._put(fetch, arena, record, came)
-                # The engine gives others for slots that it hears of, and for no others.
+                # The engine replaces only slots whose arrival it knows.
                 if num_bytes >= _ARRIVAL_BYTES or self._lacks_slots:
                     self._tell(Arrival(fetch.number, came.copy()))
                     came.clear()
                     num_bytes = 0
 
     async def _put(self, fetch: Fetch, arena: Arena, record: memoryview, came: list[Slot]) -> int:
-        """Put a record into a slot; its length."""
+        """Write a record into a slot; return the record's length."""
         name = arena.name_of(record)
         if name is None or not arena.is_whole(record, name):
             self._peers.distrust(fetch.source, "a block came that is damaged")
@@ -258,7 +259,7 @@ class BlockTransfers:
 
 
 def _is_asked_for(name: RecordName, prefix: PrefixNames) -> bool:
-    """Only such blocks may be where the next engine looks for copies."""
+    """True if a block is part of the prefix. The next engine can find only such blocks."""
     if name.index >= len(prefix.digests):
         return False
     num_bytes = len(prefix.token_ids) // len(prefix.digests)

@@ -1,1 +1,1 @@
-"""What a shard tells of itself and of its requests: metrics, log lines, traces."""
+"""Metrics, log lines and traces of a shard and its requests."""

@@ -1,4 +1,4 @@
-"""Metrics of a shard, for Prometheus: its counts, and the engine's state at each scrape."""
+"""Metrics of a shard for Prometheus: its counters, and the engine's state at each scrape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock_shard.server.supervisor import EngineSupervisor
 
 
 def serve_metrics(engine: EngineSupervisor, config: ShardConfig, dates: CertificateDates) -> None:
-    """Serve metrics on `config.metrics_port` in threads, for as long as the process runs.
+    """Serve metrics on `config.metrics_port`, in threads, as long as the process runs.
 
     Raises:
         OSError: the port is in use, or the address is not this machine's.
@@ -33,9 +33,8 @@ def serve_metrics(engine: EngineSupervisor, config: ShardConfig, dates: Certific
 
 
 class ShardCollector(Collector):
-    """Collector of all metrics, under our names and those of other servers. Runs in another thread
-    than the one that handles the engine's messages and only reads, so the values may be from
-    different moments.
+    """Collects all metrics, under our names and those of other servers. Another thread handles the
+    engine's messages, so the values may be from different moments.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class ShardCollector(Collector):
 
 
 def engine_state(engine: EngineSupervisor, config: ShardConfig) -> Iterator[Metric]:
-    """The engine's state now."""
     load = engine.load
     yield _gauge("serving", "1 while requests are served.", engine.serving)
     yield _gauge("draining", "1 while no new requests are accepted.", engine.draining)
@@ -79,7 +77,7 @@ def engine_state(engine: EngineSupervisor, config: ShardConfig) -> Iterator[Metr
 
 
 def certificates(dates: CertificateDates) -> Iterator[Metric]:
-    """Say when the certificates in use expire; nothing without TLS."""
+    """The expiry times of the certificates in use; none without TLS."""
     family = GaugeMetricFamily(
         "penstock_shard_certificate_expires_timestamp_seconds",
         "When the certificates in use expire (Unix time), by the flag that names their file: "
@@ -114,7 +112,6 @@ def _cache_info(info: RunnerInfo | None) -> Metric:
 
 
 def _images(engine: EngineSupervisor) -> Iterator[Metric]:
-    """Metrics of images that requests see."""
     text = "Bytes of images' pixels that the engine has (--image-cache-bytes)."
     yield _gauge("image_bytes", text, engine.images.num_bytes)
     text = "Images whose pixels were put, and were not here."
@@ -131,7 +128,6 @@ def _images(engine: EngineSupervisor) -> Iterator[Metric]:
 
 
 def _kv_cache(load: Load, info: RunnerInfo | None) -> Iterator[Metric]:
-    """Say how full the KV cache is, and what it has room for."""
     num_blocks = 0 if info is None else info.num_blocks
     yield _gauge("kv_blocks", "KV blocks in total.", num_blocks)
     yield _gauge("kv_used_blocks", "KV blocks held by sequences.", load.referenced_blocks)
@@ -144,12 +140,12 @@ def _kv_cache(load: Load, info: RunnerInfo | None) -> Iterator[Metric]:
     text = "Sequences as long as the context that the KV cache has room for; 0 where not known."
     yield _gauge("kv_sequences", text, 0 if info is None else info.kv_sequences)
     yield from _states(load, info)
+    yield from _retained(load)
     yield from _copies(load)
     yield from _disk_copies(load)
 
 
 def _states(load: Load, info: RunnerInfo | None) -> Iterator[Metric]:
-    """Metrics of the states of layers that have one; 0 where none does."""
     text = "Bytes of one sequence's states; 0 for a model without."
     yield _gauge("state_bytes", text, 0 if info is None else info.state_bytes)
     text = "States that there is room for, of sequences and kept for others."
@@ -159,8 +155,15 @@ def _states(load: Load, info: RunnerInfo | None) -> Iterator[Metric]:
     yield CounterMetricFamily("penstock_shard_state_hits", text, value=load.state_hits_total)
 
 
+def _retained(load: Load) -> Iterator[Metric]:
+    text = "KV blocks that are retained for requests that have ended."
+    yield _gauge("kv_retained_blocks", text, load.retained_blocks)
+    text = "Retained KV blocks that were reused before their time: no other was free."
+    value = load.retained_taken_total
+    yield CounterMetricFamily("penstock_shard_kv_retained_taken", text, value=value)
+
+
 def _copies(load: Load) -> Iterator[Metric]:
-    """Metrics of copies of blocks in host memory (--kv-host-bytes)."""
     text = "KV blocks that host memory has copies of."
     yield _gauge("kv_copied_blocks", text, load.copied_blocks)
     for name, text, value in (
@@ -179,7 +182,6 @@ def _copies(load: Load) -> Iterator[Metric]:
 
 
 def _disk_copies(load: Load) -> Iterator[Metric]:
-    """Metrics of copies of blocks on disk (--kv-disk)."""
     yield _gauge("kv_disk_blocks", "KV blocks that the disk has.", load.disk_blocks)
     for name, text, value in (
         ("saved", "KV blocks written to disk.", load.disk_saved_blocks_total),

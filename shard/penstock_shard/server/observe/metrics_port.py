@@ -1,6 +1,6 @@
-"""The port that serves metrics over HTTP, in threads: a few at a time, each for a few seconds.
+"""Serves metrics over HTTP, in threads: to a few callers at a time, each for a few seconds.
 
-Its clients need no key.
+Callers need no key.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from prometheus_client.registry import Collector
 
 logger = logging.getLogger(__name__)
 
-# More than that many at once are closed unanswered.
+# More connections at once are closed without an answer.
 _MAX_CALLERS = 8
-# From its connection to its answer's end.
+# Time for a whole connection.
 _CALLER_TIMEOUT_S = 5.0
 
 
 def serve_in_threads(registry: Collector, host: str, port: int) -> None:
-    """Serve the registry's metrics for as long as the process runs.
+    """Serve the registry's metrics as long as the process runs.
 
     Raises:
         OSError: the port is in use, or the address is not this machine's.
@@ -40,7 +40,7 @@ def serve_in_threads(registry: Collector, host: str, port: int) -> None:
 
 class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """No line for a request."""
+        """Log nothing."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -48,7 +48,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, family: int, address: tuple[str, int]) -> None:
         self.address_family = family
-        # When each connection came, by the clock of `time.monotonic`.
+        # Arrival of each connection, by `time.monotonic`.
         self._arrived_s: dict[socket.socket, float] = {}
         super().__init__(address, _Handler)
 
@@ -64,17 +64,17 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Called twice a second: ends connections that have had their time."""
+        """End connections whose time is up; called twice a second."""
         late_s = time.monotonic() - _CALLER_TIMEOUT_S
         for request, arrived_s in list(self._arrived_s.items()):
             if arrived_s < late_s:
                 try:
                     request.shutdown(socket.SHUT_RDWR)
                 except OSError:
-                    # Its thread has closed it meanwhile, or the client has left.
+                    # The connection's thread has closed it, or the client has left.
                     continue
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an exception, but not of callers that left or sent nothing."""
+        """Log an exception, unless the caller left or sent nothing."""
         if not isinstance(sys.exc_info()[1], OSError):
             logger.exception("metrics could not be answered")

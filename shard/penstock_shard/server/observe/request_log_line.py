@@ -1,4 +1,4 @@
-"""A log line for each request: fields as JSON, words as text.
+"""A log line for each request, with JSON fields and a text.
 
 Prompts and outputs as text never reach a shard; their token ids never reach its log.
 """
@@ -16,7 +16,6 @@ logger = logging.getLogger("penstock.requests")
 
 
 def log_request(record: ShardRecord) -> None:
-    """Called for each request that has ended."""
     fields = fields_of(record)
     logger.info("request", extra={**fields, IN_WORDS: lambda: _words(fields)})
 
@@ -28,14 +27,14 @@ def _words(fields: Mapping[str, str | int | float]) -> str:
 
 
 def fields_of(record: ShardRecord) -> dict[str, str | int | float]:
-    """The fields of the line, without those that are unknown."""
+    """The fields of the line; unknown values are left out."""
     given: dict[str, str | int | float | None] = {
         "request_id": record.request_id,
         "label": record.label or None,
         "attempt": record.attempt,
         "trace_id": None if record.context is None else record.context.trace_id,
         "outcome": _outcome(record),
-        # The request's field that is at fault.
+        # The request field at fault.
         "error_field": (record.error and record.error.field) or None,
         "prompt_tokens": record.prompt_tokens,
         "cached_tokens": record.cached_tokens,
@@ -51,7 +50,6 @@ def fields_of(record: ShardRecord) -> dict[str, str | int | float]:
 
 
 def _outcome(record: ShardRecord) -> str:
-    """A finish reason, or a gRPC status."""
     if record.error is not None:
         return proto_codec.status(record.error).name
     return "" if record.finish is None else record.finish.value

@@ -1,6 +1,6 @@
-"""A record of each request at this shard: updated as its outputs pass, handed on when it ends.
+"""Records each request at this shard, updated by its outputs and passed on at its end.
 
-Log lines and trace spans are made from it; a request that is in neither is not recorded.
+Log lines and trace spans are made from records. A request for neither is not recorded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ShardRecord:
-    """A request and what happened to it. `queue_s` is a duration; other times in `_s` are those of
+    """A request and its progress. `queue_s` is a duration; other times in `_s` are of
     `time.monotonic`. None: not yet.
     """
 
@@ -32,31 +32,31 @@ class ShardRecord:
     prompt_tokens: int
     # Output tokens generated before this attempt.
     given_tokens: int
-    # Its span's context and its parent span's id; None and "" without a trace.
+    # Context of the request's span, and id of the parent span; None and "" without a trace.
     context: SpanContext | None = None
     parent_span_id: str = ""
 
     # Unix time in ns.
     arrived_ns: int = field(default_factory=time.time_ns)
     arrived_s: float = field(default_factory=time.monotonic)
-    # Seconds from its arrival to its first step.
+    # Time from arrival to first step.
     queue_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
     ended_s: float | None = None
     output_tokens: int = 0
     cached_tokens: int | None = None
-    # The engine's load at the first token, and at the request's end.
+    # The engine's load at the first token, and at the end.
     first_load: Load | None = None
     last_load: Load | None = None
-    # How it ended: `finish` or `error`; and what it cost, if the engine ended it.
+    # The request's end, `finish` or `error`; and its cost, if the engine ended it.
     finish: FinishReason | None = None
     error: Error | None = None
     work: Work | None = None
 
     @property
     def mean_batch(self) -> float | None:
-        """Mean number of sequences in a step while it decoded."""
+        """Mean number of sequences in a step while the request decoded."""
         if self.first_load is None or self.last_load is None:
             return None
         steps = self.last_load.steps_total - self.first_load.steps_total
@@ -74,8 +74,8 @@ class Follower:
     def __init__(
         self, log: OnEnd | None, trace: OnEnd | None, share: float, load: Callable[[], Load]
     ) -> None:
-        """`log` gets every request, `trace` those whose trace is sampled; of requests without a
-        trace, `share` start a sampled one.
+        """`log` gets every request; `trace` gets requests with a sampled trace. `share`: the share
+        of requests without a trace that start a sampled one.
         """
         self._log = log
         self._trace = trace
@@ -85,7 +85,7 @@ class Follower:
     def outlet(
         self, incoming: IncomingRequest, instance_id: str, deliver: Callable[[Output], None]
     ) -> Callable[[Output], None]:
-        """The callback to give the request's outputs to instead of `deliver`, which it calls."""
+        """A callback for the request's outputs, which records them and then calls `deliver`."""
         context, parent_span_id = SpanContext.parse(incoming.traceparent), ""
         if self._trace is not None:
             context, parent_span_id = begin(incoming.traceparent, self._share)

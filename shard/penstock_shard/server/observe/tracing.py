@@ -1,7 +1,7 @@
-"""A request's record -> the spans of its trace: one for the request, with children for its time in
-the queue, its prefill and its decode.
+"""Makes the spans of a request's trace: one for the request, with children for the queue, the
+prefill and the decode.
 
-Attribute names are OpenTelemetry's where it has one. Spans never hold token ids.
+Attributes have OpenTelemetry's names, if it defines them. Spans never contain token ids.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ _NS = 1_000_000_000
 
 
 def trace_request(sink: SpanSink, record: ShardRecord) -> None:
-    """Called for each sampled request that has ended."""
     sink.add(spans_of(record))
 
 
@@ -44,7 +43,6 @@ def spans_of(record: ShardRecord) -> list[Span]:
 
 
 def _child(record: ShardRecord, name: str, begin_s: float, end_s: float | None) -> Span:
-    """A child span; with `end_s` None it lasts until the request's end."""
     assert record.context is not None
     assert record.ended_s is not None
     return Span(
@@ -83,5 +81,5 @@ def _attributes(record: ShardRecord) -> dict[str, Value]:
 
 
 def _error(record: ShardRecord) -> str:
-    """The error's gRPC status; "" without one. Not its message, which may quote the request."""
+    """The error's gRPC status, or "". The message is left out: it may quote the request."""
     return "" if record.error is None else proto_codec.status(record.error).name

@@ -1,4 +1,4 @@
-"""Says how a value that is being written may still become equal to an earlier one."""
+"""Computes the texts by which a value that is being written may become equal to an earlier one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from penstock_shard.structured_output.distinct.position import (
     Value,
 )
 
-# 1, 1.0 and 1.00 are equal; that more than these follow one another is not looked for.
+# 1, 1.0 and 1.00 are equal. Longer runs of zeros are not considered.
 ZEROS = b"0000"
 
 
 def all_ways(position: Position) -> list[bytes]:
-    """Texts that may follow now, up to the end of the next name, plain value or sign, so that an
-    item or name that must differ from earlier ones may still become equal to one.
+    """Texts by which an item or name that must differ from earlier ones may still become equal to
+    one of them. A text ends with the next name, plain value or sign.
     """
     if not position.is_strict:
         return []
@@ -29,7 +29,7 @@ def all_ways(position: Position) -> list[bytes]:
 
 
 def level_at_stake(position: Position) -> int | None:
-    """The outermost container of which an item or name may still become equal to another."""
+    """The outermost container with an item or name that may still become equal to another."""
     if position.is_strict:
         for level, container in enumerate(position.containers):
             if container.is_strict and _ways(position, level):
@@ -38,7 +38,7 @@ def level_at_stake(position: Position) -> int | None:
 
 
 def _ways(position: Position, level: int) -> list[bytes]:
-    """The ways in which it may become so of this container."""
+    """Texts by which the next item or name of the container at `level` may equal an earlier one."""
     container = position.containers[level]
     if level < len(position.containers) - 1:
         inner = position, level + 1
@@ -51,7 +51,7 @@ def _ways(position: Position, level: int) -> list[bytes]:
 
 
 def _inside(position: Position, level: int, value: Value) -> list[bytes]:
-    """Tell how what is written from this level on may become `value`."""
+    """Texts by which the value begun at this level may become `value`."""
     if level == len(position.containers):
         return _texts(position.text, [_first(value)])
     container = position.containers[level]
@@ -74,7 +74,7 @@ def _inside(position: Position, level: int, value: Value) -> list[bytes]:
 
 
 def _left(position: Position, level: int, left: Value) -> list[bytes]:
-    """Tell how a container goes on whose value has these items, or names, left."""
+    """Texts that continue a container to which the items or names in `left` are still missing."""
     is_object = position.containers[level].is_object
     is_inner = level == len(position.containers) - 1
     end = b"}" if is_object else b"]"
@@ -92,11 +92,11 @@ def _first(value: Value) -> bytes:
 
 
 def _texts(begun: bytes, texts: Iterable[bytes]) -> list[bytes]:
-    """Tell what is missing at the end of `begun` to equal one of the texts."""
+    """The rest of each text that `begun` may still become."""
     if begun[:1] == b'"':
         return [text[len(begun) :] for text in texts if text.startswith(begun)]
     if begun:
-        # Most are told apart at once; -0 is another text of 0.
+        # A cheap first selection. -0 also writes the number 0.
         texts = [
             text
             for text in texts
@@ -119,7 +119,7 @@ def _plain_ways(begun: bytes, text: bytes) -> Iterator[bytes]:
 
 
 def ended(container: Container, level: int, later: Position) -> bool:
-    """Tell whether an item or name of the container has ended since."""
+    """True if an item or name of the container has ended at the `later` position."""
     if len(later.containers) <= level:
         return True
     return len(later.containers[level].used) > len(container.used)

@@ -1,5 +1,5 @@
-"""Clears the tokens of a mask that would make an item, or a name, equal to an earlier one, or that
-lead to nothing else.
+"""Clears tokens of a mask that would make an item or a name equal to an earlier one, or that can
+lead only to an equal one.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from penstock_shard.structured_output.distinct.position import BLANKS, DIGITS, P
 from penstock_shard.structured_output.distinct.vocabulary import Tokens, Vocabulary, Words
 from penstock_shard.structured_output.distinct.watched import Watched
 
-# A set has no more items, so that the work for a token is bounded.
+# Bound of a set's items, which bounds the work for a token.
 MOST_ITEMS = 250
-# Nor is it nested deeper, as comparing values takes a stack.
+# Bound of a set's nesting: comparing values takes stack.
 DEEPEST = 100
-# As much as a text before JSON has.
+# Bytes of text before JSON that are kept to find the end of a capture.
 _TAIL_BYTES = 512
 _COMMA, _ENDS = b",", (b",", b"]", b"}")
-# Each leads away from most earlier strings, or numbers.
+# Characters after which a string or number differs from most earlier ones.
 _OTHER_LETTERS, _OTHER_DIGITS = b"a0_", b"159"
 
 
 class Distinct:
-    """Follows the JSON of one sequence, and clears what may not follow."""
+    """Follows the JSON of one sequence, and clears tokens that may not follow."""
 
     def __init__(
         self, watched: abc.Mapping[str, Watched], vocabulary: Vocabulary, beginning: LLMatcher
     ) -> None:
-        """`watched`: by the name of the capture behind which it begins, "" where the text begins.
-        `beginning`: a matcher that has consumed nothing.
+        """The keys of `watched` are names of captures, after which the JSON begins; "": it begins
+        at the text's start. `beginning`: a matcher that has consumed nothing.
         """
         self._watched = watched
         self._vocabulary = vocabulary
@@ -46,27 +46,31 @@ class Distinct:
         self.reset()
 
     def reset(self) -> LLMatcher:
-        """Go back to the beginning; a matcher there. One that is reset still has its captures."""
-        # The end of the text so far, in which a capture is found.
+        """Go back to the beginning, and return a new matcher: one that is reset would keep its
+        captures.
+        """
+        # The end of the text so far, to find the end of a capture.
         self._tail = b""
-        # A token, which began before the JSON, held two items or names that are equal.
+        # True if one token both began the JSON and contained two equal items or names.
         self._is_broken = False
         self._begin("")
         return self._beginning.deep_copy()
 
     def _begin(self, name: str | None) -> None:
-        """Begin with the JSON behind the capture of this name; None: with no JSON."""
+        """Begin to follow the JSON after the capture `name`; None: no JSON follows."""
         watched = None if name is None else self._watched.get(name)
         self._position = Position(None if watched is None else watched.root)
-        # Sorted, what may follow that leads to an item, or name, that equals an earlier one.
+        # Sorted: texts that may follow and lead to an item or name equal to an earlier one.
         self._ways: list[bytes] = []
-        # What was written while there was such; and whether behind it, after more of a text,
-        # anything else may follow.
+        # The text written after `_ways` was last empty. `_known`: for that text and continuations
+        # of it, true if an item or name that differs may follow.
         self._since = b""
         self._known: dict[bytes, bool] = {}
 
     def consume(self, token_ids: abc.Sequence[int], matcher: LLMatcher) -> bool:
-        """Have the matcher consume these, and follow; whether the matcher allows them."""
+        """Have the matcher consume the tokens, and follow their JSON. True if the matcher allows
+        them.
+        """
         if self._watched.keys() == {""}:
             for token_id in token_ids:
                 self._feed(self._vocabulary.texts[token_id])
@@ -80,7 +84,7 @@ class Distinct:
         text, begins = self._vocabulary.texts[token_id], False
         for name, captured in matcher.get_captures()[num_captures:]:
             if not self._position.is_over:
-                # The JSON is captured, too, when it ends.
+                # This capture is the JSON itself, which has ended.
                 self._begin(None)
             elif name in self._watched:
                 begins = True
@@ -91,7 +95,9 @@ class Distinct:
         return True
 
     def _feed(self, text: bytes) -> bool:
-        """Follow this text; whether what must differ does. Output of an older shard may not."""
+        """Follow this text. True if no items or names are equal: in the output of an older shard
+        they may be.
+        """
         is_within_string = self._position.in_string and b'"' not in text
         differs = self._position.feed(text)
         if is_within_string:
@@ -104,7 +110,7 @@ class Distinct:
         return differs
 
     def restrict(self, mask: Words, matcher: LLMatcher) -> None:
-        """Clear what may not follow. The mask is the matcher's own."""
+        """Clear from the matcher's own mask the tokens that may not follow."""
         position = self._position
         if self._is_broken:
             mask[:] = 0
@@ -119,13 +125,12 @@ class Distinct:
             self._clear_names(mask)
 
     def _clear_passing(self, mask: Words) -> None:
-        """Clear tokens that hold a name or an item from its beginning, which may not follow."""
+        """Clear tokens that contain the beginning of a forbidden name or item."""
         for token_id in self._vocabulary.passing[self._position.in_string].allowed(mask):
             if not _passes(self._position.copy(), self._vocabulary.texts[token_id]):
                 Tokens((token_id,)).clear(mask)
 
     def _clear_names(self, mask: Words) -> None:
-        """Clear tokens that end the name of an earlier member."""
         begun = self._position.text
         for name in self._position.containers[-1].names:
             if name.startswith(begun):
@@ -134,8 +139,8 @@ class Distinct:
                     Tokens(ending).clear(mask)
 
     def _clear_crossing(self, mask: Words) -> None:
-        """Clear tokens that end one piece of JSON and go on with another: whether they may follow
-        would depend on both. Each can be written as several.
+        """Clear tokens that end one piece of JSON and begin another: such a token would have to be
+        checked against both pieces. Several tokens can always write the same text.
         """
         mask &= self._vocabulary.one_piece[self._position.in_string]
         if _may_have_exponent(self._position):
@@ -151,7 +156,9 @@ class Distinct:
                 tokens.clear(mask)
 
     def _at_stake(self, matcher: LLMatcher) -> set[tuple[int, ...]]:
-        """Tokens after which an item, or a name, might have to equal an earlier one, by text."""
+        """Return groups of tokens of equal text, after which the item or name might have to become
+        equal to an earlier one.
+        """
         vocabulary, position = self._vocabulary, self._position
         found = set()
         if not position.in_string and (self._ways or position.containers[-1].is_strict):
@@ -165,8 +172,9 @@ class Distinct:
     def _safe(
         self, way: bytes, before: list[int], ways: abc.Sequence[bytes], matcher: LLMatcher
     ) -> int:
-        """Count the way's first bytes that certainly lead to something else, too: all within a
-        string or number that may go on otherwise at its end. It comes after the tokens `before`.
+        """Count the first bytes of `way` after which the item or name can certainly still become
+        different: those within a string or number that may end in another way. `way` follows the
+        tokens `before`.
         """
         if way[-1:] == b'"':
             text, others = way[:-1], _OTHER_LETTERS
@@ -190,7 +198,7 @@ class Distinct:
         return 0
 
     def _leads_on(self, token_id: int, matcher: LLMatcher) -> bool:
-        """Tell whether something that differs from all earlier ones may follow the token."""
+        """True if an item or name that differs from all earlier ones may follow the token."""
         text = self._vocabulary.texts[token_id]
         known = self._known.get(self._since + text)
         if known is not None:
@@ -210,7 +218,7 @@ class Distinct:
         return self._search(position, matcher, self._since + text)
 
     def _search(self, position: Position, matcher: LLMatcher, text: bytes) -> bool:
-        """Tell whether a way leads from here to an item or name that differs."""
+        """True if some continuation leads to a different item or name."""
         todo, seen = [(position, matcher, text)], []
         while todo:
             position, matcher, text = todo.pop()
@@ -231,7 +239,7 @@ class Distinct:
         text: bytes,
         todo: list[tuple[Position, LLMatcher, bytes]],
     ) -> bool:
-        """Tell whether the next byte may lead away from all earlier; else add where to look."""
+        """True if the next byte may make a difference; otherwise add to `todo` what to search."""
         level = level_at_stake(position)
         assert level is not None
         for byte in self._bytes_after(position, matcher):
@@ -246,7 +254,7 @@ class Distinct:
         return False
 
     def _bytes_after(self, position: Position, matcher: LLMatcher) -> list[int]:
-        """Bytes that may follow; first those that lead away from earlier ones."""
+        """Bytes that may follow; bytes that differ from earlier values come first."""
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
         found = self._vocabulary.single_bytes.allowed(mask)
         allowed = [self._vocabulary.texts[token_id][0] for token_id in found]
@@ -259,7 +267,7 @@ class Distinct:
 
 
 def _end(before: bytes, text: bytes, captured: bytes) -> int:
-    """Find where in the text a capture ends that had not ended before it."""
+    """Return the index in `text` at which a capture ends that did not end in `before`."""
     for end in range(len(text) + 1):
         whole = before + text[:end]
         if whole[-len(captured) :] == captured[-len(whole) :]:
@@ -268,12 +276,14 @@ def _end(before: bytes, text: bytes, captured: bytes) -> int:
 
 
 def _may_have_exponent(position: Position) -> bool:
-    """Numbers within sets have none, as it could make different texts equal."""
+    """True if an exponent may follow. Sets forbid exponents: different texts could be equal
+    numbers.
+    """
     return not position.text or position.text[0] in DIGITS
 
 
 def _passes(position: Position, text: bytes) -> bool:
-    """Tell whether a token may be written as one: it makes no name equal to an earlier one, and
+    """Tell whether a token may be written whole: it makes no name equal to an earlier one, and
     within a set does not go beyond the first item.
     """
     for byte in text:

@@ -1,4 +1,4 @@
-"""Refuses sets that must have more items than there are values."""
+"""Refuses sets that must have more items than their schema has different values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEEPEST = 8
 
 
 def check_enough(place: Place, schema: dict[str, Any], base: str) -> None:
-    """Refuse a set that may get to where no further item differs, and yet must have one."""
+    """Refuse a set that must have one more item when no different value may be left."""
     least = int(schema.get("minItems", 0))
     if least > MOST_ITEMS:
         raise ConstraintRefused(f"uniqueItems: minItems of {least} is over {MOST_ITEMS}")
@@ -24,7 +24,7 @@ def check_enough(place: Place, schema: dict[str, Any], base: str) -> None:
     items = [*first, *([rest] * (least - len(first)))]
     kinds = {id(each): set(listed_values(place, each, base)) for each in items}
     listed = [kinds[id(each)] for each in items]
-    # Of equal items the last has the most before it.
+    # Of equal items, the last has the most items before it.
     for index in {*range(len(first)), least - 1} - {-1}:
         own = listed[index]
         rivals = sum(not own or not own.isdisjoint(each) for each in listed[:index])
@@ -36,7 +36,7 @@ def check_enough(place: Place, schema: dict[str, Any], base: str) -> None:
 
 
 def _count(place: Place, schema: Schema, base: str, depth: int) -> float:
-    """Count how many values a schema has at most."""
+    """An upper bound of the number of values that a schema allows."""
     schema, base = place.read(schema, base)
     if isinstance(schema, bool) or depth > _DEEPEST:
         return 0 if schema is False else math.inf
@@ -44,7 +44,6 @@ def _count(place: Place, schema: Schema, base: str, depth: int) -> float:
 
 
 def _counts(place: Place, schema: dict[str, Any], base: str, depth: int) -> Iterator[float]:
-    """Count how many each keyword leaves."""
     if "$ref" in schema:
         yield _count(place, *place.resolve("$ref", schema["$ref"], base), depth)
     for keyword in ("anyOf", "oneOf"):
@@ -54,7 +53,7 @@ def _counts(place: Place, schema: dict[str, Any], base: str, depth: int) -> Iter
     if "const" in schema:
         yield 1
     elif "enum" in schema:
-        # As JSON, since True equals 1 otherwise.
+        # Compared as JSON, since True equals 1 in Python.
         yield len({json.dumps(value, sort_keys=True) for value in schema["enum"]})
     elif "type" in schema:
         types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]

@@ -1,7 +1,7 @@
-"""Follows JSON byte by byte: which containers are open, and what they hold so far.
+"""Follows JSON byte by byte: which containers are open, and what they contain so far.
 
-Values are compared as JSON compares them: an array is a tuple, an object a dict, and any other
-value its text, of numbers the shortest. White space is left out.
+Values are represented so that equal JSON compares equal: an array is a tuple, an object a dict, and
+any other value its text (a number its shortest text). Whitespace is left out.
 """
 
 from __future__ import annotations
@@ -13,29 +13,27 @@ from typing import Any, NamedTuple
 from penstock_shard.structured_output.distinct.watched import Node
 
 Value = Any
-# What comes next where no name and no plain value has begun. After `FIRST` a container may end.
+# What is next, when no name or plain value has begun. At `FIRST` a container may end.
 FIRST, NEXT, COLON, VALUE, AFTER = range(5)
 BLANKS, DIGITS = b" \t\r\n", b"-0123456789"
 _OPENS, _CLOSES, _QUOTE, _COMMA, _COLON, _BACKSLASH = b"[{", b"]}", 0x22, 0x2C, 0x3A, 0x5C
-# Text of a string up to its end, or to the half of an escape.
+# A string's text up to its end, or up to an incomplete escape.
 _WITHIN = re.compile(rb'(?:[^"\\]|\\.)*', re.DOTALL)
 
 
 class Container(NamedTuple):
-    """An array or object that is open."""
-
     node: Node
     is_object: bool
-    # Its items or members are compared with others: it is a set or within one.
+    # Its items or members are compared with others: it is a set or is within one.
     is_kept: bool
-    # A set, or an object with patterns: it may run out of items or names that differ.
+    # A set, or an object with patterns: there may be no different item or name left.
     is_strict: bool
-    # It is strict, or within one that is.
+    # The container is strict, or within a strict one.
     is_within: bool
     length: int = 0
     items: tuple[Value, ...] = ()
-    # Of an object: its names so far if they are watched, its members if kept, and the name of the
-    # member that is being written.
+    # For an object: its names so far if watched, its members if kept, and the name of the member
+    # that is being written.
     names: tuple[bytes, ...] = ()
     members: tuple[tuple[bytes, Value], ...] = ()
     name: bytes | None = None
@@ -51,16 +49,14 @@ class Container(NamedTuple):
 
 
 class Position:
-    """A place in a JSON text."""
-
     __slots__ = ("_is_escaped", "_is_kept", "_root", "containers", "phase", "text")
 
     def __init__(self, root: Node | None) -> None:
-        """Before a value, or, without `root`, where there is no JSON."""
+        """Begin before a value; without `root`, there is no JSON."""
         self._root = root
         self.containers: list[Container] = []
         self.phase = AFTER if root is None else VALUE
-        # Of the name or plain value that is being written; b"" if there is none.
+        # Text of the name or plain value that is being written, if any.
         self.text = b""
         self._is_escaped = False
         self._is_kept = False
@@ -73,12 +69,12 @@ class Position:
 
     @property
     def is_strict(self) -> bool:
-        """Within a container that may run out of what differs."""
+        """True within a container that may have no different item or name left."""
         return bool(self.containers) and self.containers[-1].is_within
 
     @property
     def is_over(self) -> bool:
-        """The JSON has ended; whatever follows is none."""
+        """True if the JSON has ended; whatever follows is not JSON."""
         return self.phase == AFTER and not self.containers
 
     @property
@@ -90,7 +86,7 @@ class Position:
         return self.phase <= NEXT and bool(self.containers) and self.containers[-1].is_object
 
     def feed(self, data: bytes) -> bool:
-        """Go on by these bytes; whether nothing that must differ from earlier ones equals one."""
+        """Follow these bytes. True if nothing that must differ is equal to an earlier value."""
         at = 0
         while at < len(data) and not self.is_over:
             if self.in_string:
@@ -104,7 +100,9 @@ class Position:
         return True
 
     def _string(self, data: bytes, start: int) -> int:
-        """Read on in a string; where its text in `data` ends, or -1 if it may not end so."""
+        """Read more of a string. Return the end of its text in `data`; -1 if the string may not
+        end with that text.
+        """
         found = _WITHIN.match(data, start + self._is_escaped)
         assert found is not None
         end = found.end()
@@ -119,7 +117,6 @@ class Position:
         return end
 
     def _take(self, byte: int) -> bool:
-        """Read a byte outside of strings."""
         if self.text and (byte in BLANKS or byte in b",]}") and not self._finish():
             return False
         if byte in _OPENS:
@@ -131,7 +128,7 @@ class Position:
         elif byte == _COLON:
             self.phase = VALUE
         elif byte not in BLANKS and byte != _QUOTE and not self.containers:
-            # All of it is a number, or null: nothing in it is watched.
+            # The whole JSON is a number or null: nothing in it is watched.
             self.phase = AFTER
         elif byte not in BLANKS:
             self._is_kept = self.in_name or (bool(self.containers) and self.containers[-1].is_kept)
@@ -148,7 +145,6 @@ class Position:
         self.phase = FIRST
 
     def _node(self) -> Node:
-        """The node of the value that begins here."""
         if not self.containers:
             assert self._root is not None
             return self._root
@@ -173,7 +169,6 @@ class Position:
         return text not in top.names
 
     def _add(self, value: Value) -> bool:
-        """Take the value that has ended."""
         self.phase = AFTER
         if not self.containers:
             return True
@@ -195,5 +190,4 @@ def plain(text: bytes) -> bytes:
 
 
 def _text(name: bytes) -> str:
-    """A name as schemas have it, of its JSON."""
     return str(json.loads(name)) if b"\\" in name else name[1:-1].decode(errors="replace")

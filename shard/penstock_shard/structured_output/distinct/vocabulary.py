@@ -1,4 +1,4 @@
-"""A model's tokens by their bytes, for finding those that go on in a certain way."""
+"""Indexes a model's tokens by their bytes, to find tokens that continue a text in a certain way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ITEM = re.compile(rb"(?s:\[.*[,eE])")
 
 
 class Vocabulary:
-    """All tokens; those that are looked up are not special."""
+    """The tokens of a model. Lookups leave special tokens out."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         size = tokenizer.vocab_size
@@ -32,32 +32,31 @@ class Vocabulary:
         self._sorted = [text for text, _ in order]
         self._ids = np.array([token_id for _, token_id in order], dtype=np.int64)
         self._longest = max(map(len, self._sorted), default=0)
-        # By text; some vocabularies have several tokens of the same.
+        # Token ids by text; some vocabularies have several tokens of one text.
         self._exactly: dict[bytes, tuple[int, ...]] = {}
         for text, token_id in order:
             self._exactly[text] = (*self._exactly.get(text, ()), token_id)
-        # A token of each single byte; of a byte without one, -1.
+        # A token for each single byte; -1 if there is none.
         self.bytes = [next(iter(self.exactly(bytes((byte,)))), -1) for byte in range(256)]
         self.single_bytes = Tokens([token_id for token_id in self.bytes if token_id >= 0])
         quoted = self._those(lambda text: b'"' in text)
         several = self._those(lambda text: len(text) > 1 and _SIGN.search(text) is not None)
         self.blanks = [each for each in several if not self.texts[each].strip(BLANKS)]
         self.blanks += [each for byte in BLANKS for each in self.exactly(bytes((byte,)))]
-        # Masks without tokens that end one piece of JSON and go on with another, from within a
-        # string and from outside.
+        # Masks without tokens that end one piece of JSON and begin another, by whether the token
+        # begins within a string.
         self.one_piece = {
             True: self._all_but([each for each in quoted if b'"' in self.texts[each][:-1]]),
             False: self._all_but([each for each in several if _crosses(self.texts[each])]),
         }
         self.no_exponents = self._all_but(self._those(_has_exponent))
-        # Those that may, on their way, end a name or an item they do not begin with.
+        # Tokens in which a name or item may both begin and end.
         self.passing = {
             True: Tokens([i for i in quoted if _passes(self.texts[i].partition(b'"')[2])]),
             False: Tokens([each for each in several if _passes(self.texts[each])]),
         }
 
     def exactly(self, text: bytes) -> tuple[int, ...]:
-        """Tokens of this text."""
         return self._exactly.get(text, ())
 
     def beginning(self, text: bytes) -> NDArray[np.int64]:
@@ -67,7 +66,9 @@ class Vocabulary:
         return self._ids[first:last]
 
     def leading_into(self, text: bytes, beyond: int) -> Iterator[tuple[int, ...]]:
-        """Tokens of more bytes than `beyond` that this text begins with, by their own text."""
+        """Yield the tokens that are a prefix of this text and longer than `beyond` bytes, in groups
+        of equal text.
+        """
         for length in range(beyond + 1, min(len(text), self._longest) + 1):
             yield self.exactly(text[:length])
 
@@ -76,14 +77,13 @@ class Vocabulary:
         return [each for each in self._ordinary if texts[each] and matches(texts[each])]
 
     def _all_but(self, token_ids: Sequence[int]) -> Words:
-        """A mask of all tokens but these."""
         words = np.full(self._num_words, -1, dtype=np.int32)
         Tokens(token_ids).clear(words)
         return words
 
 
 class Tokens:
-    """Some tokens, looked up in masks."""
+    """A set of tokens, looked up in masks."""
 
     def __init__(self, token_ids: Sequence[int] | NDArray[np.int64]) -> None:
         self._ids = np.asarray(token_ids, dtype=np.int64)
@@ -91,7 +91,6 @@ class Tokens:
         self._bits = np.left_shift(np.uint32(1), (self._ids & 31).astype(np.uint32))
 
     def allowed(self, mask: Words) -> list[int]:
-        """The tokens whose bits are set in the mask."""
         found = mask.view(np.uint32)[self._words] & self._bits
         return self._ids[found.nonzero()].tolist() if found.any() else []
 
@@ -100,7 +99,7 @@ class Tokens:
 
 
 def _crosses(text: bytes) -> bool:
-    """Tell whether a token of several bytes, some of which are signs, is more than one piece."""
+    """True if a token that has punctuation of JSON has more than one piece of JSON."""
     return b'"' in text[1:-1] if text[:1] == b'"' else bool(text.strip(BLANKS))
 
 

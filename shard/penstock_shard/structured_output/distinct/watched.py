@@ -1,6 +1,4 @@
-"""Finds out which arrays and objects of a schema are watched: those whose items, or names, must be
-kept different.
-"""
+"""Finds the arrays and objects of a schema that are watched: their items or names must differ."""
 
 from __future__ import annotations
 
@@ -11,18 +9,18 @@ from typing import Any
 Schema = Any
 # Stands for `uniqueItems` in prepared schemas: an annotation, which llguidance skips.
 UNIQUE: dict[str, Any] = {"$comment": "uniqueItems"}
-# Keywords that say nothing of a value by themselves; with such, what they hold says it all.
+# Schemas that have only these keywords restrict nothing; the schemas in them do.
 _HELD = frozenset(("$ref", "anyOf", "allOf"))
 _HOLDERS = _HELD | {"$defs", "x-guidance", *UNIQUE}
 
 
-# Nodes in which something to watch is looked for; where there are more it is taken to be there.
+# Nodes that are searched. A larger schema is assumed to have something watched.
 _MOST_NODES = 2000
 
 
 class Node:
-    """Describes the values at one place of the JSON: by all schemas that may apply there. Where
-    they differ the strictest counts.
+    """The values at one place of the JSON, as all schemas that may apply there describe them. If
+    the schemas differ, the strictest one counts.
     """
 
     def __init__(self, watched: Watched, parts: list[Schema]) -> None:
@@ -31,22 +29,20 @@ class Node:
         objects = [part for part in self._parts if _allows("object", part)]
         # An array's items must differ.
         self.is_set = len(self._parts) < len(parts)
-        # An object may have names that none of its keywords lists.
+        # An object may have names that no keyword lists.
         self.is_open = any(map(_is_open, objects))
-        # Its names may be few, as a pattern may allow only some.
+        # The object may have only few possible names, as a pattern may allow few.
         self.has_patterns = any(part.get("patternProperties") for part in objects)
         self._listed = {name for part in objects for name in part.get("properties", ())}
         self._found: dict[str | int | None, Node] = {}
 
     def member(self, name: str) -> Node:
-        """The node of a member's value."""
         key = name if name in self._listed else None
         if key not in self._found:
             self._found[key] = self._watched.node(self._members(key))
         return self._found[key]
 
     def item(self, index: int) -> Node:
-        """The node of an array's item."""
         if index not in self._found:
             parts = [part for part in self._parts if _allows("array", part)]
             longest = max((len(part.get("prefixItems", ())) for part in parts), default=0)
@@ -67,7 +63,9 @@ class Node:
 
 
 class Watched:
-    """The watched places in the values of a prepared schema; shared by all who have the schema."""
+    """The watched places in the values of a prepared schema, shared by all sequences with the
+    schema.
+    """
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self._definitions = schema.get("$defs", {})
@@ -82,7 +80,7 @@ class Watched:
         return self._nodes[key]
 
     def _flat(self, schemas: Iterable[Schema]) -> Iterator[dict[str, Any]]:
-        """All schemas that may apply where these do, without such as only hold others."""
+        """Yield the schemas that may apply together with these; skip mere holders of others."""
         todo, seen = list(schemas), set()
         while todo:
             schema = _ANYTHING if (last := todo.pop()) is True else last
@@ -105,7 +103,7 @@ _ANYTHING: dict[str, Any] = {}
 
 
 def watched_in(schema: dict[str, Any]) -> Watched | None:
-    """Find what is watched in the values of a prepared schema; None if nothing is."""
+    """Return what is watched in the values of a prepared schema; None if nothing is."""
     watched = Watched(schema)
     todo = [watched.root]
     seen: set[Node] = set()
@@ -133,7 +131,7 @@ def _item(part: dict[str, Any], index: int) -> Schema:
 
 
 def _allows(kind: str, part: dict[str, Any]) -> bool:
-    """Tell whether values of this type, `object` or `array`, are not written out in the schema."""
+    """True if a schema allows the type `kind` ("object" or "array") without listing its values."""
     types = part.get("type", kind)
     return (kind in types if isinstance(types, list) else kind == types) and not (
         "const" in part or "enum" in part

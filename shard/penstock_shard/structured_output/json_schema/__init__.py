@@ -1,1 +1,1 @@
-"""JSON Schema -> the part of it that llguidance handles right."""
+"""Rewrites JSON Schema in the keywords that llguidance handles correctly."""

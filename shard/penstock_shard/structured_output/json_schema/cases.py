@@ -1,7 +1,7 @@
-"""Several alternatives that hold together, as the few combinations of them that are possible.
+"""Combines alternatives that apply together, and keeps only the possible combinations.
 
-llguidance combines each alternative of one part of `allOf` with each of the others, whether or not
-some value can meet both. Here those that contradict each other are left out before.
+For `allOf`, llguidance combines each alternative of one part with each alternative of the other
+parts. This module first leaves out contradictory combinations.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from penstock_shard.structured_output.json_schema.combine import TYPES, Schema, 
 from penstock_shard.structured_output.json_schema.values import same, stated_values, type_of
 
 _MOST_CASES = 128
-# References that are followed to find what a part demands.
+# References followed to find what a part requires.
 _MOST_REFERENCES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Parts that hold together, and what is plain to see of them: the `types` of their values,
-    properties that objects must and must not have, and those of which the values are listed.
+    """Parts that apply together, and facts about their values: the `types`, the properties that
+    objects must have (`required`) and must not have (`absent`), and the `listed` values of
+    properties.
     """
 
     parts: tuple[Schema, ...] = ()
@@ -33,7 +34,7 @@ class _Case:
     listed: dict[str, frozenset[tuple[str, object]]] = field(default_factory=dict)
 
     def with_part(self, part: Schema, definitions: dict[str, Schema]) -> _Case | None:
-        """The case with one part more; None if no value meets both."""
+        """Add a part to the case; None if no value meets both."""
         if any(each is False for each in _parts(part)):
             return None
         types, required, absent, listed = self.types, self.required, self.absent, dict(self.listed)
@@ -55,7 +56,7 @@ class _Case:
 
 
 def possible_cases(schema: Schema, definitions: dict[str, Schema]) -> Schema:
-    """The schema of the same values, in which no part of `allOf` contradicts another."""
+    """A schema of the same values in which no part of `allOf` contradicts another."""
     if not isinstance(schema, dict):
         return schema
     out = with_subschemas(schema, lambda part: possible_cases(part, definitions))
@@ -73,7 +74,7 @@ def possible_cases(schema: Schema, definitions: dict[str, Schema]) -> Schema:
 def _decided(
     base: _Case, choices: list[list[Schema]], definitions: dict[str, Schema]
 ) -> tuple[_Case | None, list[list[Schema]]]:
-    """Find what holds in any case, and the choices left, of alternatives that are possible then."""
+    """Parts that apply in any case, and the choices left between possible alternatives."""
     open_choices = choices
     while decided := [choice for choice in open_choices if len(choice) < 2]:
         for choice in decided:
@@ -92,7 +93,7 @@ def _decided(
 def _combined(
     base: _Case, choices: list[list[Schema]], definitions: dict[str, Schema]
 ) -> list[_Case] | None:
-    """All possible combinations of the choices; None if they are too many."""
+    """The possible combinations of the choices; None if there are too many."""
     cases = [base]
     for choice in sorted(choices, key=len):
         found = (case.with_part(part, definitions) for case in cases for part in choice)
@@ -104,11 +105,11 @@ def _combined(
 
 
 def _merged(case: _Case, definitions: dict[str, Schema]) -> list[Schema]:
-    """The parts of a case, with what is said of properties of objects said in one of them."""
+    """The parts of a case; all that describe properties are merged into one part."""
     seen: set[str] = set()
     parts = [each for part in case.parts for each in _inlined(part, definitions, seen)]
     if case.types == {"object"}:
-        # Where values are objects, what does not say so may as well.
+        # Here all values are objects, so stating the type changes nothing.
         parts = [{**part, "type": "object"} if _is_plain(part) else part for part in parts]
     for types in ("object", None):
         alike = [part for part in parts if _is_plain(part) and part.get("type") == types]
@@ -123,7 +124,6 @@ def _merged(case: _Case, definitions: dict[str, Schema]) -> list[Schema]:
 
 
 def _with_properties(into: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """A schema of objects, with the properties that others name."""
     properties, required = dict(into.get("properties", {})), list(into.get("required", []))
     for part in parts:
         for name, of in part.get("properties", {}).items():
@@ -141,8 +141,8 @@ _OF_OBJECTS = {*_OF_PROPERTIES, "additionalProperties", "patternProperties"}
 def _inlined(
     schema: Schema, definitions: dict[str, Schema], seen: set[str]
 ) -> Iterator[dict[str, Any]]:
-    """The parts of a schema, with definitions of nothing but objects for references to them. What
-    was `seen` before is there already.
+    """Parts of a schema. Definitions that only describe objects replace their references.
+    References in `seen` are skipped.
     """
     for part in filter(_is_schema, _parts(schema)):
         if part.get("$ref") in seen:
@@ -166,7 +166,7 @@ def _is_plain(schema: Schema) -> bool:
 
 
 def _parts(schema: Schema) -> Iterator[Schema]:
-    """The parts of nested `allOf`s."""
+    """Yield the parts of nested `allOf`s."""
     if isinstance(schema, dict) and schema.keys() == {"allOf"}:
         for part in schema["allOf"]:
             yield from _parts(part)
@@ -183,7 +183,7 @@ def _alternatives(schema: Schema) -> list[Schema]:
 def _plain(
     schema: Schema, definitions: dict[str, Schema], seen: set[str]
 ) -> Iterator[dict[str, Any]]:
-    """The schemas without alternatives that make a part. `seen`: what was referred to."""
+    """Yield the parts that have no alternatives. `seen`: references followed so far."""
     for part in filter(_is_schema, _parts(schema)):
         if "$ref" in part and part["$ref"] not in seen and len(seen) < _MOST_REFERENCES:
             seen.add(part["$ref"])
@@ -205,7 +205,9 @@ def _types(schema: dict[str, Any]) -> frozenset[str]:
 
 
 def _listed(schema: Schema) -> frozenset[tuple[str, object]] | None:
-    """The values that a schema lists, by type; None if it lists none, or such as have parts."""
+    """The values that a schema lists, each with its type; None if it lists none, or arrays or
+    objects.
+    """
     values = stated_values(schema) if isinstance(schema, dict) else None
     if values is None or any(isinstance(value, list | dict) for value in values):
         return None

@@ -12,17 +12,17 @@ TYPES = ("null", "boolean", "number", "string", "array", "object")
 
 
 class Place(Protocol):
-    """Services to the code that rewrites a keyword; `base` is the base URI of references."""
+    """Services for the code that rewrites a keyword. `base` is the base URI of references."""
 
-    # What differs is seen to while an output is written (`distinct/`).
+    # True if items and names that must differ are checked during generation (`distinct/`).
     is_watched: bool
 
     def positive(self, schema: Schema, base: str) -> Schema:
-        """A schema of the same texts, or fewer, in keywords that llguidance knows."""
+        """A schema in keywords that llguidance knows, of the same texts or fewer."""
         ...
 
     def negative(self, schema: Schema, base: str) -> Schema:
-        """A schema of texts that `schema` forbids: all of them, or fewer."""
+        """A schema of texts that `schema` forbids: of all such texts, or of fewer."""
         ...
 
     def resolve(self, keyword: str, reference: object, base: str) -> tuple[Schema, str]:
@@ -30,7 +30,7 @@ class Place(Protocol):
         ...
 
     def read(self, schema: Schema, base: str) -> tuple[Schema, str]:
-        """The schema, checked, in the keywords that `modern` leaves; and the base URI inside it."""
+        """Check a schema. Return it in the keywords that `modern` leaves, with its inner base."""
         ...
 
 
@@ -53,7 +53,7 @@ def any_of(parts: Iterable[Schema]) -> Schema:
 
 
 def other_types(*types: str) -> Schema:
-    """Any value of none of these types."""
+    """Values of all other types."""
     left = [name for name in TYPES if name not in types]
     return {"type": left} if left else False
 

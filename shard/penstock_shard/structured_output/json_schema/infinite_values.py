@@ -1,6 +1,6 @@
-"""Schemas that only infinite values would meet, as some recursive ones do.
+"""Finds schemas that only infinite values would meet. Some recursive schemas are such.
 
-At such a place llguidance generates without end, or stops in the middle.
+For these, llguidance generates without end, or stops in the middle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def ending_names(definitions: dict[str, Schema]) -> set[str]:
     before = -1
     while before < len(ending):
         before = len(ending)
-        # Definitions come after those that refer to them, so the reverse order takes fewer rounds.
+        # A definition comes after those that refer to it, so the reverse order takes fewer rounds.
         for name in reversed(definitions):
             if name not in ending and may_end(definitions[name], ending):
                 ending.add(name)
@@ -25,7 +25,7 @@ def ending_names(definitions: dict[str, Schema]) -> set[str]:
 
 
 def may_end(schema: Schema, ending: set[str]) -> bool:
-    """Tell whether the schema has a finite value, given the definitions known to have one."""
+    """True if the schema has a finite value. `ending`: the definitions known to have one."""
     if isinstance(schema, bool):
         return schema
     if "$ref" in schema and schema["$ref"].removeprefix("#/$defs/") not in ending:
@@ -38,7 +38,7 @@ def may_end(schema: Schema, ending: set[str]) -> bool:
 
 
 def _types(schema: dict[str, Any]) -> list[str]:
-    """The types of values that it allows; "string" also stands for all other scalar types."""
+    """Types of values that a schema allows; "string" also stands for all other scalar types."""
     values = stated_values(schema)
     if values is not None:
         return [type_of(value) for value in values]

@@ -1,4 +1,4 @@
-"""Keywords of older drafts, and those that are short for others, as fewer of draft 2020-12."""
+"""Rewrites keywords of older drafts, and shorthands, in fewer keywords of draft 2020-12."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 
 
 def modern(schema: dict[str, Any], draft: int | None) -> dict[str, Any]:
-    """A schema of the same values, without `additionalItems`, lists in `items`, bools as bounds.
+    """A schema of the same values without `additionalItems`, lists in `items` or bools as bounds.
 
-    What `nullable` allows is in its `type`. All conditions are in `if`, as tuples of schemas: the
-    condition, what values must meet that meet it, and what all others must.
+    `nullable` becomes part of `type`. All conditions become tuples in `if`: the condition, the
+    schema for values that meet it, and the one for all others.
     """
     out: dict[str, Any] = {}
     has_list = isinstance(schema.get("items"), list)
@@ -48,7 +48,6 @@ def modern(schema: dict[str, Any], draft: int | None) -> dict[str, Any]:
 
 
 def _one_pattern(parts: list[Any]) -> list[Any]:
-    """The parts of `allOf` with one pattern for those that are nothing else."""
     plain = [part for part in parts if _is_pattern(part)]
     try:
         pattern = all_found([part["pattern"] for part in plain]) if len(plain) > 1 else None
@@ -60,7 +59,6 @@ def _one_pattern(parts: list[Any]) -> list[Any]:
 
 
 def _patterns_together(parts: list[Any]) -> list[Any]:
-    """The parts of `allOf` with all patterns of names in one, of parts that have nothing else."""
     alike = [part for part in parts if _has_only_names(part)]
     if len(alike) < 2:
         return parts
@@ -79,7 +77,6 @@ def _has_only_names(schema: Any) -> bool:
 
 
 def _is_pattern(schema: Any) -> bool:
-    """Tell whether a schema is nothing but a pattern."""
     is_dict = isinstance(schema, dict) and isinstance(schema.get("pattern"), str)
     return is_dict and restricting(schema).keys() == {"pattern"}
 
@@ -89,7 +86,6 @@ def _condition(schema: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 
 def _is_condition(schema: Any) -> bool:
-    """Tell whether a schema is nothing but a condition."""
     if not isinstance(schema, dict) or "if" not in schema or "$id" in schema:
         return False
     said = restricting(schema)
@@ -98,14 +94,14 @@ def _is_condition(schema: Any) -> bool:
 
 
 def without_nulls(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without keywords that are null, as some clients write those that they lack."""
+    """Drop keywords that are null: some clients write null for keywords that they do not use."""
     if None not in schema.values():
         return schema
     return {key: value for key, value in schema.items() if value is not None or key == "const"}
 
 
 def _if_there(name: str, needed: Any) -> tuple[dict[str, Any], Any, bool]:
-    """Say what objects must meet that have a member `name`: a schema, or names of other members."""
+    """The condition that objects with a member `name` meet `needed` (a schema, or names)."""
     if isinstance(needed, list):
         needed = {"required": needed} if needed else True
     return {"type": "object", "required": [name]}, needed, True

@@ -1,9 +1,9 @@
-"""Wide unions as trees of narrow ones.
+"""Splits wide unions into trees of narrow ones.
 
-llguidance looks at each alternative of a union once for each position of the text that the union
-may follow, and compares it with each position found so far. So where a thousand alternatives go on
-with the same union of a thousand, a token takes seconds. A union by reference is looked at once,
-and its own alternatives once.
+llguidance looks at each alternative of a union once for each text position that the union may
+follow, and compares it with each position found so far. So if a thousand alternatives continue with
+the same union of a thousand, a token takes seconds. A union that is the target of a reference is
+looked at only once.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 from penstock_common.json_schema.keywords import with_subschemas
 from penstock_shard.structured_output.json_schema.combine import Schema, any_of
 
-# Narrower ones cost little, and llguidance sees which of their alternatives are impossible, as it
-# does not behind a reference.
+# Narrower unions cost little, and without a reference llguidance sees which of their alternatives
+# are impossible.
 _WIDE = 64
 _WIDEST = 8
 _Definitions = dict[str, Schema]
 
 
 def narrowed(root: Schema, definitions: _Definitions) -> tuple[Schema, _Definitions]:
-    """The same schema and definitions, no union wider than `_WIDE` but within `allOf`."""
+    """The same schema and definitions, with no union wider than `_WIDE` outside `allOf`."""
     narrowing = _Narrowing()
     root = narrowing.narrow(root)
     narrow = {name: narrowing.narrow(of) for name, of in definitions.items()}
@@ -27,20 +27,19 @@ def narrowed(root: Schema, definitions: _Definitions) -> tuple[Schema, _Definiti
 
 
 class _Narrowing:
-    """Definitions that are added while unions are split."""
+    """Collects the definitions that are added while unions are split."""
 
     def __init__(self) -> None:
         self.added: _Definitions = {}
 
     def narrow(self, schema: Schema) -> Schema:
-        """Split the unions in a schema."""
         cases = _alternatives(schema)
         if len(cases) > _WIDE:
             return self._tree(list(map(self._within, cases)))
         return self._within(schema)
 
     def _within(self, schema: Schema) -> Schema:
-        # Of allOf, llguidance drops impossible combinations, but for what is behind a reference.
+        # In allOf, llguidance drops impossible combinations, except those of a reference's target.
         if not isinstance(schema, dict) or "allOf" in schema:
             return schema
         return with_subschemas(schema, self.narrow)
@@ -58,7 +57,6 @@ class _Narrowing:
 
 
 def _alternatives(schema: Schema) -> list[Schema]:
-    """The alternatives of a schema, those within its alternatives too."""
     if not isinstance(schema, dict):
         return [schema]
     if schema.keys() == {"anyOf"}:

@@ -1,8 +1,8 @@
-"""Recursive definitions that something else must hold beside.
+"""Separates recursive definitions from schemas that must hold at the same time.
 
-llguidance intersects a reference with what stands beside it only where the reference is not to a
-definition that it is in the middle of. So what a recursive reference stands beside becomes, with
-the definition itself, a definition of its own, which is then referred to by itself.
+llguidance intersects a reference with its neighbours in `allOf`, but not while it expands the
+reference's definition. So a recursive reference and its neighbours become a new definition, which
+has the old definition's body. A lone reference to the new definition replaces them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Definitions = dict[str, Schema]
 
 
 def apart_from_recursion(root: Schema, definitions: _Definitions) -> tuple[Schema, _Definitions]:
-    """The same schema and definitions, no reference to a recursive one beside anything else."""
+    """The same schema and definitions; each reference to a recursive definition stands alone."""
     recursive = _recursive_names(definitions)
     if not recursive:
         return root, definitions
@@ -33,7 +33,7 @@ def apart_from_recursion(root: Schema, definitions: _Definitions) -> tuple[Schem
 
 
 def _recursive_names(definitions: _Definitions) -> set[str]:
-    """Names of the definitions that refer to themselves, if by others, or lie between such."""
+    """Names of definitions that refer to themselves, even indirectly, and definitions between."""
     after = {name: set(_references(of)) for name, of in definitions.items()}
     before = {name: {other for other in after if name in after[other]} for name in after}
     for towards in (after, before):
@@ -63,7 +63,7 @@ def _refers(schema: Schema, names: abc.Set[str]) -> bool:
 
 
 def _moved(schema: Schema, recursive: set[str], hoisted: _Definitions) -> Schema:
-    """The schema with a reference for each part that has a recursive one beside something."""
+    """The schema, with a reference for each part where a recursive reference has neighbours."""
     if not isinstance(schema, dict):
         return schema
     cases = _cases(schema, recursive)
@@ -82,7 +82,7 @@ def _moved(schema: Schema, recursive: set[str], hoisted: _Definitions) -> Schema
 
 
 def _cases(schema: dict[str, Any], recursive: set[str]) -> list[Schema]:
-    """The schema once for each alternative of a part of `allOf` that has recursive references."""
+    """Split the schema by the alternatives of a part of `allOf` that has recursive references."""
     parts = schema.get("allOf", [])
     for index, part in enumerate(parts):
         some = part.get("anyOf", []) if isinstance(part, dict) else []
@@ -94,7 +94,7 @@ def _cases(schema: dict[str, Any], recursive: set[str]) -> list[Schema]:
 
 
 def _with_bodies(schema: Schema, bodies: _Definitions, within: tuple[str, ...]) -> Schema:
-    """The schema with the bodies of definitions for references to these in `allOf`."""
+    """The schema; in `allOf`, the bodies of these definitions replace references to them."""
     if not isinstance(schema, dict):
         return schema
     if _refers(schema, bodies.keys()) and _name(schema) not in within:

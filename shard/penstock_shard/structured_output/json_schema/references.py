@@ -26,8 +26,6 @@ _DEEPEST = 80
 
 
 class Document:
-    """A schema and its subschemas."""
-
     def __init__(self, root: Schema) -> None:
         self.draft = _draft(root)
         self._resources: dict[str, Schema] = {"": root}
@@ -37,11 +35,11 @@ class Document:
 
     @property
     def references_stand_alone(self) -> bool:
-        """Up to draft 7, keywords beside a `$ref` are ignored."""
+        """True up to draft 7, where keywords beside a `$ref` are ignored."""
         return self.draft is not None and self.draft <= 7
 
     def base(self, schema: Schema, base: str) -> str:
-        """The base URI inside `schema`, which is found where the base URI is `base`."""
+        """The base URI inside `schema`, if the base URI outside is `base`."""
         name = self._id(schema)
         return base if name is None else _joined(base, name).rstrip("#")
 
@@ -64,14 +62,15 @@ class Document:
         return self._pointed(reference, address, fragment)
 
     def _check_dynamic(self, keyword: str, reference: str) -> None:
-        """Refuses a dynamic reference that may mean another schema in another place."""
+        """Refuse a dynamic reference that may mean another schema in another place."""
         name = reference.rpartition("#")[2]
         is_named = bool(name) or keyword == "$recursiveRef"
         if self._names[name] > 1 or not is_named or len(self._resources) > 2:
             raise ConstraintRefused(f"{keyword}: {shown(reference)} may mean several schemas")
 
     def _pointed(self, reference: str, address: str, pointer: str) -> tuple[Schema, str]:
-        # Many a schema has names for its parts that make documents of them, and means the whole.
+        # Many schemas give their parts URIs, which makes the parts documents of their own, but
+        # mean pointers in the whole document.
         for document in (address, *([""] if reference.startswith("#") else [])):
             found = self._followed(self._resources[document], document, pointer)
             if found is not None:
@@ -125,7 +124,7 @@ def _joined(base: str, reference: str) -> str:
 
 
 def _anchor_names(schema: dict[str, Schema], id_key: str | None) -> Iterator[str]:
-    """The names of a schema within its document; up to draft 7 `id_key` may give one."""
+    """Yield the names of a schema within its document; up to draft 7 `id_key` may give one."""
     for key in ("$anchor", "$dynamicAnchor"):
         if isinstance(schema.get(key), str):
             yield schema[key]
@@ -135,7 +134,7 @@ def _anchor_names(schema: dict[str, Schema], id_key: str | None) -> Iterator[str
 
 
 def _draft(root: Schema) -> int | None:
-    """The schema's draft; None, which allows the keywords of all, if it names none of ours."""
+    """The schema's draft; None if unknown, which allows the keywords of all drafts."""
     named = root.get("$schema") if isinstance(root, dict) else None
     address = str(named).removeprefix("http://").removeprefix("https://").rstrip("#")
     return _DRAFTS.get(address)

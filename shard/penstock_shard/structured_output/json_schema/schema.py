@@ -1,7 +1,6 @@
-"""JSON Schema -> the part of it that llguidance handles right.
+"""Rewrites JSON Schema in the keywords that llguidance handles correctly.
 
-The result allows the same texts or fewer, never more; a keyword that cannot be expressed that way
-is refused by name.
+The result allows the same texts or fewer, never more. Any other keyword is refused by name.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from penstock_shard.structured_output.json_schema.values import type_of
 from penstock_shard.structured_output.patterns.rust import rust_pattern
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
-# Beyond this, integers are not exact in all JSON readers, nor in llguidance.
+# Larger integers are not exact in all JSON readers, nor in llguidance.
 _LARGEST_EXACT = 2**53
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\ud800-\udfff]")
 _MOST_SCHEMAS = 15_000
@@ -53,9 +52,9 @@ _UNENFORCED = ", or none that can be enforced"
 
 
 def prepared(root: Schema, *, is_watched: bool = False) -> dict[str, Any]:
-    """The schema as given to llguidance, without its "x-guidance".
+    """The schema that llguidance gets, without its "x-guidance".
 
-    `is_watched`: what differs is seen to while an output is written.
+    `is_watched`: items and names that must differ are checked during generation.
     """
     impossible: list[tuple[int, str]] = []
     while True:
@@ -78,14 +77,11 @@ def prepared(root: Schema, *, is_watched: bool = False) -> dict[str, Any]:
 
 
 def _combined(found: Schema, definitions: dict[str, Schema]) -> tuple[Schema, dict[str, Schema]]:
-    """The schema and its definitions with the alternatives combined that hold together."""
     combined = {name: possible_cases(of, definitions) for name, of in definitions.items()}
     return possible_cases(found, combined), combined
 
 
 class _Translation:
-    """The translation of one schema."""
-
     def __init__(
         self, root: Schema, impossible: Collection[tuple[int, str]], *, is_watched: bool
     ) -> None:
@@ -95,13 +91,13 @@ class _Translation:
         self.is_watched = is_watched
         self._impossible = impossible
         self.definitions: dict[str, Schema] = {}
-        # Names of definitions by the identity of what is referred to, and its base URI.
+        # Names of definitions, by the identity of the schema referred to and its base URI.
         self.names: dict[tuple[int, str], str] = {}
         self._schemas = 0
         self._negated: list[int] = []
 
     def positive(self, schema: Schema, base: str) -> Schema:
-        """A schema of the same texts, or fewer, in keywords that llguidance knows."""
+        """A schema in keywords that llguidance knows, of the same texts or fewer."""
         read, inner = self.read(schema, base)
         if isinstance(read, bool):
             return read
@@ -117,12 +113,12 @@ class _Translation:
         return all_of([out or True, *more])
 
     def negative(self, schema: Schema, base: str) -> Schema:
-        """A schema of texts that `schema` forbids: all of them, or fewer."""
+        """A schema of texts that `schema` forbids: of all such texts, or of fewer."""
         read, inner = self.read(schema, base)
         if isinstance(read, bool):
             return not read
         if id(schema) in self._negated:
-            # Recursive: leave out what it forbids at this place.
+            # A recursive schema: leave out what it forbids at this place.
             return False
         self._negated.append(id(schema))
         try:
@@ -131,7 +127,7 @@ class _Translation:
             self._negated.pop()
 
     def read(self, schema: Schema, base: str) -> tuple[Schema, str]:
-        """The schema, checked, in the keywords that `modern` leaves; and the base URI inside it."""
+        """Check a schema. Return it in the keywords that `modern` leaves, with its inner base."""
         self._schemas += 1
         if self._schemas > _MOST_SCHEMAS:
             raise ConstraintRefused(f"json_schema: comes to more than {_MOST_SCHEMAS} schemas")
@@ -162,7 +158,7 @@ class _Translation:
         return {"$ref": f"#/$defs/{self.names[key]}"}
 
     def _added(self, keyword: str, schema: dict[str, Any], base: str) -> Iterator[Schema]:
-        """Yield what values must meet beside the keywords that llguidance handles."""
+        """Yield the schemas that express a keyword for llguidance."""
         if keyword in _ADDED:
             yield _ADDED[keyword](self, schema, base)
         elif keyword in REFERENCES:
@@ -170,11 +166,10 @@ class _Translation:
 
 
 def _check_unknown(keyword: str, value: Any) -> None:
-    """Refuse what an old draft defines, and what is a standard keyword but for its spelling."""
     if keyword in OUTDATED:
         raise ConstraintRefused(f"json_schema: {keyword} is a keyword of drafts before 4")
     meant = near_miss(keyword)
-    # Elsewhere `ref` is the name of a thing.
+    # `ref` without # or / is ordinary data, not a misspelled `$ref`.
     is_name = meant == "$ref" and not {"#", "/"} & set(str(value))
     if meant and has_shape(meant, value) and not is_name:
         raise ConstraintRefused(f"json_schema: no keyword {shown(keyword)}: is {meant} meant?")
@@ -194,7 +189,7 @@ def _count(place: Place, keyword: str, value: Any, base: str) -> int:
 def _bound(place: Place, keyword: str, value: Any, base: str) -> Any:
     upper = keyword in ("maximum", "exclusiveMaximum")
     if (value if upper else -value) >= _LARGEST_EXACT:
-        # Integers beyond are not exact, so a tighter bound loses nothing.
+        # Larger integers are not exact, so a tighter bound loses nothing.
         return _LARGEST_EXACT if upper else -_LARGEST_EXACT
     _check_number(keyword, value, _LARGEST_EXACT - 1)
     return value
@@ -212,7 +207,6 @@ def _constants(place: Place, keyword: str, value: Any, base: str) -> Any:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """The names and plain values in a value."""
     if isinstance(value, dict):
         yield from value
     if isinstance(value, dict | list):
@@ -230,7 +224,7 @@ def _check_number(keyword: str, number: float, largest: int) -> None:
 
 
 def _check_text(keyword: str, text: str) -> None:
-    # JSON can write these as \\u only, and outputs may not contain \\u.
+    # JSON can write these only as \u escapes, which outputs may not contain.
     if _UNWRITABLE.search(text):
         raise ConstraintRefused(
             f"{keyword}: {shown(text)} holds a control character or a surrogate"
@@ -287,7 +281,7 @@ _KEPT: dict[str, Callable[[Place, str, Any, str], Any]] = {
 def _format(place: Place, schema: dict[str, Any], base: str) -> Schema:
     name = schema["format"]
     if name not in FORMATS:
-        # By the standard an unknown format is an annotation.
+        # By the standard, an unknown format is an annotation.
         return True
     return unless("string", FORMATS[name])
 

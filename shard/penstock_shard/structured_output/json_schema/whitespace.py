@@ -1,4 +1,4 @@
-"""How JSON is written where a schema constrains it: whitespace, separators, escapes."""
+"""Rules of how constrained JSON is written: whitespace, separators, escapes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
-# Whitespace between JSON tokens: one or two blanks, or a line break and indentation. It is bounded,
-# so that an output cannot go on with whitespace without end.
+# Whitespace between JSON tokens: one or two blanks, or a line break and indentation. A bound keeps
+# an output from consisting of whitespace forever.
 WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,40}"
 # Without \u, which could spell a property's name in a form that the grammar does not recognize.
 _ESCAPES = 'nrbtf\\"'
@@ -34,7 +34,7 @@ _IN_CLASS = re.compile(r"\[[^]]*\]")
 
 
 def json_writing(options: Any) -> dict[str, Any]:
-    """How JSON is written, for llguidance: our defaults, or a schema's `x-guidance`."""
+    """The writing rules for llguidance: our defaults, or a schema's `x-guidance`."""
     if not isinstance(options, dict):
         raise ConstraintRefused(f"x-guidance: {shown(options)} is no object")
     for name, value in options.items():
@@ -54,7 +54,7 @@ def json_writing(options: Any) -> dict[str, Any]:
 
 
 def _blank(name: str, text: str, pattern: re.Pattern[str], what: str) -> str:
-    """A whitespace rule with its \\s, in regexes more than JSON's whitespace, narrowed to that."""
+    """Narrow \\s in a whitespace rule: in regexes it matches more than JSON's whitespace."""
     if not pattern.fullmatch(text):
         raise ConstraintRefused(f"x-guidance: {name}: {shown(text)} is not {what}")
     text = _IN_CLASS.sub(lambda found: found.group().replace(r"\s", r" \t\n\r"), text)

@@ -1,1 +1,1 @@
-"""Regular expressions of JSON Schema: in the dialect of llguidance, and as sets of texts."""
+"""Regular expressions of JSON Schema, in llguidance's dialect and as sets of texts."""

@@ -1,5 +1,5 @@
-"""A regular language as an automaton: whether it is empty, its texts if they are few, and its
-regular expression.
+"""A regular language as an automaton. The automaton yields the language's texts, if they are few,
+and its regular expression.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ _Steps = list[dict[int, Characters]]
 
 @dataclass(frozen=True, slots=True)
 class Automaton:
-    """`steps` has, for each state, those that follow it, with the characters that lead to them.
+    """`steps` has, for each state, the states that follow it, with the characters that lead to
+    them.
 
-    State 0 is the first; texts may end in those of `ends`.
+    State 0 is the first; texts may end in the states of `ends`.
     """
 
     steps: _Steps
     ends: frozenset[int]
 
     def texts(self, most: int) -> list[str] | None:
-        """All texts, shorter ones first; None if they are more than `most`."""
+        """The texts, shorter ones first; None if there are more than `most`."""
         if self._goes_round():
             return None
         found: list[str] = []
@@ -52,7 +53,7 @@ class Automaton:
             yield from ((text + chr(code), following) for code in codes)
 
     def _goes_round(self) -> bool:
-        """Tell whether a state follows itself, so that there are texts of any length."""
+        """True if a state can be reached from itself, so that there are texts of any length."""
         left = {state: set(after) for state, after in enumerate(self.steps)}
         while done := [state for state, after in left.items() if not after & left.keys()]:
             for state in done:
@@ -83,7 +84,7 @@ def automaton(languages: Languages, of: int) -> Automaton:
 
 
 def _smallest(steps: _Steps, ends: set[int]) -> Automaton:
-    """The automaton without states that lead to no end, and with equal ones made one."""
+    """The automaton with equal states merged, and without states that lead to no end."""
     alive, before = set(ends), 0
     while before < len(alive):
         before = len(alive)
@@ -102,7 +103,7 @@ def _smallest(steps: _Steps, ends: set[int]) -> Automaton:
 def _merged(
     after: dict[int, Characters], kinds: list[int], alive: set[int]
 ) -> frozenset[tuple[int, Characters]]:
-    """Merge what follows a state, by the kinds of states; only those that lead to an end."""
+    """Group the characters after a state by the kind of next state; drop states without an end."""
     ranges: dict[int, list[tuple[int, int]]] = {}
     for state, some in after.items():
         if state in alive:
@@ -110,33 +111,33 @@ def _merged(
     return frozenset((kind, characters(some)) for kind, some in ranges.items())
 
 
-# ---- The regular expression: states are taken away one by one ----------------------------------
+# ---- The regular expression: states are eliminated one by one ----------------------------------
 
 _START, _END = -1, -2
 
 
 def without_looking(pattern: str) -> str:
-    """A pattern of the same texts without look-ahead. Raises ValueError, as `language_of`."""
+    """A pattern without look-ahead that matches the same texts. Raises ValueError."""
     languages = Languages()
     return expression(automaton(languages, language_of(languages, pattern)))
 
 
 def all_texts_but(pattern: str) -> str:
-    """A pattern of the texts in which another is not found. Raises ValueError."""
+    """A pattern that matches the texts in which `pattern` is not found. Raises ValueError."""
     languages = Languages()
     others = languages.all_but(language_of(languages, pattern))
     return expression(automaton(languages, others))
 
 
 def all_found(patterns: Iterable[str]) -> str:
-    """A pattern of the texts in which each of these is found. Raises ValueError."""
+    """A pattern that matches the texts in which all `patterns` are found. Raises ValueError."""
     languages = Languages()
     both = languages.both(language_of(languages, pattern) for pattern in patterns)
     return expression(automaton(languages, both))
 
 
 def expression(of: Automaton) -> str:
-    """A pattern of ECMA 262 that matches exactly these texts. Raises `TooLarge`."""
+    """A pattern of ECMA 262 that matches exactly the automaton's texts. Raises `TooLarge`."""
     ways = _Ways(len(of.steps))
     ways.add(_START, 0, "")
     for state, after in enumerate(of.steps):
@@ -157,15 +158,13 @@ def expression(of: Automaton) -> str:
 
 
 class _Ways:
-    """Expressions of what leads from states to states."""
-
     def __init__(self, num_states: int) -> None:
         self.after: dict[int, dict[int, str]] = {each: {} for each in range(_END, num_states)}
         self._before: dict[int, set[int]] = {each: set() for each in range(_END, num_states)}
         self._length = 0
 
     def add(self, state: int, following: int, text: str) -> None:
-        """Add a way beside those that there are. Raises `TooLarge`."""
+        """Add a path beside existing ones. Raises `TooLarge`."""
         after = self.after[state]
         self._length += len(text)
         if self._length > _LONGEST:
@@ -174,7 +173,7 @@ class _Ways:
         self._before[following].add(state)
 
     def cost(self, state: int) -> int:
-        """Count how much the expressions grow by when a state is taken away."""
+        """The number of characters by which the expressions grow if a state is eliminated."""
         behind = [text for other, text in self.after[state].items() if other != state]
         before = [self.after[one][state] for one in self._before[state] if one != state]
         around = len(self.after[state].get(state, ""))
@@ -182,7 +181,7 @@ class _Ways:
         return lengths + around * len(before) * len(behind)
 
     def take_away(self, state: int) -> set[int]:
-        """Lead around a state; returns those beside it."""
+        """Eliminate a state; return its neighbours."""
         behind, before = self.after.pop(state), self._before.pop(state) - {state}
         loop = behind.pop(state, None)
         around = "" if loop is None else f"{_atom(loop)}*"
@@ -204,7 +203,7 @@ def _or(one: str, other: str) -> str:
 
 
 def _in_turn(text: str) -> str:
-    """An expression that others may be written before and behind."""
+    """An expression that may stand between others."""
     return f"(?:{text})" if _has_alternatives(text) else text
 
 
@@ -225,7 +224,7 @@ _TOKEN = re.compile(r"\[[^]]*\]|\(\?:|.", re.DOTALL)
 
 
 def _class(some: Characters) -> str:
-    """The class of these characters, as itself or as all but the others: what is shorter."""
+    """A class of characters, or the negated class of all other characters if it is shorter."""
     if len(some) == 1 and some[0][0] == some[0][1] and chr(some[0][0]).isalnum():
         return _code(some[0][0])
     others = all_but(some)

@@ -13,7 +13,7 @@ LINE_ENDS: Characters = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 
 
 def characters(ranges: Iterable[tuple[int, int]]) -> Characters:
-    """The characters of ranges in any order, both ends of each included."""
+    """The characters of ranges in any order, both ends included."""
     out: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if out and low <= out[-1][1] + 1:
@@ -24,14 +24,14 @@ def characters(ranges: Iterable[tuple[int, int]]) -> Characters:
 
 
 def all_but(some: Characters) -> Characters:
-    """Every character that is not among these."""
+    """The characters except `some`."""
     edges = [-1, *(edge for pair in some for edge in pair), LAST + 1]
     gaps = zip(edges[::2], edges[1::2], strict=True)
     return tuple((before + 1, after - 1) for before, after in gaps if before + 1 < after)
 
 
 def atoms(sets: Iterable[Characters]) -> list[Characters]:
-    """The coarsest division of all characters such that each of the sets is a union of parts."""
+    """The coarsest partition of all characters such that each set is a union of its parts."""
     sets = list(sets)
     edges = sorted({0, LAST + 1, *(edge for some in sets for edge in _begins(some))})
     parts: dict[tuple[bool, ...], list[tuple[int, int]]] = {}
@@ -46,7 +46,7 @@ def has(some: Characters, code: int) -> bool:
 
 
 def _begins(some: Characters) -> Iterator[int]:
-    """Yield where the set begins, and where what is not in it does."""
+    """Yield the code points at which ranges and the gaps between them begin."""
     for low, high in some:
         yield low
         yield high + 1

@@ -1,8 +1,8 @@
 """Regular languages as expressions, with intersection and complement.
 
-What may follow a character in a language is its derivative by that character (Brzozowski,
-Derivatives of regular expressions, 1964). Equal expressions are one number, so derivatives are
-compared at once, and there are few different ones.
+The derivative of a language by a character has the texts that may follow that character in the
+language (Brzozowski, Derivatives of regular expressions, 1964). Equal expressions share a number,
+so derivatives are cheap to compare, and few differ.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Iterable
 
 from penstock_shard.structured_output.patterns.characters import ALL, Characters, atoms, has
 
-# No text; the empty text.
+# The language without any text, and the language of the empty text alone.
 NOTHING, EMPTY = 0, 1
 _MOST_EXPRESSIONS = 20_000
 
 
 class TooLarge(ValueError):
-    """A language that takes too much to compute; the message is one line."""
+    """A language takes too much to compute; the message is one line."""
 
 
 class Languages:
-    """Makes languages, each of which is a number that means nothing elsewhere."""
+    """Makes languages. A language is a number that has a meaning only in this object."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[object, ...], int] = {}
         self._made: list[tuple[object, ...]] = []
-        # Of each language, whether the empty text belongs to it.
+        # True for each language that has the empty text.
         self.has_empty: list[bool] = []
         self._derivatives: dict[tuple[int, int], int] = {}
         self._characters: dict[Characters, None] = {}
@@ -37,7 +37,7 @@ class Languages:
 
     @property
     def characters(self) -> list[Characters]:
-        """All sets of characters that languages were made of."""
+        """The sets of characters that languages were made of."""
         return list(self._characters)
 
     def _new(self, has_empty: bool, *key: object) -> int:
@@ -51,7 +51,7 @@ class Languages:
         return number
 
     def of(self, characters: Characters) -> int:
-        """The texts of one of these characters."""
+        """The texts that are one of these characters."""
         self._characters[characters] = None
         return self._new(False, "of", characters)
 
@@ -59,7 +59,6 @@ class Languages:
         return self.joined(self.of(((ord(each), ord(each)),)) for each in text)
 
     def joined(self, parts: Iterable[int]) -> int:
-        """Make texts of one from each part, in this order."""
         out = EMPTY
         for part in reversed(list(parts)):
             out = self._before(part, out)
@@ -78,13 +77,15 @@ class Languages:
         return self._new(self.has_empty[first] and self.has_empty[rest], "joined", first, rest)
 
     def repeated(self, of: int) -> int:
-        """Any number of its texts, one after the other."""
+        """Any number of texts of the language, one after the other."""
         if of in (NOTHING, EMPTY):
             return EMPTY
         return of if self._made[of][0] == "repeated" else self._new(True, "repeated", of)
 
     def between(self, of: int, least: int, most: int | None) -> int:
-        """From `least` to `most` of its texts, one after the other; None: any number from there."""
+        """From `least` to `most` texts of the language, one after the other; None: no upper
+        bound.
+        """
         out = self.repeated(of) if most is None else EMPTY
         for _ in range((most or least) - least):
             out = self.either([EMPTY, self._before(of, out)])
@@ -93,7 +94,6 @@ class Languages:
         return out
 
     def either(self, some: Iterable[int]) -> int:
-        """The texts of at least one of these."""
         kept = self._flat("either", some) - {NOTHING}
         if self.anything in kept:
             return self.anything
@@ -102,7 +102,6 @@ class Languages:
         return self._new(any(self.has_empty[each] for each in kept), "either", frozenset(kept))
 
     def both(self, some: Iterable[int]) -> int:
-        """The texts of all of these."""
         kept = self._flat("both", some) - {self.anything}
         if NOTHING in kept:
             return NOTHING
@@ -118,7 +117,6 @@ class Languages:
         return out
 
     def all_but(self, of: int) -> int:
-        """Every text that is not one of these."""
         made = self._made[of]
         if of in (NOTHING, self.anything):
             return self.anything if of == NOTHING else NOTHING
@@ -127,7 +125,7 @@ class Languages:
         return self._new(not self.has_empty[of], "all_but", of)
 
     def derivative(self, of: int, code: int) -> int:
-        """Make the language of what may follow the character of this code point."""
+        """The language of the texts that may follow the character of this code point."""
         key = of, code
         if key not in self._derivatives:
             try:
@@ -137,11 +135,11 @@ class Languages:
         return self._derivatives[key]
 
     def is_one_character(self, of: int) -> bool:
-        """Tell whether a language was made as texts of one character."""
+        """True if a language was made by `of`."""
         return self._made[of][0] == "of"
 
     def is_nothing(self, of: int) -> bool:
-        """Tell whether no text belongs to a language. Raises `TooLarge`."""
+        """True if a language has no text. Raises `TooLarge`."""
         codes = [part[0][0] for part in atoms(self._characters)]
         seen, left = {of}, [of]
         while left:
@@ -154,7 +152,6 @@ class Languages:
         return True
 
     def has(self, of: int, text: str) -> bool:
-        """Tell whether a text belongs to a language."""
         for character in text:
             of = self.derivative(of, ord(character))
         return self.has_empty[of]

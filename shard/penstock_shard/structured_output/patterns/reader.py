@@ -40,7 +40,7 @@ def language_of(languages: Languages, pattern: str) -> int:
 
     Raises:
         TooLarge: the language takes too much to compute.
-        ValueError: the pattern is invalid, or of a kind that is not read; one line says why.
+        ValueError: the pattern is invalid or not supported; one line says why.
     """
     reader = _Reader(languages, pattern)
     part = reader.alternatives()
@@ -56,7 +56,7 @@ def language_of(languages: Languages, pattern: str) -> int:
 
 @functools.lru_cache(4096)
 def may_match(pattern: str, text: str) -> bool:
-    """Tell whether a pattern is found in a text, or is none that can be read."""
+    """True if a pattern is found in a text, or cannot be read."""
     languages = Languages()
     try:
         return languages.has(language_of(languages, pattern), text)
@@ -64,7 +64,7 @@ def may_match(pattern: str, text: str) -> bool:
         return True
 
 
-# What stands before a part of a pattern: nothing, or a character of one of two kinds.
+# What precedes a part of a pattern: nothing, or a character of one of two kinds.
 _START, _WORD_BEFORE, _OTHER_BEFORE = "start", "word", "other"
 _KINDS = {_WORD_BEFORE: _WORD, _OTHER_BEFORE: all_but(_WORD)}
 
@@ -73,9 +73,10 @@ _KINDS = {_WORD_BEFORE: _WORD, _OTHER_BEFORE: all_but(_WORD)}
 class _Part:
     """A part of a pattern.
 
-    `follow` makes of the texts that may follow it those of both together, given what stands before
-    it (None: that is not known). `plain` are its own texts if it looks at no others. `not_before`
-    and `behind` are the two halves of a part like `(?!ab).`, the second of which is one character.
+    `follow` takes the language of the texts that may follow the part, and the kind of character
+    before the part (None: not known). It returns the language of the part and those texts together.
+    `plain` is the part's own language, if it has no look-around. `not_before` and `behind` are the
+    two halves of a part like `(?!ab).`; `behind` is one character.
     """
 
     follow: Callable[[int, str | None], int]
@@ -134,7 +135,7 @@ class _Reader:
         return _Part(self._in_turn(parts), looks_back=back)
 
     def _joined(self, parts: list[_Part]) -> list[_Part]:
-        """The parts with neighbours that look at no other text made one, so that there are few."""
+        """Merge neighbouring parts without look-around, so that there are few parts."""
         out: list[_Part] = []
         for part in parts:
             before = out[-1].plain if out else None
@@ -169,7 +170,7 @@ class _Reader:
         before: str | None,
         behind: Callable[[int, str | None], int],
     ) -> int:
-        """The texts of the part at this place and all behind it."""
+        """The texts of the part at `at` and all parts after it."""
         part = parts[at]
         if part.plain is None:
             return part.follow(behind(at + 1, before if part.is_empty else None), before)
@@ -181,7 +182,7 @@ class _Reader:
         )
 
     def _by_end(self, plain: int, before: str | None) -> Iterator[tuple[int, str | None]]:
-        """The texts of a language by what stands behind them: a word's character, or another."""
+        """Split a language by the last character of its texts: a word character, or another."""
         languages = self._languages
         for kind, some in _KINDS.items():
             ending = languages.joined([languages.anything, languages.of(some)])
@@ -192,7 +193,7 @@ class _Reader:
     # ---- How often ----
 
     def _counted(self, part: _Part, is_head: bool) -> _Part:
-        """Read how often a part is there; at the head, behind any other text, the least often."""
+        """Read a part's quantifier. At the head any text may precede: take the smallest count."""
         found = _COUNT.match(self._pattern, self.at)
         sign = self._pattern[self.at : self.at + 1]
         if found is not None:
@@ -213,7 +214,7 @@ class _Reader:
         return self._looking_repeated(part, least, most)
 
     def _looking_repeated(self, part: _Part, least: int, most: int | None) -> _Part:
-        """Repeats what looks at other text: once or not at all, or `(?!ab).` up to the end."""
+        """Repeat a part with look-around: any part at most once, `(?!ab).` also up to the end."""
         if (least, most) == (0, 1):
             either = self._languages.either
             return _Part(
@@ -272,7 +273,7 @@ class _Reader:
         return rest if before == _START else NOTHING
 
     def _at_edge(self, is_edge: bool, rest: int, before: str | None) -> int:
-        """Keep what may follow where a word begins or ends, or where none does."""
+        """Keep only texts that begin at a word boundary (`is_edge`), or not at one."""
         if before is None:
             raise ValueError("\\b behind look-around is not served")
         languages = self._languages

@@ -1,4 +1,4 @@
-"""Regular expressions of JSON Schema (ECMA 262) as the Rust dialect that llguidance reads."""
+"""Translates regular expressions of JSON Schema (ECMA 262) into the Rust dialect of llguidance."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from penstock_shard.structured_output.patterns.automaton import without_looking
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
-# The classes as ECMA 262 defines them; Rust's cover other characters.
+# The classes of ECMA 262; Rust's classes have other characters.
 _SPACE = (
     r"\t\n\x0B\x0C\r \xA0\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}\x{FEFF}"
 )
@@ -30,11 +30,11 @@ _TOKEN = re.compile(
     r"|\{[0-9]{1,9}(?:,[0-9]{0,9})?\}|.",
     re.DOTALL,
 )
-# Doubled inside a class, some characters are operators in Rust's dialect.
+# Some characters are operators in Rust's dialect if doubled inside a class.
 _TOKEN_IN_CLASS = re.compile(rf"{_ESCAPE}|(?P<operator>[&~-])(?=(?P=operator))|.", re.DOTALL)
 _SYNTAX = set("^$\\.*+?()[]{}|/-")
 _LOOKING = re.compile(r"\(\?<?[=!]|(?<!\\)(?:\\\\)*\\[bB](?![^\[]*\])")
-# Anchors elsewhere than at the ends of an alternative, or what looks like them.
+# Anchors elsewhere than at the ends of an alternative, or what looks like anchors.
 _ANCHOR = re.compile(r"(?<=[^|\\\[])\^|(?<!\\)\$(?=[^|])")
 _LARGEST_TEXTS = 4000
 _LONGEST_TEXT = 100
@@ -42,7 +42,7 @@ _LONGEST_TEXT = 100
 
 @functools.lru_cache(1024)
 def rust_pattern(pattern: str) -> str:
-    """A pattern in Rust's dialect, which has no look-around, that matches the same texts."""
+    """A pattern that matches the same texts in Rust's dialect, which has no look-around."""
     try:
         if _LOOKING.search(pattern):
             pattern = without_looking(pattern)
@@ -60,7 +60,7 @@ def _translated(token: str) -> str:
     if token == "(?":
         raise ValueError("flags and groups of other kinds are not served")
     if token[:2] == "(?":
-        # Names are dropped: they are not used, and in ECMA 262 need not be unique.
+        # Drop names: they are not used, and in ECMA 262 need not be unique.
         return "(?:"
     if token == "[":
         raise ValueError("a class is not closed")
@@ -91,7 +91,7 @@ def _in_class(found: re.Match[str]) -> str:
 
 
 def _escaped(token: str, in_class: bool) -> str:
-    """An escape of ECMA 262: a backslash, a letter, and what belongs to it."""
+    """Translate an escape of ECMA 262: a backslash, a letter, and what belongs to it."""
     letter, more = token[1:2], token[2:]
     if not letter:
         raise ValueError("it ends with a backslash")
@@ -123,7 +123,7 @@ def _literal(text: str) -> str:
 
 
 def any_text_but(texts: Iterable[str]) -> str:
-    """A pattern in Rust's dialect of all texts but these."""
+    """A pattern in Rust's dialect that matches all texts except `texts`."""
     texts = list(texts)
     if sum(map(len, texts)) > _LARGEST_TEXTS:
         raise ConstraintRefused(f"not: texts of more than {_LARGEST_TEXTS} characters together")

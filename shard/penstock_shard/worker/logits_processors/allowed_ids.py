@@ -1,5 +1,5 @@
-"""The only tokens that may be drawn: allowed_token_ids, and where a thinking budget is used up, the
-token that ends the reasoning.
+"""Restricts tokens to allowed_token_ids. Once a thinking budget is spent, allows only the token
+that ends the reasoning.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock_shard.worker.token_state import Thinking, TokenIds
 class _Allowed(LogitsState):
     def __init__(self, admission: Admission) -> None:
         request = admission.request
-        # Empty: all.
+        # Empty if all ids are allowed.
         self.ids = self._always = np.array(request.sampling.allowed_token_ids, dtype=np.int64)
         self._thinking = None
         if request.thinking_budget is not None:
@@ -42,7 +42,7 @@ class _Allowed(LogitsState):
 
 
 class AllowedIds(LogitsProcessor[_Allowed]):
-    """allowed_token_ids and thinking_budget."""
+    """Restricts tokens to allowed_token_ids and enforces thinking_budget."""
 
     def wants(self, request: Request) -> bool:
         return bool(request.sampling.allowed_token_ids) or request.thinking_budget is not None

@@ -19,7 +19,7 @@ _Index = NDArray[np.intp]
 
 
 class _SlotState:
-    """The states of one sequence by processor, at one position of its output."""
+    """The processors' states of one sequence, at one position of its output."""
 
     __slots__ = ("parts", "position")
 
@@ -33,7 +33,6 @@ class _SlotState:
         ]
 
     def advance(self, token_id: int | None) -> None:
-        """Go to the next position: after this token, or after none."""
         for _, state in self.parts:
             if token_id is None:
                 state.skip()
@@ -52,20 +51,19 @@ _Processor = LogitsProcessor[Any]
 
 @dataclass(frozen=True, slots=True)
 class PreparedShaping:
-    """Rows that are sampled next whose sequences have a state, and which processors change them."""
+    """The next rows to sample whose sequences have a state, and the processors that change them."""
 
     rows: _Index
     states: abc.Sequence[_SlotState]
-    # For each processor the rows that it changes.
+    # For each processor, the rows that it changes.
     changes: abc.Sequence[abc.Sequence[tuple[int, LogitsState]]]
 
     def problem(self, row: int) -> str:
-        """Why there is no token to draw for a row, if a processor knows."""
+        """Return the reason why no token can be drawn for a row, if a processor knows one."""
         states = (state for changed in self.changes for other, state in changed if other == row)
         return next((state.problem for state in states if state.problem), "")
 
     def advance(self, codes: abc.Sequence[int]) -> None:
-        """Take what was drawn of all rows that are sampled: a token, or a negative number."""
         for row, state in zip(self.rows.tolist(), self.states, strict=True):
             state.advance(codes[row] if codes[row] >= 0 else None)
 
@@ -79,7 +77,7 @@ class ShapedLogits:
 
 
 class LogitsShaping:
-    """The processors, in the order in which they apply. By itself there are none."""
+    """The processors, in the order in which they apply; none by default."""
 
     def __init__(self, processors: abc.Sequence[_Processor] = ()) -> None:
         self._processors = processors
@@ -87,7 +85,7 @@ class LogitsShaping:
         self._states: dict[int, _SlotState] = {}
 
     def admit(self, admission: Admission) -> bool:
-        """Another sequence has this slot from now on; whether it has a state."""
+        """Register the sequence that now has this slot; true if it has a state."""
         slot = admission.slot
         self.release(slot)
         wants = any(processor.wants(admission.request) for processor in self._processors)
@@ -96,18 +94,17 @@ class LogitsShaping:
         return wants
 
     def release(self, slot: int) -> None:
-        """No sequence has this slot any more."""
         self._admitted.pop(slot, None)
         self._states.pop(slot, None)
 
     def repeat(self, slot: int) -> None:
-        """Nothing could be drawn for the sequence in this slot: its position is asked for again."""
+        """Go back one position, because no token could be drawn for the sequence in this slot."""
         if slot in self._states:
             self._states[slot].repeat()
 
     def prepare(self, rows: _Index, slots: Integers, positions: Integers) -> PreparedShaping:
-        """Begin what needs no logits: row `rows[i]` draws the token at `positions[i]` of the output
-        of the sequence in `slots[i]`, which has a state.
+        """Begin the work that needs no logits. Row `rows[i]` draws the token at output position
+        `positions[i]` of the sequence in `slots[i]`, which has a state.
         """
         states = [
             self._state(*place) for place in zip(slots.tolist(), positions.tolist(), strict=True)
@@ -123,7 +120,9 @@ class LogitsShaping:
         return PreparedShaping(rows, states, changes)
 
     def apply(self, logits: Tensor, prepared: PreparedShaping) -> ShapedLogits | None:
-        """Changed copies of the rows of logits [N, V] that are changed at all."""
+        """Return copies of the rows of logits [N, V] that a processor changes, with these
+        changes.
+        """
         changed = sorted({row for changes in prepared.changes for row, _ in changes})
         if not changed:
             return None
@@ -136,12 +135,11 @@ class LogitsShaping:
         return ShapedLogits(rows, own)
 
     def abandon(self) -> None:
-        """What was prepared is not applied."""
         for processor in self._processors:
             processor.abandon()
 
     def _state(self, slot: int, position: int) -> _SlotState:
-        """The state of the sequence in a slot, at the position that is drawn next."""
+        """Return the state of the sequence in a slot, at the position that is drawn next."""
         state = self._states.get(slot)
         if state is None:
             state = self._states[slot] = _SlotState(self._admitted[slot], self._processors)

@@ -1,4 +1,4 @@
-"""bad_words: the last id of a word is banned where its other ids end the output."""
+"""bad_words: bans the last id of a word if the output ends with the word's other ids."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Tail(LogitsState):
 
 
 class BadWords(LogitsProcessor[_Tail]):
-    """bad_words."""
+    """Applies bad_words."""
 
     def wants(self, request: Request) -> bool:
         return bool(request.sampling.bad_words)

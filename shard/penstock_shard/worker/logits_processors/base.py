@@ -1,8 +1,8 @@
-"""What a logits processor is: one way to change logits before a token is drawn.
+"""The interface of a logits processor: one way to change logits before a token is drawn.
 
-A processor says which requests want it, keeps what it knows of each sequence, and changes the
-logits of all rows that want it in one pass. An element is computed from its own row alone, with
-operations that round the same way everywhere.
+A processor says which requests want it, keeps its state of each sequence, and changes the logits of
+all rows that want it in one pass. An element is computed from its own row alone, with operations
+that round the same way everywhere.
 """
 
 from __future__ import annotations
@@ -21,58 +21,61 @@ from penstock_shard.worker.base import Admission
 
 
 class LogitsState:
-    """What a processor keeps of one sequence, at one position of its output, beginning with the one
-    that follows the tokens of its admission. Here: of a change that is the same at each.
+    """A processor's state of one sequence, at one position of its output. The first position is the
+    one after the admission's tokens. This base class is for a change that is the same at all
+    positions.
     """
 
     @property
     def problem(self) -> str:
-        """Why it leaves no token to draw, if it knows."""
+        """The reason why the processor leaves no token to draw, if it knows one."""
         return ""
 
     def choose(self) -> bool:
-        """Work out what changes at this position; whether anything does."""
+        """Compute the change at this position; true if there is one."""
         return True
 
     def append(self, token_id: int) -> None:
         """Advance by the token that was drawn at this position."""
 
     def skip(self) -> None:
-        """Advance without a token: none could be drawn. A step launched ahead may still ask for the
-        next position; its result is thrown away.
+        """Advance without a token, because none could be drawn. A step that is already launched may
+        still ask for the next position; its result is dropped.
         """
 
     def repeat(self) -> None:
-        """Take a `skip` back."""
+        """Undo a `skip`."""
 
 
 State = TypeVar("State", bound=LogitsState)
 
 
 class LogitsProcessor(ABC, Generic[State]):
-    """One of the changes that `order` lists."""
+    """A change that `order` lists."""
 
     @abstractmethod
     def wants(self, request: Request) -> bool:
-        """Whether the request asks for this change."""
+        """Tell whether the request asks for this change."""
 
     @abstractmethod
     def begin(self, admission: Admission) -> State:
-        """What is kept of a sequence whose request wants this."""
+        """Return the state for a sequence whose request wants this change."""
 
     def prepare(self, states: abc.Sequence[State]) -> None:
-        """Begin what needs no logits for these, which `apply` gets next."""
+        """Begin the work that needs no logits, for the states that `apply` gets next."""
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: abc.Sequence[tuple[int, State]]) -> None:
-        """Change logits float32 [n, V], contiguous, in place: of these rows by these states."""
+        """Change logits float32 [n, V], contiguous, in place: each given row according to its
+        state.
+        """
 
     def abandon(self) -> None:
-        """What was prepared is not applied."""
+        """Drop what was prepared; it will not be applied."""
 
 
 def elements(logits: Tensor, rows: abc.Sequence[tuple[int, NDArray[np.int64]]]) -> Tensor:
-    """Indices in the flat logits of each row's ids, row after row."""
+    """The indices in the flat logits of each row's ids, row after row."""
     vocabulary = logits.shape[1]
     places = np.concatenate([i * vocabulary + ids for i, ids in rows])
     return to_device(places, logits.device)
@@ -84,5 +87,4 @@ def index(rows: abc.Sequence[int], logits: Tensor) -> Tensor:
 
 
 def ban(logits: Tensor, rows: abc.Sequence[tuple[int, NDArray[np.int64]]]) -> None:
-    """Set the logits of each row's ids to -inf."""
     logits.view(-1).index_fill_(0, elements(logits, rows), float("-inf"))

@@ -1,4 +1,4 @@
-"""Constraints: what a sequence's matcher does not allow is banned."""
+"""Bans the ids that a sequence's constraint does not allow."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class _Constrained(LogitsState):
 
 
 class ConstraintMask(LogitsProcessor[_Constrained]):
-    """Masks are filled in threads, while the forward pass runs."""
+    """Fills masks in threads while the forward pass runs."""
 
     def __init__(self, masks: MaskFiller | None) -> None:
         """Without `masks` no request may have a constraint."""
         self._masks = masks
-        # Waits until the masks are filled.
+        # The call that waits until the masks are filled.
         self._finish: Callable[[], None] | None = None
 
     def wants(self, request: Request) -> bool:
@@ -70,7 +70,9 @@ class ConstraintMask(LogitsProcessor[_Constrained]):
 
 
 def mask_rows(logits: Tensor, rows: abc.Sequence[tuple[int, NDArray[np.int32] | None]]) -> None:
-    """Ban what the masks do not allow. In a row without one, whose constraint failed, ban all."""
+    """Ban the ids that the masks do not allow. A row without a mask, whose constraint failed, has
+    all ids banned.
+    """
     for i, mask in rows:
         if mask is None:
             logits[i] = float("-inf")
@@ -79,24 +81,26 @@ def mask_rows(logits: Tensor, rows: abc.Sequence[tuple[int, NDArray[np.int32] | 
         return
     masks = np.stack([mask for _, mask in masked])
     if is_host(logits):
-        # Row by row on this thread: torch would use its thread pool, which is already computing.
+        # Row by row on this thread: torch's thread pool is busy computing.
         values, forbidden = logits.numpy(), unpacked(~masks, logits.shape[1])
         for (i, _), row in zip(masked, forbidden, strict=True):
             np.copyto(values[i], -np.inf, where=row)
         return
-    # One bit a token is copied to the device, not one byte.
+    # Copy one bit for each token to the device, not one byte.
     chosen = index([i for i, _ in masked], logits)
     rest = forbidden_bits(to_device(masks, logits.device), logits.shape[1])
     logits.index_copy_(0, chosen, logits[chosen].masked_fill_(rest, float("-inf")))
 
 
 def unpacked(masks: NDArray[np.int32], vocab_size: int) -> NDArray[np.bool_]:
-    """Masks [n, words] as bool [n, V]."""
+    """Unpack masks [n, words] to bool [n, V]."""
     packed = masks.view(np.uint8)
     return np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little").view(np.bool_)
 
 
 def forbidden_bits(packed: Tensor, vocabulary: int) -> Tensor:
-    """bool [n, vocabulary]: the ids that masks int32 [n, words] do not allow, on their device."""
+    """Return bool [n, vocabulary]: the ids that masks int32 [n, words] do not allow, on their
+    device.
+    """
     ids = torch.arange(vocabulary, device=packed.device)
     return (packed[:, ids >> 5] >> (ids & 31)) & 1 == 0

@@ -1,4 +1,4 @@
-"""logit_bias: a number that is added to a token's logit."""
+"""logit_bias: adds a number to a token's logit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Biased(LogitsState):
 
 
 class Bias(LogitsProcessor[_Biased]):
-    """logit_bias."""
+    """Applies logit_bias."""
 
     def wants(self, request: Request) -> bool:
         return bool(request.sampling.logit_bias)

@@ -1,9 +1,9 @@
 """Penalties on tokens that occurred before.
 
-repetition_penalty, on tokens of the prompt and the output: positive logits are divided by it,
-others multiplied (Keskar et al., "CTRL", 2019). Then presence_penalty and frequency_penalty, on
-tokens of the output: the first is subtracted once, the second as often as the token occurs. With
-penalty_window_tokens, "the prompt and the output" are their last so many tokens.
+repetition_penalty, for tokens of the prompt and the output, divides positive logits and multiplies
+others (Keskar et al., "CTRL", 2019). Then, for tokens of the output, presence_penalty is subtracted
+once and frequency_penalty once for each occurrence. With penalty_window_tokens = w, only the last w
+tokens of prompt and output count.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Counted(LogitsState):
         if self.sampling.penalty_window_tokens is not None:
             self.counts = WindowCounts(self.sampling.penalty_window_tokens, prompt, output)
         else:
-            # Tokens of the output, and with a repetition penalty of the prompt too.
+            # Counts tokens of the output and, with a repetition penalty, of the prompt.
             repeats = self.sampling.repetition_penalty != 1.0
             self.counts = TokenCounts(prompt if repeats else (), output)
 
@@ -50,7 +50,7 @@ class _Counted(LogitsState):
 
 
 class Penalties(LogitsProcessor[_Counted]):
-    """repetition_penalty, presence_penalty and frequency_penalty."""
+    """Applies repetition_penalty, presence_penalty and frequency_penalty."""
 
     def wants(self, request: Request) -> bool:
         sampling = request.sampling

@@ -1,4 +1,4 @@
-"""Every output of rows besides their sampled tokens."""
+"""The outputs of rows besides their sampled tokens."""
 
 from __future__ import annotations
 
@@ -13,5 +13,4 @@ from penstock_shard.worker.slot_state import Slots
 
 
 def every_output(slots: Slots, sampler: Sampler) -> abc.Sequence[RowOutput]:
-    """Those of a runner with these slots and this sampler."""
     return PromptLogprobs(slots), Embeddings(slots), Drafts(slots, sampler)

@@ -1,5 +1,6 @@
-"""What rows give besides a sampled token: log-probabilities of a prompt, an embedding, accepted
-drafts. Each is a file here; `every` lists them. By itself a runner gives none.
+"""Outputs of rows besides sampled tokens: log-probabilities of a prompt, an embedding, accepted
+drafts. Each kind is a file in this folder; `all_outputs.py` lists them. A runner has none by
+default.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from penstock_shard.worker.input_batch import Inputs
 
 
 class PendingOutput(Protocol):
-    """What a device is making of a forward pass."""
+    """An output that a device is computing from a forward pass."""
 
     def finish(self, results: list[RowResult]) -> None:
-        """Set it in the results of the batch's rows. Called once, in the order of the steps, after
-        the device has finished all that was given to it.
+        """Put the output into the results of the batch's rows. Called once, in the order of the
+        steps, after the device has finished all its work.
         """
 
 
 class RowOutput(Protocol):
-    """One kind of output. Keeps what it knows of sequences by slot."""
+    """A kind of output, which keeps its state of sequences by slot."""
 
     def begin(self, inputs: Inputs, logits: Tensor, hidden: Tensor) -> PendingOutput | None:
-        """Have the device make it of a pass: logits [N, V] of all `logit_rows`, final hidden states
-        [M, H] of all `hidden_rows`. None if no row wants it.
+        """Start to compute the output of a pass from logits [N, V] of all `logit_rows` and final
+        hidden states [M, H] of all `hidden_rows`. Return None if no row wants it.
         """
 
     def release(self, slot: int) -> None:
-        """No sequence has this slot any more."""
+        """Forget the sequence that had this slot."""

@@ -1,11 +1,11 @@
 """Verifies drafts: samples a token at each position, up to the first that differs from its draft.
 
 Each token is drawn exactly as it would be without drafts, by its sequence's parameters at its
-position: drafts change how fast tokens come, never which.
+position. Drafts change the speed, never the tokens.
 
-If only logits and position decide, all positions are drawn at once. If earlier tokens decide too
-(penalties, constraints, budgets), positions are drawn one after the other, for the sequences whose
-drafts have been accepted so far.
+If tokens depend only on logits and position, all positions are drawn at once. If they depend on
+earlier tokens too (penalties, constraints, budgets), positions are drawn one after the other, for
+the sequences whose drafts have been accepted so far.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from penstock_shard.worker.slot_state import Slots
 
 @dataclass(frozen=True, slots=True)
 class DraftRow:
-    """Row `row` of the batch has drafts. `position` is the output position of the first token to be
-    sampled, which verifies the first draft; its logits are row `place`, and the next rows are those
-    after each draft token.
+    """Row `row` of the batch, which has drafts. `position` is the output position of the first
+    token to be sampled, which verifies the first draft. Its logits are row `place`; the logits
+    after each draft token follow.
     """
 
     row: int
@@ -48,7 +48,7 @@ class _Answer:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the last sampled token equals its draft and does not end the sequence."""
+        """True if the last sampled token equals its draft and does not end the sequence."""
         number = len(self.results) - 1
         if number == len(self.draft.token_ids):
             return False
@@ -57,10 +57,10 @@ class _Answer:
         return self.results[-1].token_id == drafted and not ends
 
     def take(self, results: abc.Sequence[RowResult]) -> None:
-        """Add what was sampled at the next positions, up to the first that is not accepted."""
+        """Add the results at the next positions, up to the first that is not accepted."""
         for result in results:
             if self.results and result.error is not None:
-                # It is left to the next step, which meets it again.
+                # Ignore this error; the next step will raise it again.
                 self.sampler.repeat(self.draft.slot)
                 return
             if self.results and not self.goes_on:
@@ -68,7 +68,6 @@ class _Answer:
             self.results.append(result)
 
     def merged(self) -> RowResult:
-        """One result, with all tokens and their log-probabilities."""
         first, *others = self.results
         first.more_token_ids = [result.token_id for result in others if result.token_id is not None]
         for result in others:
@@ -85,7 +84,7 @@ class Drafts:
         self._sampler = sampler
 
     def begin(self, inputs: Inputs, logits: Tensor, hidden: Tensor) -> _Pending | None:
-        """All tokens before the drafts are known, see `Batch`."""
+        """Start the verification. All tokens before the drafts are known, see `Batch`."""
         rows = [self._row(inputs, row) for row, drafts in enumerate(inputs.batch.drafts) if drafts]
         if not rows:
             return None
@@ -111,7 +110,7 @@ class _Pending:
     verification: Verification
 
     def finish(self, results: list[RowResult]) -> None:
-        """May still draw tokens on the device."""
+        """Set the results. This may still draw tokens on the device."""
         for draft, result in zip(self.drafts, self.verification.finish(), strict=True):
             results[draft.row] = result
             if result.token_id is not None:
@@ -119,8 +118,8 @@ class _Pending:
 
 
 class Verification:
-    """Drafts that are being verified. What needs only logits is enqueued at once, as a step's other
-    rows are; the rest is drawn in `finish`.
+    """Drafts that are being verified. Rows that need only logits are enqueued at once, like a
+    step's other rows; tokens of the others are drawn in `finish`.
     """
 
     def __init__(self, sampler: Sampler, logits: Tensor, drafts: abc.Sequence[DraftRow]) -> None:
@@ -138,7 +137,9 @@ class Verification:
         self._enqueued = sampler.enqueue(own, rows)
 
     def finish(self) -> list[RowResult]:
-        """One result for each draft. Call once, after the device has finished what was enqueued."""
+        """Return one result for each draft. Call once, after the device has finished the enqueued
+        work.
+        """
         _hand_out(self._answers, self._counts, self._enqueued.finish())
         alive = [
             answer
@@ -150,7 +151,9 @@ class Verification:
         return [answer.merged() for answer in self._answers]
 
     def _draw_next(self, alive: abc.Sequence[_Answer]) -> list[_Answer]:
-        """Draw one more token of each; returns those whose next draft was accepted too."""
+        """Draw one more token for each answer; return the answers whose next draft was accepted
+        too.
+        """
         counts = [1] * len(alive)
         before = [len(answer.results) for answer in alive]
         rows, wanted = _next_rows(alive, counts)

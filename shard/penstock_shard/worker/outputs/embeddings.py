@@ -1,7 +1,7 @@
-"""Final hidden states -> one vector a prompt.
+"""Final hidden states -> one vector for each prompt.
 
-For a prompt computed in chunks the sum is kept between them, in float64: the mean then does not
-depend on where the chunks were cut, except for the last bit of a value now and then.
+For a prompt computed in chunks, the sum between chunks is kept in float64, so that the mean does
+not depend on the chunks, except rarely in the last bit of a value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock_shard.worker.slot_state import MEAN, Slots
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    # By row of the batch.
+    # Results by their row of the batch.
     results: dict[int, RowResult]
 
     def finish(self, results: list[RowResult]) -> None:
@@ -27,7 +27,7 @@ class _Pending:
 
 
 class Embeddings:
-    """A `RowOutput`. Keeps the sums of prompts that are computed in part, by slot."""
+    """A `RowOutput`. Keeps the sums of partly computed prompts, by slot."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -50,11 +50,11 @@ class Embeddings:
         return _Pending(found)
 
     def _add(self, hidden: Tensor, slot: int, adds: bool, is_last: bool) -> RowResult | None:
-        """Take hidden states [n, H] of a prompt, which `adds` to those before; its result after the
-        last.
+        """Take hidden states [n, H] of a prompt; return its result after the last chunk. `adds` is
+        true if the prompt has an earlier sum to add to.
         """
         total = hidden.sum(dim=0, dtype=torch.float64)
-        # Where nothing is added, a sum that is left of another sequence is dropped.
+        # Without `adds`, drop the sum that another sequence left in this slot.
         if adds:
             total += self._sums[slot]
         if not is_last:
@@ -68,5 +68,4 @@ class Embeddings:
         return RowResult(embedding=vector.numpy().astype("<f4").tobytes())
 
     def release(self, slot: int) -> None:
-        """No sequence has this slot any more."""
         self._sums.pop(slot, None)

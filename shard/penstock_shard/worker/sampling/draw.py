@@ -1,10 +1,10 @@
 """Logits -> tokens drawn at random, by temperature, top-k, top-p, min-p and typical-p.
 
-One uniform number a row is looked up in the row's cumulative distribution. A row without top-k,
-top-p and typical-p has its tokens ordered by id; with top-k or top-p the most likely come first
-(`top_k_top_p.py`); with typical-p those nearest to the row's entropy (`typical_p.py`). Among equals
-the lower id comes first, also at the cut-off of a filter. A row's own parameters alone decide which
-order it has.
+One uniform number for each row is looked up in the row's cumulative distribution. The order of the
+distribution depends only on the row's own parameters. Without top-k, top-p and typical-p, tokens
+are ordered by id; with top-k or top-p, the most likely come first (`top_k_top_p.py`); with
+typical-p, the tokens nearest to the row's entropy come first (`typical_p.py`). Among equal tokens
+the lower id comes first, also at the cut-off of a filter.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from penstock_shard.worker.sampling.top_k_top_p import (
 )
 from penstock_shard.worker.sampling.typical_p import draw_typical
 
-# Logits that are processed together: on cpu few enough to stay in the cache.
+# The number of logits that are processed together; on cpu they fit into the cache.
 _CHUNK_LOGITS_CPU = 2**19
 _CHUNK_LOGITS_DEVICE = 2**24
 
-# logits [N, V], the largest of each row [N], some of the rows, and their parameters -> a token for
-# each of these, int64 [n].
+# Logits [N, V], the largest logit of each row [N], the indices of the rows to draw, and their
+# parameters -> a token for each of these rows, int64 [n].
 _Route = Callable[[Tensor, Tensor, NDArray[np.intp], Columns], Tensor]
 
 
 def draw(logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns) -> Tensor:
-    """A token for each of the rows `index` of logits [N, V], int64 [n] on their device; `best`
-    float32 [N] is the largest of each row. None of the rows is greedy.
+    """Draw a token for each of the rows `index` of logits [N, V]: int64 [n] on their device. `best`
+    float32 [N] is the largest logit of each row. No row is greedy.
 
-    A row whose largest is not finite gets an arbitrary token. The host reads nothing that is
-    computed here, except for rows with typical-p, and without Triton those with top-p and no top-k.
+    A row whose largest logit is not finite gets an arbitrary token. The host does not wait for the
+    device, except for rows with typical-p and, without Triton, rows with top-p and no top-k.
     """
     vocabulary = logits.shape[1]
     columns = columns._replace(top_k=np.where(columns.top_k < vocabulary, columns.top_k, 0.0))
@@ -61,7 +61,7 @@ def draw(logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
 
 
 def _routes(columns: Columns, *, with_kernels: bool) -> list[tuple[NDArray[np.bool_], _Route]]:
-    """The rows that are drawn in one way, bool [n], and the way."""
+    """Group the rows by their way of drawing: bool [n] for the group's rows, and the way."""
     typical = columns.typical_p < 1.0
     has_k = columns.top_k > 0
     by_p = (columns.top_p < 1.0) & ~has_k
@@ -70,7 +70,7 @@ def _routes(columns: Columns, *, with_kernels: bool) -> list[tuple[NDArray[np.bo
     if with_kernels:
         return [*routes, (by_id, _draw_by_id_there), (~typical & ~by_id, _draw_by_rank_there)]
     by_rank = partial(_in_parts, draw_by_rank)
-    # Top-p alone is apart: with top-k the host knows beforehand how many tokens are kept.
+    # Top-p without top-k is a separate group: with top-k, the host knows how many tokens are kept.
     routes += [(~typical & has_k, by_rank), (~typical & by_p, by_rank)]
     return [*routes, (by_id, partial(_in_parts, _draw_by_id))]
 
@@ -82,7 +82,9 @@ def _in_parts(
     index: NDArray[np.intp],
     columns: Columns,
 ) -> Tensor:
-    """A `_Route` that calls `route` on chunks of rows, to bound the logits copied at once."""
+    """A `_Route` that calls `route` on chunks of rows, to bound the logits that are copied at
+    once.
+    """
     most = _CHUNK_LOGITS_CPU if is_host(logits) else _CHUNK_LOGITS_DEVICE
     step = max(1, most // logits.shape[1])
     parts = [slice(start, start + step) for start in range(0, len(index), step)]
@@ -93,7 +95,7 @@ def _in_parts(
 def _draw_by_id_there(
     logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
 ) -> Tensor:
-    """A `_Route` that copies no logits: the same as `_draw_by_id`, up to the last bits of an
+    """A `_Route` that copies no logits. It equals `_draw_by_id`, except for the last bits of an
     exponential.
     """
     # Imported here: Triton is not always installed, and takes long to import.

@@ -1,7 +1,7 @@
-"""Philox-4x32-10: one uniform number for each (seed, position), whatever else is drawn.
+"""Philox-4x32-10: one uniform number for each (seed, position).
 
-After Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
-Counter based: no state, so a token drawn at a position is the same in any batch and after any
+After Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). It is
+counter-based and has no state, so a position's token is the same in any batch and after any
 restart.
 """
 
@@ -25,7 +25,9 @@ Numbers: TypeAlias = NDArray[np.uint64] | NDArray[np.int64]
 
 
 def philox4x32(counter: abc.Sequence[Words], key: abc.Sequence[Words]) -> tuple[Words, ...]:
-    """Four words [n] of counter and two of key, each below 2**32 -> four random words [n]."""
+    """Turn four counter words [n] and two key words, each below 2**32, into four random words
+    [n].
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -45,7 +47,7 @@ def philox4x32(counter: abc.Sequence[Words], key: abc.Sequence[Words]) -> tuple[
 def uniforms(
     seeds: abc.Sequence[int] | Numbers, positions: abc.Sequence[int] | Numbers
 ) -> NDArray[np.float64]:
-    """One number in [0, 1) with 53 random bits for each (seed, position); both below 2**64.
+    """A number in [0, 1) with 53 random bits for each (seed, position); both below 2**64.
 
     The key is the seed, the counter the position (two low words; the high two are 0).
     """

@@ -1,18 +1,19 @@
 """Logits -> tokens and log-probabilities.
 
-A token is a function of (its row of logits, its sequence's parameters, seed, prompt and output so
-far, its position) and of nothing else; other rows only decide which work can be skipped.
+A token is a function of its row of logits, its position, and its sequence's parameters, seed,
+prompt and output so far. Other rows only decide which work can be skipped.
 
-First logits are shaped, by `logits_processors/` in the order of its `order.py`. Then a token
-is drawn, by temperature, top-k, top-p (over what top-k left), min-p (relative to the most likely
-token) and typical-p (over what the others left): see `draw`. Greedy rows take the largest logit,
-the lowest id among equals. Log-probabilities are those of the raw logits, before all of these.
+First `logits_processors/` change the logits, in the order of `order.py`. Then a token is drawn by
+temperature, top-k, top-p (over what top-k left), min-p (relative to the most likely token) and
+typical-p (over what the others left): see `draw`. Greedy rows take the largest logit, and among
+equal logits the lowest id. Log-probabilities are computed from the raw logits, before all these
+changes.
 
-Sampling has two halves, so that the device never waits for the host: `enqueue` launches all device
-work and reads none of its results; `finish`, once the device is done, makes results from what was
-copied back. Where sampling depends on earlier tokens on the host, as any processor's may, the
-previous token must be finished first. `enqueue` does wait for the device for typical-p in
-vocabularies larger than the first window of `draw` (and, without Triton, for top-p without top-k).
+Sampling has two halves, so that the device never waits for the host. `enqueue` launches all device
+work and reads none of its results. `finish` makes the results, once the device has copied its data
+to the host. If sampling depends on earlier tokens on the host, as with any processor, the previous
+token must be finished first. `enqueue` does wait for the device for typical-p in vocabularies
+larger than the first window of `draw` (and, without Triton, for top-p without top-k).
 
 On one thread of a server cpu, 16 greedy rows of 32k logits take 0.1 ms, 64 rows with penalties and
 every filter 11 ms (135 by sorting), 8 rows of 150k with top-p 10 to 20 ms (110 by sorting).
@@ -45,11 +46,10 @@ from penstock_shard.worker.slot_state import Integers, grown
 # Increment when the same logits give other tokens than before.
 SAMPLER_REVISION = 1
 
-# Codes in place of a token: the model's logits are not finite, or the sequence leaves no token to
-# draw.
+# Codes in place of a token: the model's logits are not finite; or no token is left to draw.
 _NO_LOGITS = -1
 _NO_TOKEN = -2
-# More than a usual request's: what OpenAI serves.
+# OpenAI's maximum, which few requests exceed.
 _FEW_LOGPROBS = 20
 # A sequence's uniform numbers are computed for this many positions at once.
 _POSITIONS = 16
@@ -58,9 +58,9 @@ _Index = NDArray[np.intp]
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """The purpose of rows of logits, in columns: the token at `positions` of the output of the
-    sequence in `slots`, counted from its first token; tokens delivered before this attempt count
-    too. A slot may occur several times if its sequence is not stateful.
+    """What each row of logits is for, in columns: row i draws output token `positions[i]` of the
+    sequence in `slots[i]`. Tokens delivered before this attempt count too. A slot may occur several
+    times if its sequence is not stateful.
     """
 
     slots: Integers
@@ -68,40 +68,36 @@ class SampleRows:
 
 
 class Sampler:
-    """Draws tokens, and keeps what drawing depends on, by slot.
+    """Draws tokens, and keeps the state that drawing depends on, by slot.
 
     Rows are enqueued in the order of the steps, and finished in that order. `prepare` may be called
     first, with the same rows: constraint masks are then filled while the forward pass runs.
     """
 
     def __init__(self, shaping: LogitsShaping | None = None) -> None:
-        """Take logits as they are without `shaping`."""
+        """Without `shaping`, logits are sampled as they are."""
         self._shaping = LogitsShaping() if shaping is None else shaping
         self._requests: dict[int, Request] = {}
         self._known = _SamplingColumns()
         self._prepared: PreparedShaping | None = None
 
     def admit(self, admission: Admission) -> None:
-        """Another sequence has this slot from now on."""
         self._requests[admission.slot] = admission.request
         self._known.admit(admission.slot, admission.request)
         self._known.stateful[admission.slot] = self._shaping.admit(admission)
 
     def release(self, slot: int) -> None:
-        """Release the slot: no sequence has it any more."""
         self._requests.pop(slot, None)
         self._shaping.release(slot)
 
     def ends_with(self, slot: int, token_id: int) -> bool:
-        """Tell whether this token ends the sequence in a slot."""
         return self._requests[slot].ends_with(token_id)
 
     def repeat(self, slot: int) -> None:
-        """Ask again for the position of the sequence in this slot: none could be drawn."""
+        """Go back one position, because no token could be drawn for the sequence in this slot."""
         self._shaping.repeat(slot)
 
     def is_stateful(self, slot: int) -> bool:
-        """Tell whether the tokens of the sequence in a slot depend on those before them."""
         return bool(self._known.stateful[slot])
 
     def needs_tokens(self, rows: SampleRows) -> bool:
@@ -109,15 +105,15 @@ class Sampler:
         return bool(self._known.stateful[rows.slots].any())
 
     def prepare(self, rows: SampleRows) -> None:
-        """Begin what needs no logits for these rows, which must be enqueued next."""
+        """Begin the work that needs no logits for these rows, which must be enqueued next."""
         stateful = np.flatnonzero(self._known.stateful[rows.slots])
         self._prepared = self._shaping.prepare(
             stateful, rows.slots[stateful], rows.positions[stateful]
         )
 
     def enqueue(self, logits: Tensor, rows: SampleRows) -> PendingSamples:
-        """Launch the sampling of logits [N, V] of any float type, which are not changed; gives N
-        tokens.
+        """Launch the sampling of N tokens from logits [N, V] of any float type, which are not
+        changed.
         """
         if self._prepared is None:
             self.prepare(rows)
@@ -128,7 +124,8 @@ class Sampler:
         best, tokens = _largest(logits)
         codes = torch.where(torch.isfinite(best), tokens, _NO_LOGITS)
         shaped = self._shaping.apply(logits, prepared)
-        # Only now that the masks are filled: on an earlier error `abandon` must wait for them.
+        # Reset only after the masks are filled, because after an earlier error `abandon` must wait
+        # for them.
         self._prepared = None
         own_best = best
         if shaped is not None:
@@ -143,12 +140,11 @@ class Sampler:
         return PendingSamples(tokens, to_host(codes), rows, prepared, scored)
 
     def abandon(self) -> None:
-        """Drop what was prepared, which will not be enqueued."""
         self._prepared = None
         self._shaping.abandon()
 
     def sample(self, logits: Tensor, rows: SampleRows) -> list[RowResult]:
-        """Do both halves at once: logits [N, V] -> one result a row.
+        """Do both halves at once: logits [N, V] -> one result for each row.
 
         A row with NaN logits, or with no token left to draw, gets an error; other rows do not.
         """
@@ -175,7 +171,9 @@ class Sampler:
             codes.index_copy_(0, places, torch.where(before < 0, before, drawn))
 
     def _score(self, logits: Tensor, tokens: Tensor, rows: SampleRows) -> list[_Scored]:
-        """Score rows that want much more apart: all of one call are ranked as far."""
+        """Score the rows. Rows that want many log-probabilities get a separate call, because a call
+        ranks the same number of tokens for all its rows.
+        """
         best = self._known.best_logprobs[rows.slots]
         few = np.flatnonzero((best >= 0) & (best <= _FEW_LOGPROBS))
         many = np.flatnonzero(best > _FEW_LOGPROBS)
@@ -199,7 +197,9 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """Logits [N, V] and those of the rows that were shaped; the largest of each row of both."""
+    """The logits [N, V], the changed copies of some rows, and the largest logit of each row of
+    both.
+    """
 
     logits: Tensor
     best: Tensor
@@ -207,8 +207,8 @@ class _Sources:
     shaped_best: Tensor
 
     def of(self, rows: _Index) -> abc.Iterator[tuple[Tensor, Tensor, _Index, _Index]]:
-        """Say where to draw for these rows: logits, the largest of each row, the indices of rows in
-        both, and which rows of the step they are.
+        """Yield the logits for these rows, in one or two parts. A part is logits, the largest logit
+        of each row, the indices of the wanted rows in these logits, and their indices in the step.
         """
         if self.shaped is None:
             yield self.logits, self.best, rows, rows
@@ -228,7 +228,7 @@ class _Scored:
 @dataclass(frozen=True, slots=True)
 class PendingSamples:
     """Rows that are being sampled. `tokens` int64 [N] are on the device; a row with an error has an
-    arbitrary one.
+    arbitrary token.
     """
 
     tokens: Tensor
@@ -239,14 +239,12 @@ class PendingSamples:
 
     @property
     def known_tokens(self) -> Integers:
-        """The tokens [N], once the device has copied them; 0 in a row with an error."""
+        """The tokens [N], once the device has copied them; 0 for a row with an error."""
         known: Integers = self._codes.numpy()
         return known.clip(min=0)
 
     def finish(self) -> list[RowResult]:
-        """Finish with one result a row. Call once, after the device has finished the copies to the
-        host.
-        """
+        """Return one result for each row. Call once, after the copies to the host are done."""
         codes: list[int] = self._codes.tolist()
         results = list(map(RowResult, codes))
         if min(codes) < 0:
@@ -279,12 +277,12 @@ class _SamplingColumns:
         # The columns of `draw.Columns` except `uniform`, which is computed here from `_seeds`.
         self._parameters = np.zeros((0, len(Columns._fields) - 1))
         self._seeds = np.zeros(0, dtype=np.uint64)
-        # Whether its tokens depend on those before them.
+        # True if a sequence's tokens depend on its earlier tokens.
         self.stateful = np.zeros(0, dtype=np.bool_)
-        # How many of the best log-probabilities it wants; -1: none, not even the token's own.
+        # The number of wanted best log-probabilities; -1 if not even the token's own is wanted.
         self.best_logprobs: Integers = np.zeros(0, dtype=np.int64)
-        # Uniform numbers for one run of `_POSITIONS` positions, and which run: 1 is the first, 0
-        # none.
+        # Uniform numbers for one run of `_POSITIONS` positions, and the number of that run; 1 is
+        # the first run, 0 means none.
         self._uniforms = np.zeros((0, _POSITIONS))
         self._runs: Integers = np.zeros(0, dtype=np.int64)
 
@@ -293,7 +291,6 @@ class _SamplingColumns:
         return self._parameters[:, 0]
 
     def admit(self, slot: int, request: Request) -> None:
-        """Read the parameters of the sequence that has this slot from now on."""
         if slot >= len(self._seeds):
             self._grow(max(64, 2 * slot))
         sampling = request.sampling
@@ -309,7 +306,6 @@ class _SamplingColumns:
         self._runs[slot] = 0
 
     def columns(self, rows: SampleRows, chosen: _Index) -> Columns:
-        """The parameters and uniform numbers of the rows `chosen`."""
         slots, positions = rows.slots[chosen], rows.positions[chosen]
         temperature, top_k, top_p, min_p, typical_p = self._parameters[slots].T
         uniform = self._uniform(slots, positions)
@@ -341,7 +337,7 @@ class _SamplingColumns:
 
 
 def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest of each row of logits [N, V], NaN if it has any; and the lowest id with it."""
+    """Return the largest logit of each row [N, V] (NaN if the row has any) and its lowest id."""
     if not is_host(logits):
         best, tokens = logits.max(dim=1)
         return best, tokens

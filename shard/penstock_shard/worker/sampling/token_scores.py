@@ -17,8 +17,8 @@ from penstock_shard.worker.sampling.top_k_top_p import ordered_topk
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """Log-probabilities on their way to the host: those of the chosen tokens [n] and their ranks
-    [n], the best [n, k] and their ids, and those of requested ids, row after row.
+    """Log-probabilities that are being copied to the host: of the chosen tokens [n], with ranks
+    [n]; of the best tokens [n, k], with ids; and of requested ids, row after row.
     """
 
     _chosen: Tensor
@@ -31,7 +31,6 @@ class TokenScores:
     _vocabulary: int
 
     def finish(self) -> list[Logprobs]:
-        """The log-probabilities of each row, once the device has copied them to the host."""
         chosen, ranks, requested = (
             self._chosen.tolist(),
             self._ranks.tolist(),
@@ -62,9 +61,10 @@ def score_tokens(
     asked: abc.Sequence[abc.Sequence[int]] = (),
 ) -> TokenScores:
     """Score from raw logits [n, V]: the log-probability and rank of tokens [n] (rank 1 is the most
-    likely; equals share a rank), the `counts[i]` best of row i, and those of the ids `asked[i]`.
+    likely; equal logits share a rank), the `counts[i]` best tokens of row i, and the ids
+    `asked[i]`.
 
-    Ranks and order are taken from the logits: as log-probabilities, two may round to the same.
+    Ranks and order come from the logits, because different logits may have equal log-probabilities.
     """
     logits = logits.float()
     vocabulary = logits.shape[1]
@@ -73,7 +73,7 @@ def score_tokens(
     ranks = (logits > logits.gather(1, place)).sum(dim=1, dtype=torch.int32) + 1
     top_ids = torch.empty((len(counts), 0), dtype=torch.int64, device=logits.device)
     if most := min(max(counts), vocabulary):
-        # A difference of 0 only for what equals the largest logit.
+        # Only logits equal to the largest have a difference of 0.
         top_ids = ordered_topk(logits - logits.amax(dim=1, keepdim=True), most)
     width = scores.shape[1]
     wanted = [row * width + token for row, ids in enumerate(asked) for token in ids]
@@ -91,8 +91,8 @@ def score_tokens(
 
 
 def _with_aligned_rows(logits: Tensor) -> Tensor:
-    """float32 [n, V], padded with -inf columns so that each row begins at a multiple of 16 bytes:
-    torch on CUDA sums a row in an order that depends on its alignment, which shows in the last bit.
+    """Pad float32 [n, V] with -inf columns so that each row begins at a multiple of 16 bytes. torch
+    on CUDA sums a row in an order that depends on its alignment, which changes the last bit.
     """
     spare = -logits.shape[1] % 4
     if is_host(logits) or not spare:

@@ -1,8 +1,8 @@
 """Draws tokens that are ordered by likelihood: with top-k or top-p, and min-p.
 
 A token's weight is exp((logit - largest) / temperature) as an integer. Sums of integers are the
-same in any order, so that a row's token is bit for bit the same in any batch, on any number of
-threads, and with any width of the window (the most likely tokens that are sorted).
+same in any order. So a row's token has the same bits in any batch, on any number of threads, and
+with any width of the window (the most likely tokens that are sorted).
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from penstock_shard.device.triton_support import fault_on
 
 Floats: TypeAlias = NDArray[np.float64]
 
-# The weight of the most likely token: a million of them fit into 63 bits. A token that is less
-# likely than that one by this factor is never drawn.
+# The weight of the most likely token; the sum of a million such weights fits into 63 bits. A token
+# that is less likely by this factor is never drawn.
 ONE = 2.0**42
-# Filters other than top-k are tried on a row's first this many tokens in its order, then on all.
-# Rows with top-k need as many as the largest k of a step; a k above this widens no smaller one's.
+# Filters other than top-k are tried on the first `_WINDOW` tokens of a row's order, then on all
+# tokens. For rows with top-k, the window is the largest k of a step, but a k above `_WINDOW` does
+# not widen it for smaller ones.
 _WINDOW = 1024
-# Smaller temperatures divide to infinity in float32; at this one the largest logit always wins
-# unless two differ by less than 3e-5.
+# Smaller temperatures give infinity when float32 is divided by them. At this temperature the
+# largest logit always wins unless another is within 3e-5.
 MIN_TEMPERATURE = 1e-6
 
 
@@ -68,17 +69,16 @@ class Rows:
             scaled = logits.to(torch.float32, copy=True)
         table = to_device(np.stack(columns)[:, :, None], device)
         temperature, top_k, top_p, min_p, typical_p, random = table.unbind()
-        # Relative to the largest, so at most 0: a small temperature then gives no NaN.
+        # Subtract the largest, so that values are at most 0 and a small temperature gives no NaN.
         self.scaled = scaled.sub_(best.float().unsqueeze(1))
         self.scaled.div_(temperature.clamp(min=MIN_TEMPERATURE).float())
         self.top_k = top_k.long()
         self.top_p, self.typical_p, self.uniform = top_p, typical_p, random
-        # The least weight that min-p keeps.
+        # The smallest weight that min-p keeps.
         self.floor = (min_p * ONE).ceil().long()
 
     @property
     def ranked(self) -> list[int]:
-        """The rows with top-k or top-p."""
         return np.flatnonzero((self.columns.top_k > 0) | (self.columns.top_p < 1.0)).tolist()
 
     @property
@@ -86,7 +86,6 @@ class Rows:
         return bool((self.columns.min_p > 0).any())
 
     def index(self, rows: abc.Sequence[int]) -> Tensor:
-        """Numbers of rows as int64, on the device."""
         return to_device(np.array(rows, dtype=np.int64), self.scaled.device)
 
 
@@ -96,8 +95,8 @@ def weigh(scaled: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FilteredTokens:
-    """What the filters keep of `rows` (int64 [n]) of a chunk: the first `count` [n, 1] of `ids`
-    [n, w], in the order they are drawn in; `cumulative` [n, w] are the running sums of weights.
+    """The tokens that the filters keep in `rows` (int64 [n]) of a chunk: the first `count` [n, 1]
+    of `ids` [n, w], in the order of drawing. `cumulative` [n, w] are running sums of weights.
     """
 
     rows: Tensor
@@ -106,13 +105,13 @@ class FilteredTokens:
     count: Tensor
 
 
-# Rows of the chunk and their first ids [n, w] -> what is kept of these, and bool [n, 1]: whether
-# the filters keep nothing beyond these ids.
+# Rows of the chunk and their first ids [n, w] -> the ids that the filters keep, and bool [n, 1]:
+# true if the filters keep no id after these.
 Keep = Callable[[Tensor, Tensor], tuple[FilteredTokens, Tensor]]
 
 
 def has_kernels(logits: Tensor) -> bool:
-    """Whether the logits are on a device that Triton runs on."""
+    """Tell whether the logits are on a device that Triton runs on."""
     return not is_host(logits) and fault_on(logits.device.type) is None
 
 
@@ -130,16 +129,19 @@ def draw_filtered(rows: Rows, groups: Iterator[FilteredTokens]) -> Tensor:
 
 
 def pick(cumulative: Tensor, total: Tensor, uniform: Tensor) -> Tensor:
-    """Columns [n, 1]: the first whose cumulative weight exceeds uniform [n, 1] of total [n, 1]."""
-    # A uniform number has 53 bits, so its product with a whole number rounds to less than that.
+    """Return columns [n, 1]: the first whose cumulative weight exceeds uniform [n, 1] times total
+    [n, 1].
+    """
+    # A uniform number has 53 bits, so its product with a whole number rounds to less than that
+    # number.
     place = torch.searchsorted(cumulative, (uniform * total).long(), right=True)
-    # Only rows with NaN logits exceed the range; their index must be valid all the same.
+    # Only rows with NaN logits exceed the range; their index must still be valid.
     return place.clamp_(max=cumulative.shape[1] - 1)
 
 
 def most_likely(rows: Rows, chosen: abc.Sequence[int]) -> Iterator[FilteredTokens]:
-    """What top-k, then top-p (of what top-k left), then min-p keep in the chosen rows."""
-    # A row with top-k starts with a window that holds all of it.
+    """Yield what top-k, then top-p (of what top-k left), then min-p keep, for the chosen rows."""
+    # For a row with top-k, the first window is enough.
     first = {i: int(rows.columns.top_k[i]) for i in chosen}
     totals = torch.zeros_like(rows.top_k)
     if whole := [i for i in chosen if not first[i]]:
@@ -167,13 +169,15 @@ def _keep_most_likely(
     count = torch.minimum(count, most)
     if rows.has_floor:
         above = (weights >= rows.floor[index]).sum(dim=1, keepdim=True)
-        # With NaN logits none may be above it.
+        # With NaN logits no weight may qualify.
         count = torch.minimum(count, above).clamp_(min=1)
     return FilteredTokens(index, ids, cumulative, count), cumulative[:, -1:] >= goal
 
 
 def share(share: Tensor, total: Tensor) -> Tensor:
-    """The least whole weight that is `share` of a total, both [n, 1]; never more than the total."""
+    """Return the smallest whole weight that is at least `share` of a total, both [n, 1]; at most
+    the total.
+    """
     # A total may round down as a float: a share of 1 must not lose the last token.
     return torch.where(share < 1.0, (share * total).ceil().long(), total)
 
@@ -184,10 +188,10 @@ def widen(
     keep: Keep,
     to_index: Callable[[abc.Sequence[int]], Tensor],
 ) -> Iterator[FilteredTokens]:
-    """What `keep` keeps of each row of keys [N, V], largest key first.
+    """Yield what `keep` keeps of each row of keys [N, V], largest key first.
 
-    `first` maps the wanted rows to how many keys are known to be enough. For a row of 0 that is not
-    known: it is tried on the first window, then, where that is too small, on all.
+    `first` maps the wanted rows to the number of keys known to be enough; 0 if unknown. An unknown
+    row is tried on the first window, and if that is too small, on all keys.
     """
 
     def kept(rows: abc.Sequence[int], window: int) -> tuple[FilteredTokens, Tensor]:
@@ -203,7 +207,7 @@ def widen(
     vocabulary = keys.shape[1]
     window = min(_WINDOW, vocabulary)
     found, settled = kept(unsure, window)
-    # Reading whether it is enough waits for the device.
+    # Reading this waits for the device.
     is_enough = [True] if window == vocabulary else settled.squeeze(1).tolist()
     yield found if all(is_enough) else _only(found, settled.squeeze(1))
     if not all(is_enough):
@@ -217,19 +221,19 @@ def _only(kept: FilteredTokens, chosen: Tensor) -> FilteredTokens:
 
 
 def ordered_topk(values: Tensor, k: int) -> Tensor:
-    """Indices int64 [n, k] of the k largest of values float32 [n, V]: larger first, then lower
-    index. No value may be above 0 or NaN, and V not above 2**29.
+    """Return indices int64 [n, k] of the k largest of values float32 [n, V]: larger first, then
+    lower index. No value may be above 0 or NaN, and V not above 2**29.
     """
     # The bits of positive floats, as integers, are in the order of their values, and a double made
-    # of a float has 29 zero bits at its end. With the index in these, one integer key has both
-    # value and index, and no two keys are equal.
+    # from a float ends in 29 zero bits. The index goes into these bits, so an integer key holds
+    # value and index, and all keys differ.
     keys = (0.0 - values).double().view(torch.int64)
     keys += torch.arange(values.shape[1], device=keys.device)
     return _smallest(keys, k) & (2**29 - 1)
 
 
 def _smallest(keys: Tensor, k: int) -> Tensor:
-    """The k smallest of int64 keys [n, V], which are overwritten, in order."""
+    """Return the k smallest of int64 keys [n, V], in order. The keys are overwritten."""
     if not is_host(keys):
         return keys.topk(k, dim=1, largest=False).values
     # numpy's partition and sort use vector instructions: a tenth of torch's time.

@@ -1,4 +1,4 @@
-"""typical-p: tokens whose log-probability is nearest to the row's entropy. After Meister, Pimentel,
+"""typical-p: tokens whose log-probability is nearest to the row's entropy. See Meister, Pimentel,
 Wiher and Cotterell, "Locally Typical Sampling" (TACL 2023).
 """
 
@@ -21,7 +21,7 @@ from penstock_shard.worker.sampling.top_k_top_p import (
 
 
 def draw_typical(rows: Rows) -> Tensor:
-    """A token for each row, by typical-p over what the other filters left."""
+    """Draw a token for each row, by typical-p over what the other filters left."""
     weights = weigh(rows.scaled)
     for kept in most_likely(rows, rows.ranked):
         own = weights[kept.rows]
@@ -33,10 +33,11 @@ def draw_typical(rows: Rows) -> Tensor:
 
 
 def _nearest_to_entropy(rows: Rows, weights: Tensor) -> Iterator[FilteredTokens]:
-    """What typical-p keeps of the tokens with a weight: those whose log-probability is nearest to
-    its mean, which is minus the entropy, until they have `typical_p` of the mass.
+    """Yield the tokens that typical-p keeps of those with a weight. Their log-probabilities are
+    nearest to the mean (minus the entropy), and together they have `typical_p` of the mass.
 
-    Log-probabilities are scaled logits minus a constant, so distances are taken of scaled logits.
+    Log-probabilities are scaled logits minus a constant, so distances are the same between scaled
+    logits.
     """
     scaled = rows.scaled
     total = weights.sum(dim=1, keepdim=True)

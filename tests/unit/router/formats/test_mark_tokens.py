@@ -51,7 +51,7 @@ from penstock_router.text.tokenizer import load_tokenizer
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=[one.format for one in FAMILIES])
 BUNDLES = (1, 3, 9, 50)
 # A member of an object before one that a call has.
-_NESTED_TAG = re.compile(r"\]<\]minimax\[>\[</?[^<>]*>")
+_NESTED_TAG = re.compile(r"\]<\]minimax\[>\[</?[^<>]*")
 _STRANGER = re.compile(
     r'''"[^"]*"\s*:\s*("[^"]*"|[\w.\- ]*)\s*,\s*"(tool_)?(name|arguments|parameters)"'''
 )

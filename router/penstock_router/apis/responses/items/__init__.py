@@ -1,1 +1,1 @@
-"""Items of conversations: what they are, how they are read, and the messages made of them."""
+"""Items of conversations: their types, how they are read, and the messages made of them."""

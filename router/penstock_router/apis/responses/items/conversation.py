@@ -1,7 +1,7 @@
-"""Items -> messages for a chat template.
+"""Turns items into messages for a chat template.
 
-A run of what the assistant said, thought and called is one message, and what a tool gave back is
-one. Calls of all kinds are calls of the functions that stand for the tools.
+A run of the assistant's text, reasoning and calls is one message; each tool output is a separate
+message. Calls of all kinds become calls of the functions that stand for the tools.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def messages_of(
     served: Mapping[str, ServedTool],
     places: Sequence[int] = (),
 ) -> list[Message]:
-    """The messages for the chat template. `served`: tools by the names of their functions;
-    `places`: that of each item in the request, if they are of the request.
+    """The messages for the chat template. `served` has tools by function name. `places` has each
+    item's index in the request, if the items are from the request.
     """
     messages: list[Message] = []
     if instructions is not None:
@@ -79,22 +79,21 @@ def messages_of(
 
 @dataclass(slots=True)
 class _AssistantTurn:
-    """A message of the assistant, collected from a run of reasoning, message and call items."""
+    """An assistant message, collected from reasoning, message and call items."""
 
     reasoning: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     calls: list[FunctionCall] = field(default_factory=list)
 
     def takes(self, item: Item) -> bool:
-        """Tell whether the item belongs to this message; else it begins another.
+        """True if the item belongs to this message; otherwise the item begins another message.
 
-        Outputs must follow the message with their calls, so a message with calls takes all items
-        up to the outputs.
+        Outputs must follow the message with their calls. So a message with calls takes all items
+        before the outputs.
         """
         return item["type"] in CALLS or bool(self.calls) or not self.texts
 
     def add(self, item: Item, call: FunctionCall | None) -> None:
-        """Add the item, or the call that it is."""
         if call is not None:
             self.calls.append(call)
         elif item["type"] == "reasoning":
@@ -104,7 +103,7 @@ class _AssistantTurn:
             self.texts.append(text_of(item["content"]))
 
     def message(self) -> list[Message]:
-        """The chat message; none if there was only reasoning without readable text."""
+        """The chat message; none if there was only unreadable reasoning."""
         if not (self.reasoning or self.texts or self.calls):
             return []
         text = "\n".join(self.texts) if self.texts else None
@@ -115,7 +114,7 @@ class _AssistantTurn:
 
 
 def _call_of(item: Item, names: Mapping[ToolKey, str]) -> FunctionCall | None:
-    """The call that the item is, of the function that stands for its tool; None: it is none."""
+    """The item's call of the function that stands for its tool; None if the item is not a call."""
     if item["type"] not in CALLS:
         return None
     called: AnyCallItem = item  # type: ignore[assignment]
@@ -159,11 +158,11 @@ def _arguments_of(item: AnyCallItem) -> str | dict[str, object]:
             return arguments if isinstance(arguments, str | dict) else {}
 
 
-# ---- What clients give -------------------------------------------------------------------------
+# ---- Items from clients ------------------------------------------------------------------------
 
 
 def _is_given(item: Item) -> bool:
-    """Tell whether the item comes from the client, not from the assistant."""
+    """True if the item comes from the client, not from the assistant."""
     if item["type"] == "message":
         return item["role"] != "assistant"
     return item["type"] in OUTPUTS

@@ -1,6 +1,6 @@
-"""Reasoning as `encrypted_content`: for clients that keep nothing else of it and send it back.
+"""Shows reasoning as `encrypted_content`: some clients keep and send back no other form.
 
-It is not encrypted: it is the text that the same item shows, and a client could write any other.
+The content is not encrypted: it is the text that the item shows, and a client could send any text.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ _PREFIX = "penstock1:"
 
 
 def seal(text: str) -> str:
-    """The text in a form that is handed on as it is."""
+    """Wrap a text as opaque content."""
     return _PREFIX + base64.b64encode(text.encode()).decode()
 
 
 def unseal(sealed: str) -> str | None:
-    """The text of what `seal` made; None: it is another server's."""
+    """Unwrap a result of `seal`; None if another server made the content."""
     if not sealed.startswith(_PREFIX):
         return None
     try:

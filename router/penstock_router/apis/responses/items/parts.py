@@ -1,4 +1,4 @@
-"""Parts of items: read, and as contents of messages."""
+"""Reads parts of items, and turns them into contents of messages."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from penstock_router.request import ImageSource
 from penstock_router.text.contents import Content, text_part
 
 TEXT_TYPES = ("text", "input_text", "output_text")
-# Parts that tools of some clients answer with, of which a model here is told that they came.
+# Types of tool output that this server cannot show to models. A text replaces them.
 _UNSEEN = ("input_file", "input_audio", "audio", "encrypted_content")
 # The role under which parts of a tool's output are read.
 TOOL = "tool"
 
 
 def read_content(name: str, role: str, value: Any) -> list[Part]:
-    """The parts of a message of this role; a string is one."""
+    """Read the parts of a message of this role; a string is one part."""
     if isinstance(value, str):
         return [_part(name, role, {"type": "text", "text": value})]
     return [
@@ -40,7 +40,6 @@ def read_content(name: str, role: str, value: Any) -> list[Part]:
 
 
 def _read_output(name: str, value: Any) -> str | list[Part]:
-    """Read the output of a tool."""
     return value if isinstance(value, str) else read_content(name, TOOL, value)
 
 
@@ -66,7 +65,7 @@ def _part(name: str, role: str, part: JsonObject) -> Part:
 def read_plain_parts(
     name: str, kind: Literal["reasoning_text", "summary_text"], value: Any, *, also: str = ""
 ) -> list[Part]:
-    """Parts of one type, or of that which `also` is, possibly none."""
+    """Read parts of type `kind` or, if given, `also`. The list may be empty."""
     kinds = (kind, also) if also else (kind,)
     parts: list[Part] = []
     for index, entry in enumerate([] if value is None else read_array(name, value)):
@@ -78,7 +77,7 @@ def read_plain_parts(
 
 
 def content_of(name: str, parts: list[Part]) -> Content:
-    """The content of a chat's message: one text, or parts where it has images."""
+    """A chat message's content: one text, or parts if it has images."""
     return joined(
         [
             image_part(part["image_url"], f"{name}[{index}]")
@@ -90,11 +89,11 @@ def content_of(name: str, parts: list[Part]) -> Content:
 
 
 def text_of(parts: list[Part]) -> str:
-    """The parts as one text, joined like those of a chat's message."""
+    """Join the parts into one text, like the parts of a chat message."""
     return "\n".join(part.get("text", part.get("refusal", "")) for part in parts)
 
 
-# ---- As documented -----------------------------------------------------------------------------
+# ---- Documentation -----------------------------------------------------------------------------
 
 
 def item_schema(kinds: Sequence[str], *required: str, **properties: JsonObject) -> JsonObject:
@@ -111,7 +110,7 @@ def _part_schema(kinds: Sequence[str], key: str) -> JsonObject:
 
 
 def content_schema(*more: JsonObject) -> JsonObject:
-    """The content of a message; `more` are other parts that it may have."""
+    """A message's content; `more` are schemas of further parts."""
     forms = [_part_schema(TEXT_TYPES, "text"), _part_schema(("refusal",), "refusal")]
     parts = {"type": "array", "items": {"anyOf": [*forms, INPUT_IMAGE_SCHEMA, *more]}}
     return {"anyOf": [STRING.schema, parts]}

@@ -1,7 +1,7 @@
-"""Items of OpenAI's Responses API as clients send them -> the form in which they are kept.
+"""Reads items of OpenAI's Responses API, as clients send them, into the form that is stored.
 
-What a model cannot be shown is left out, and named. What a server ran itself, and what came of it,
-is a function's call and its output.
+Items that cannot be shown to a model are left out, with a warning. A call that a server ran becomes
+a function call and its output.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from penstock_router.json_fields import (
 )
 
 ROLES = ("user", "assistant", "system", "developer")
-# Arrays of parts in items that chat messages do not have.
+# Names of arrays of parts that chat messages do not have.
 _MORE_PARTS = ("output", "summary", "tools")
 _NOT_EMPTY = string(1)
-# Items without anything that a model here could be shown.
+# Items that contain nothing for a model on this server.
 _LEFT_OUT = (
     *("web_search_call", "image_generation_call", "computer_call", "computer_call_output"),
     *("mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
@@ -65,20 +65,20 @@ _LEFT_OUT = (
 
 @dataclass(slots=True)
 class ParsedInput:
-    """The items of a body, and what else they bring."""
+    """The items of a body, with the tools and warnings found in items."""
 
     items: list[Item] = field(default_factory=list)
-    # That of each item in the body.
+    # Each item's index in the body.
     places: list[int] = field(default_factory=list)
-    # Tools that come as items: the field, and the tools.
+    # Tools given as items: the field, and the tools.
     tools: list[tuple[str, list[Any]]] = field(default_factory=list)
-    # Likewise those that a search found, which its output shows.
+    # The same for tools that a search found; the search's output shows these tools.
     found_tools: list[tuple[str, list[Any]]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     @property
     def references(self) -> tuple[str, ...]:
-        """The ids of stored items that it refers to."""
+        """The ids of stored items that the body refers to."""
         return tuple(item["id"] for item in self.items if item["type"] == "item_reference")
 
 
@@ -97,8 +97,8 @@ def check_items(name: str, items: Sequence[Any]) -> None:
 
 
 def read_input(name: str, value: Any) -> ParsedInput:
-    """Items, or a string, which becomes a message of the user."""
-    # One random stem for all ids: drawing thousands takes time.
+    """Read items, or a string, which becomes a user message."""
+    # All ids share one random stem: thousands of random stems would take time.
     stem = uuid.uuid4().hex
     parsed = ParsedInput()
     if isinstance(value, str):
@@ -122,8 +122,8 @@ def _add(parsed: ParsedInput, place: int, item: Item) -> None:
 
 
 def _read(parsed: ParsedInput, name: str, stem: str, item: JsonObject) -> Sequence[Item]:
-    """An item as it is kept: one, none or two."""
-    # Messages may leave out the type.
+    """The stored form of an item: one, none or two items."""
+    # Messages may omit the type.
     kind = item.get("type") or "message"
     if kind == "reasoning":
         return [_reasoning(parsed, name, stem, item)]
@@ -187,7 +187,7 @@ def _reasoning(parsed: ParsedInput, name: str, stem: str, item: JsonObject) -> R
 
 
 def _agent_message(parsed: ParsedInput, name: str, stem: str, item: JsonObject) -> Sequence[Item]:
-    """Read another agent's words: as the user's, with the names of both agents."""
+    """Read another agent's message as a user message with both agents' names."""
     texts: list[str] = []
     for index, entry in enumerate(read_array(f"{name}.content", item.get("content"))):
         at = f"{name}.content[{index}]"
@@ -208,13 +208,13 @@ def _agent_message(parsed: ParsedInput, name: str, stem: str, item: JsonObject) 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A type of calls or of outputs: the prefix of its ids, and its entries."""
+    """A type of call or output: the prefix of its ids, and its entries."""
 
     prefix: str
     entries: Mapping[str, Kind]
-    # Entries that are set here, whatever the client says.
+    # Entries that are set here; the client's values are ignored.
     fixed: Mapping[str, str] = field(default_factory=dict)
-    # Whether the item's id is meant where its call's id is left out.
+    # True if the item's id replaces a missing call id.
     may_lack_call_id: bool = False
 
     def read(self, kind: str, name: str, stem: str, item: JsonObject) -> Item:
@@ -236,7 +236,6 @@ class _Form:
         return cast(Item, kept)
 
     def schema(self, kind: str) -> JsonObject:
-        """The JSON schema of such items."""
         entries = {
             key: or_null(entry.schema) if key == _NAMESPACE else entry.schema
             for key, entry in self.entries.items()
@@ -257,7 +256,7 @@ def _read_execution(name: str, value: Any) -> JsonObject:
     return {**read_object(name, value), "type": "exec"}
 
 
-# Of a call that may be of a function in one: left out if it is null or empty.
+# A function's namespace: left out if null or empty.
 _NAMESPACE = "namespace"
 _ACTION = Kind(_read_execution, OBJECT.schema)
 _FOR_CLIENTS = {"execution": "client"}
@@ -313,13 +312,13 @@ _READERS: Mapping[str, Callable[[str, str, JsonObject], Item]] = {
 }
 
 
-# ---- What servers ran --------------------------------------------------------------------------
+# ---- Calls that servers ran --------------------------------------------------------------------
 
 
 def _hosted(
     parsed: ParsedInput, name: str, stem: str, kind: str, item: JsonObject
 ) -> Sequence[Item]:
-    """A call that a server ran, and its output; nothing if it has none."""
+    """A call that a server ran, and its output; nothing if it has no output."""
     function, arguments, output = _HOSTED[kind](item)
     if not output:
         parsed.warnings.append(f"{name}: an item of type {kind} without output is left out")
@@ -354,7 +353,7 @@ def _file_search(item: JsonObject) -> tuple[Any, Any, Any]:
     return None, {"queries": item.get("queries") or []}, item.get("results")
 
 
-# The function's name, its arguments, and what came of it.
+# The function's name, its arguments, and its output.
 _HOSTED: Mapping[str, Callable[[JsonObject], tuple[Any, Any, Any]]] = {
     "mcp_call": _mcp,
     "code_interpreter_call": _code_interpreter,
@@ -362,7 +361,7 @@ _HOSTED: Mapping[str, Callable[[JsonObject], tuple[Any, Any, Any]]] = {
 }
 
 
-# ---- As documented -----------------------------------------------------------------------------
+# ---- Documentation -----------------------------------------------------------------------------
 
 
 _MESSAGE_SCHEMA: JsonObject = {
@@ -404,7 +403,7 @@ INPUT = Kind(
                 "type": "array",
                 "minItems": 1,
                 "items": {"anyOf": [*_FIRST_SCHEMAS, *_OTHER_SCHEMAS]},
-                # Of reasoning alone, and of what is left out, no prompt can be made.
+                # No prompt can be made of only reasoning and items that are left out.
                 "contains": {"anyOf": _FIRST_SCHEMAS},
             },
         ]

@@ -1,4 +1,4 @@
-"""Items of OpenAI's Responses API, as they look in a conversation that is kept and in answers.
+"""The items of OpenAI's Responses API in stored conversations and in answers.
 
 Each has an id and a type; text is in arrays of parts.
 """
@@ -13,7 +13,7 @@ ItemStatus = Literal["completed", "incomplete", "in_progress"]
 
 
 class Part(TypedDict):
-    """A part of an item; which fields it has depends on its type."""
+    """A part of an item; its fields depend on its type."""
 
     type: Literal[
         "input_text", "input_image", "output_text", "refusal", "reasoning_text", "summary_text"
@@ -42,7 +42,7 @@ class ReasoningItem(TypedDict):
     id: str
     summary: list[Part]
     content: list[Part]
-    # The same text for clients that keep nothing else of it, where they ask for it.
+    # The same text, if the client asks for it: some clients keep no other form.
     encrypted_content: NotRequired[str]
     status: ItemStatus
 
@@ -54,7 +54,7 @@ class CallItem(TypedDict):
     id: str
     call_id: str
     name: str
-    # Of the namespace that the function is in, if any.
+    # Namespace of the function, if any.
     namespace: NotRequired[str]
     # JSON; incomplete if the call was cut off.
     arguments: str
@@ -74,7 +74,7 @@ class CustomCallItem(TypedDict):
 
 
 class LocalShellCallItem(TypedDict):
-    """A command that the client is to run."""
+    """A command for the client to run."""
 
     type: Literal["local_shell_call"]
     id: str
@@ -84,7 +84,7 @@ class LocalShellCallItem(TypedDict):
 
 
 class ShellCallItem(TypedDict):
-    """Commands that the client is to run."""
+    """Commands for the client to run."""
 
     type: Literal["shell_call"]
     id: str
@@ -94,7 +94,7 @@ class ShellCallItem(TypedDict):
 
 
 class ApplyPatchCallItem(TypedDict):
-    """A change of a file that the client is to make."""
+    """A file change for the client to make."""
 
     type: Literal["apply_patch_call"]
     id: str
@@ -104,7 +104,7 @@ class ApplyPatchCallItem(TypedDict):
 
 
 class ToolSearchCallItem(TypedDict):
-    """A search for tools that the client is to make."""
+    """A tool search for the client to make."""
 
     type: Literal["tool_search_call"]
     id: str
@@ -115,7 +115,7 @@ class ToolSearchCallItem(TypedDict):
 
 
 class CallOutputItem(TypedDict):
-    """The result of a call of a function or of a tool that takes text."""
+    """The output of a function or of a tool that takes text."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     id: str
@@ -125,7 +125,7 @@ class CallOutputItem(TypedDict):
 
 
 class LocalShellOutputItem(TypedDict):
-    """The result of a command."""
+    """The output of a command."""
 
     type: Literal["local_shell_call_output"]
     id: str
@@ -135,7 +135,7 @@ class LocalShellOutputItem(TypedDict):
 
 
 class ShellOutputItem(TypedDict):
-    """The results of commands."""
+    """The outputs of commands."""
 
     type: Literal["shell_call_output"]
     id: str
@@ -145,7 +145,7 @@ class ShellOutputItem(TypedDict):
 
 
 class ApplyPatchOutputItem(TypedDict):
-    """The result of a change of a file."""
+    """The result of a file change."""
 
     type: Literal["apply_patch_call_output"]
     id: str
@@ -155,7 +155,7 @@ class ApplyPatchOutputItem(TypedDict):
 
 
 class ToolSearchOutputItem(TypedDict):
-    """The tools that a search found."""
+    """Tools that a search found."""
 
     type: Literal["tool_search_output"]
     id: str
@@ -166,7 +166,7 @@ class ToolSearchOutputItem(TypedDict):
 
 
 class ReferenceItem(TypedDict):
-    """A place for an item that is stored."""
+    """A reference to a stored item."""
 
     type: Literal["item_reference"]
     id: str

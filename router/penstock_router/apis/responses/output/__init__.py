@@ -1,1 +1,1 @@
-"""Items of an answer while it is made."""
+"""Items of an answer that is being generated."""

@@ -1,4 +1,4 @@
-"""Calls in a response in progress: of functions, of tools that take text, of tools of clients."""
+"""Builds calls in a response in progress: of functions, tools that take text, and client tools."""
 
 from __future__ import annotations
 
@@ -50,8 +50,6 @@ class _CallOf(ItemBuilder):
 
 
 class _FunctionCall(_CallOf):
-    """A call of a function."""
-
     _prefix = "fc"
     _delta_type = "response.function_call_arguments.delta"
 
@@ -73,7 +71,7 @@ class _FunctionCall(_CallOf):
 
 
 class _CustomCall(_CallOf):
-    """A call of a tool that takes text, which is read out of the arguments."""
+    """A call of a tool that takes text; the text is read from the arguments."""
 
     _prefix = "ctc"
     _delta_type = "response.custom_tool_call_input.delta"
@@ -81,7 +79,7 @@ class _CustomCall(_CallOf):
     def __init__(self, stem: str, index: int, call_id: str, tool: ServedTool) -> None:
         super().__init__(stem, index, call_id, tool)
         self._input = EncodedText()
-        # What of the text came with its end, in no event so far.
+        # Text that is known only at the end and that no event has shown yet.
         self._late = ""
 
     def grow(self, text: str, logprobs: Sequence[msgspec.Raw]) -> str:
@@ -110,7 +108,7 @@ class _CustomCall(_CallOf):
 
 
 class _ClientsCall(_CallOf):
-    """A call of a tool of the client's: its fields are shown at its end, all at once."""
+    """A call of a client tool: all its fields are shown at its end."""
 
     _delta_type = ""
 
@@ -124,10 +122,10 @@ class _ClientsCall(_CallOf):
 
     def as_item(self, status: ItemStatus) -> AnyCallItem:
         shown = {"type": f"{self._tool.type}_call", "id": self.id, "call_id": self._call_id}
-        # Arguments that were cut off are no object.
+        # Arguments that were cut off are not an object.
         fields = self._shown(object_in("".join(self._texts)) or {})
         if self._tool.type == APPLY_PATCH and status == "incomplete":
-            # Its published type has no such status.
+            # The published type lacks this status.
             status = "completed"
         return cast(AnyCallItem, {**shown, **fields, "status": status})
 
@@ -154,7 +152,7 @@ def _shell(given: JsonObject) -> JsonObject:
 
 
 def _texts(value: Any, shell: Sequence[str]) -> list[str]:
-    """The words of a command; a model may write them as one text, which is for the `shell`."""
+    """The words of a command; the `shell` runs a command that is one string."""
     if isinstance(value, str):
         return [*shell, value]
     return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
@@ -190,7 +188,9 @@ _CLIENTS: Mapping[str, tuple[str, Callable[[JsonObject], JsonObject]]] = {
 def call_builder(
     stem: str, index: int, call_id: str, function: str, served: Mapping[str, ServedTool]
 ) -> ItemBuilder:
-    """The item of a call of the function, as the tool for which it stands is answered."""
+    """The builder for a call of `function`, in the form of the tool that the function stands
+    for.
+    """
     tool = served.get(function) or ServedTool(FUNCTION, function)
     if tool.type == FUNCTION:
         return _FunctionCall(stem, index, call_id, tool)

@@ -1,7 +1,7 @@
-"""The text of a tool that takes text, read out of the call's JSON while that comes.
+"""Reads a tool's text from the JSON of its call while the JSON arrives.
 
-A model writes `{"input": "the text"}`; what of the string can be read is shown at once and is never
-taken back.
+A model writes `{"input": "the text"}`. Each readable piece of the string is shown immediately and
+never taken back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from penstock_router.apis.responses.tools.functions import INPUT
 
 _OPENS = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
-# Whatever may still become what `_OPENS` finds is shorter than this, unless it is white space.
+# A possible beginning of `_OPENS` is shorter than this, except for long whitespace.
 _MAX_SOUGHT = 4096
 _PLAIN = re.compile(r'[^"\\]+')
 _ESCAPES: Mapping[str, str] = {
@@ -26,10 +26,9 @@ _REPLACEMENT = "\ufffd"
 
 
 class EncodedText:
-    """The text of one call."""
-
     def __init__(self) -> None:
-        # The JSON so far, until the string begins; then what of it is not read yet.
+        # Before the string begins: the JSON so far. After that, `_rest`: the unread part of the
+        # string.
         self._held: list[str] = []
         self._num_held = 0
         self._rest: str | None = None
@@ -38,7 +37,6 @@ class EncodedText:
 
     @property
     def text(self) -> str:
-        """The text so far."""
         return "".join(self._texts)
 
     def feed(self, piece: str) -> str:
@@ -53,7 +51,7 @@ class EncodedText:
         return added
 
     def _behind_opening(self, piece: str) -> str | None:
-        """The JSON behind the quote that begins the string; None: that has not come."""
+        """The JSON after the string's opening quote; None if the quote has not arrived yet."""
         self._held.append(piece)
         if self._num_held > _MAX_SOUGHT:
             return None
@@ -63,7 +61,7 @@ class EncodedText:
         return None if opened is None else json[opened.end() :]
 
     def end(self, *, was_cut: bool) -> str:
-        """The text that is known only now that all of the JSON is there."""
+        """The text that only the complete JSON reveals."""
         if self._rest is not None:
             return ""
         self._rest, self._is_over = "", True
@@ -72,7 +70,7 @@ class EncodedText:
         return added
 
     def _decoded(self, text: str) -> list[str]:
-        """Read the string on as far as it is complete."""
+        """Decode the string up to the last complete escape."""
         found, at = [], 0
         while at < len(text):
             if plain := _PLAIN.match(text, at):
@@ -92,10 +90,10 @@ class EncodedText:
 
 
 def _escaped(text: str, at: int) -> tuple[str, int]:
-    """The character that an escape stands for, and the escape's length; 0: more must come."""
+    """The character of an escape, and the escape's length: 0 if the escape is incomplete."""
     kind = text[at + 1 : at + 2]
     if kind != "u":
-        # One that JSON does not have is the character itself.
+        # An escape unknown to JSON stands for the escaped character.
         return (_ESCAPES.get(kind, kind), 2) if kind else ("", 0)
     first = text[at + 2 : at + 6]
     if len(first) < 4 and _is_unit_begun(first):
@@ -119,7 +117,7 @@ def _is_unit_begun(digits: str) -> bool:
 
 
 def _text_in(arguments: str, *, was_cut: bool) -> str:
-    """The text in JSON of another form: its argument, its only string, or else the JSON itself."""
+    """The text in JSON of another form: the argument, the only string, or the whole JSON."""
     try:
         given = msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, UnicodeError, RecursionError):

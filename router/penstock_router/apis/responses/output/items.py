@@ -1,4 +1,4 @@
-"""Items of a response in progress: extended by pieces of text, shown whole and as events.
+"""Builds a response's items from pieces of text, and shows them whole and as events.
 
 The JSON around a piece of text is the same in each event and is rendered once.
 """
@@ -23,46 +23,46 @@ from penstock_router.apis.responses.items.types import (
 )
 from penstock_router.text.answer_pieces import PieceKind
 
-# An event's type, and its fields other than the type and the sequence number.
+# An event's type, and its fields other than type and sequence number.
 Event = tuple[str, dict[str, Any]]
 
 _encode = msgspec.json.encode
 
 
 class ItemBuilder(ABC):
-    """An item that grows, one subclass per type. Its text is empty until a piece has come."""
+    """An item that grows, with a subclass per type. Its text is empty until the first piece."""
 
-    # The kind of pieces that extend the item once it has begun.
+    # The kind of pieces that extend the item.
     grows_by: ClassVar[PieceKind]
     _prefix: ClassVar[str]
     _delta_type: ClassVar[str]
-    # The JSON after an event's piece of text if there are no log-probabilities.
+    # JSON after an event's text if there are no log-probabilities.
     _beside_deltas: ClassVar[bytes] = b""
 
     def __init__(self, stem: str, index: int) -> None:
-        """`stem` is the response's id without prefix, `index` the item's place in the output."""
+        """Make an item; `stem` is the response's id without prefix, `index` the item's place."""
         self.id = f"{self._prefix}_{stem}" if index == 0 else f"{self._prefix}_{stem}_{index}"
         self._index = index
         self._texts: list[str] = []
         self._delta_opens = b""
 
     def grow(self, text: str, logprobs: Sequence[msgspec.Raw]) -> str:
-        """Append a piece, with the log-probabilities that are shown beside it; the text that the
-        event of the piece shows.
+        """Append a piece and its log-probabilities; return the text that the piece's event
+        shows.
         """
         self._texts.append(text)
         return text
 
     @abstractmethod
     def as_item(self, status: ItemStatus) -> Item:
-        """The item with all of its text so far."""
+        """The item with its text so far."""
 
     @abstractmethod
     def opening(self) -> list[Event]:
-        """The events before its first piece."""
+        """The events before the item's first piece."""
 
     def delta(self, text: str, logprobs: Sequence[msgspec.Raw], number: int) -> bytes:
-        """The event of a piece, framed."""
+        """The frame of a piece's event."""
         return b'%b,"delta":%b%b,"sequence_number":%d}\n\n' % (
             self._delta_opens or self._begin_deltas(),
             _encode(text),
@@ -72,11 +72,11 @@ class ItemBuilder(ABC):
 
     @abstractmethod
     def closing(self, shown: Item) -> list[Event]:
-        """The events after its last piece; `shown` is the item as it ends."""
+        """The events after the item's last piece; `shown` is the final item."""
 
     @abstractmethod
     def _place(self) -> dict[str, Any]:
-        """The fields that say which part of the output its events extend."""
+        """The fields that identify the part of the output that an event extends."""
 
     def _beside_delta(self, logprobs: Sequence[msgspec.Raw]) -> bytes:
         return b""
@@ -123,8 +123,6 @@ class _WithPart(ItemBuilder):
 
 
 class MessageBuilder(_WithPart):
-    """A message."""
-
     grows_by = PieceKind.CONTENT
     _prefix = "msg"
     _delta_type = "response.output_text.delta"
@@ -132,7 +130,7 @@ class MessageBuilder(_WithPart):
 
     def __init__(self, stem: str, index: int) -> None:
         super().__init__(stem, index)
-        # Encoded already: the events at the end of a stream repeat all of them four times.
+        # These are encoded once: the events at a stream's end repeat them four times.
         self._logprobs: list[msgspec.Raw] = []
 
     def grow(self, text: str, logprobs: Sequence[msgspec.Raw]) -> str:
@@ -157,14 +155,12 @@ class MessageBuilder(_WithPart):
 
 
 class ReasoningBuilder(_WithPart):
-    """Reasoning."""
-
     grows_by = PieceKind.REASONING
     _prefix = "rs"
     _delta_type = "response.reasoning_text.delta"
 
     def __init__(self, stem: str, index: int, *, is_sealed: bool) -> None:
-        """`is_sealed`: whether the item has its text as `encrypted_content` too."""
+        """Make an item; with `is_sealed`, its text is also shown as `encrypted_content`."""
         super().__init__(stem, index)
         self._is_sealed = is_sealed
 

@@ -1,4 +1,4 @@
-"""The field tool_choice of the Responses API, and the tools that a request has by it."""
+"""Reads tool_choice of the Responses API, and finds the tools that the request may call."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from penstock_router.request import Tool, ToolChoice
 
 @dataclass(frozen=True, slots=True)
 class AskedChoice:
-    """The wish of a body's tool_choice; answers repeat `shown`."""
+    """A body's tool_choice; answers repeat `shown`."""
 
     mode: Literal["none", "auto", "required", "named"]
     shown: Any
-    # With mode "named" the tool; else the only ones that may be called, if any are named.
+    # With mode "named", the tool. Otherwise the tools that may be called; empty: all tools.
     tools: tuple[ToolKey, ...] = ()
 
 
@@ -102,7 +102,7 @@ def _read_allowed(name: str, value: JsonObject) -> AskedChoice:
         text = f"{name}.tools: none of these is served by this server"
         raise BadRequest(text, param=f"{name}.tools")
     shown = {"type": "allowed_tools", "mode": mode, "tools": tools}
-    # Where none is left, none may be called.
+    # An empty list of allowed tools allows no call.
     return AskedChoice(mode if keys else "none", shown, tuple(keys))
 
 
@@ -110,7 +110,7 @@ def _read_allowed(name: str, value: JsonObject) -> AskedChoice:
 
 
 def tool_options(parsed: ParsedTools, asked: AskedChoice, parallel: bool) -> JsonObject:
-    """Tools that a request has, and may call, as `ResponsesRequest` takes them. Raises
+    """The request's tools, and the tools it may call, as fields of `ResponsesRequest`. Raises
     `BadRequest`.
     """
     tools, served = parsed.named()
@@ -119,7 +119,7 @@ def tool_options(parsed: ParsedTools, asked: AskedChoice, parallel: bool) -> Jso
             raise BadRequest("tool_choice: needs tools", param="tool_choice")
         return {}
     index = _Index(tools, served)
-    # Each once: a namespace that is named again and again has all its members each time.
+    # Take each key once: each key of a namespace stands for all its members.
     keys = dict.fromkeys(asked.tools)
     wanted = [name for key in keys for name in index.names_of(key)]
     choice = ToolChoice(asked.mode, wanted[0] if asked.mode == "named" else "")
@@ -135,10 +135,10 @@ def tool_options(parsed: ParsedTools, asked: AskedChoice, parallel: bool) -> Jso
 
 
 class _Index:
-    """Finds the functions that stand for tools as a tool_choice names them."""
+    """Finds the functions of tools that a tool_choice names."""
 
     def __init__(self, tools: Iterable[Tool], served: Mapping[str, ServedTool]) -> None:
-        # A function may also be named as the model sees it.
+        # A client may also use the name that the model sees.
         self._names = {(FUNCTION, "", tool.name): tool.name for tool in tools}
         self._names |= {tool.key: name for name, tool in served.items()}
         self._members: dict[str, list[str]] = defaultdict(list)
@@ -146,7 +146,7 @@ class _Index:
             self._members[tool.namespace].append(name)
 
     def names_of(self, key: ToolKey) -> list[str]:
-        """The function, or all those of the namespace. Raises `BadRequest`."""
+        """The function, or all functions of the namespace. Raises `BadRequest`."""
         kind, namespace, _ = key
         if kind == NAMESPACE:
             found = self._members.get(namespace, [])

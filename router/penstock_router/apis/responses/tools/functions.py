@@ -1,9 +1,9 @@
-"""Tools of the Responses API -> the functions that a model is shown, and how calls of each are
-answered.
+"""Turns tools of the Responses API into functions for a model, and tells the form of their calls.
 
-A model sees functions only. One in a namespace has a name of both; a tool that takes text is a
-function with a single string; a tool of which the client does the work (a shell, a patch, a search
-for tools) is a function with the fields of its call. What only OpenAI's servers run is left out.
+A model sees only functions. The name of a function in a namespace contains both names. A tool that
+takes text becomes a function with one string. A tool that the client runs (a shell, a patch, a
+search for tools) becomes a function with the fields of its call. Tools that only OpenAI's servers
+run are left out.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from penstock_router.text.formats.base import CallFormat
 FUNCTION, CUSTOM, NAMESPACE = "function", "custom", "namespace"
 LOCAL_SHELL, SHELL, APPLY_PATCH = "local_shell", "shell", "apply_patch"
 TOOL_SEARCH = "tool_search"
-# The argument that is the text of a tool which takes text.
+# The argument that holds the text of a tool that takes text.
 INPUT = "input"
-# A tool as requests name it: its type, its namespace and its name.
+# The key of a tool in requests: type, namespace and name.
 ToolKey = tuple[str, str, str]
 
 _SYNTAX = one_of("lark", "regex")
@@ -56,46 +56,45 @@ _DEFINITION = string(1)
 
 @dataclass(frozen=True, slots=True)
 class ServedTool:
-    """A tool that is not a plain function: what calls of its function are shown as."""
+    """A tool that is not a plain function. It determines how calls of its function are shown."""
 
     type: str
     name: str
     namespace: str = ""
-    # The grammar of its text, if it takes text and has one: `lark` or `regex`, and the grammar.
+    # The grammar of the tool's text, if any: `lark` or `regex`, and the grammar.
     syntax: str = ""
     definition: str = ""
 
     @property
     def key(self) -> ToolKey:
-        """The tool as requests name it."""
         return self.type, self.namespace, self.name
 
 
 class Source(Enum):
-    """The part of a body that brings a tool."""
+    """The part of a body that contains a tool."""
 
-    # `tools`, which answers repeat.
+    # The field `tools`, which answers repeat.
     FIELD = auto()
     ITEM = auto()
-    # The output of a search, which shows it: before the chat it would change what prompts begin
-    # with, and so leave nothing of them in the cache.
+    # The output of a tool search. It shows the tool: a tool shown before the chat would change the
+    # prompt's beginning, and the prefix cache would not find the prompt.
     SEARCH = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tool that was read; the function's name is still the tool's own."""
+    """A tool after reading; its function still has the tool's own name."""
 
     served: ServedTool
     function: Tool
-    # As answers repeat it: a namespace as its first one.
+    # The form that answers repeat. A namespace's first tool has the form of the whole namespace.
     shown: JsonObject | None
     source: Source = Source.FIELD
 
 
 @dataclass(slots=True)
 class ParsedTools:
-    """The tools of a body, and what is left out of them."""
+    """The tools of a body, and warnings of those left out."""
 
     entries: list[_Entry] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -138,12 +137,12 @@ class ParsedTools:
             shown = None
 
     def named(self) -> tuple[tuple[Tool, ...], dict[str, ServedTool]]:
-        """The functions, each with a name of its own, and those that are not plain, by that name.
-        Of several that requests name alike the last counts.
+        """The functions, with distinct names; and the tools that are not plain functions, by
+        function name. If several tools have the same key, the last one counts.
         """
         by_key = {entry.served.key: entry for entry in self.entries}
         at_front = {entry.served.key for entry in self.entries if entry.source is not Source.SEARCH}
-        # Plain functions first: their names are the models', and the client's.
+        # Plain functions choose names first, because models and clients rely on their names.
         plain = {key for key in by_key if key[0] == FUNCTION and not key[1]}
         taken = {key[2] for key in plain}
         tools: list[Tool] = []
@@ -161,7 +160,7 @@ class ParsedTools:
         return tuple(tools), served
 
     def definitions(self, names: Mapping[ToolKey, str]) -> list[str]:
-        """The functions as most chat templates write them; `names` are those that differ from
+        """The functions as most chat templates write them; `names` has the names that differ from
         `flat_name`.
         """
         keyed = [(entry.served.key, entry.function) for entry in self.entries]
@@ -176,7 +175,6 @@ class ParsedTools:
         return [shown for shown in own if shown is not None]
 
     def warn_of_namesakes(self) -> None:
-        """Add a warning if several have one name."""
         counts = Counter(entry.served.key for entry in self._of_field())
         if again := dict.fromkeys(key[2] for key, count in counts.items() if count > 1):
             self.warnings.append(last_counts([*again]))
@@ -186,7 +184,7 @@ class ParsedTools:
 
 
 def flat_name(key: ToolKey) -> str:
-    """The name of the function that stands for a tool, if no other has it."""
+    """The name of a tool's function, unless another function has it."""
     _, namespace, name = key
     whole = f"{namespace}__{name}" if namespace else name
     return whole if len(whole) <= MAX_NAME_CHARS else _marked(key, whole)
@@ -198,7 +196,7 @@ def _free_name(key: ToolKey, taken: set[str]) -> str:
 
 
 def _marked(key: ToolKey, name: str) -> str:
-    """The name with a mark that says of which tool it is: the same in every request."""
+    """The name with a mark that identifies its tool. The mark is the same in every request."""
     mark = hashlib.blake2b(repr(key).encode(), digest_size=5).hexdigest()
     return f"{name[: MAX_NAME_CHARS - len(mark) - 1]}_{mark}"
 
@@ -209,7 +207,6 @@ def _renamed(tool: Tool, name: str) -> Tool:
 
 
 def _with_text(tool: Tool, before: str) -> Tool:
-    """The function with a text before its description."""
     function = tool.shown["function"]
     text = "\n\n".join(filter(None, (before, function.get("description"))))
     return dataclasses.replace(
@@ -221,7 +218,7 @@ def _with_text(tool: Tool, before: str) -> Tool:
 
 
 def _read(where: str, kind: str, tool: JsonObject, namespace: str) -> _Entry | None:
-    """A tool; None if it is of a kind that is left out."""
+    """Read a tool; None if its kind is left out."""
     if kind == FUNCTION:
         function = read_tool(where, tool, SHOWN)
         shown = {key: tool.get(key) for key in ("name", "description", "parameters")}
@@ -244,7 +241,7 @@ def _not_null(given: JsonObject, *keys: str) -> JsonObject:
 
 
 def _is_remote(tool: JsonObject) -> bool:
-    """Tell whether a shell is one on OpenAI's servers."""
+    """True if a shell runs on OpenAI's servers."""
     environment = tool.get("environment")
     return isinstance(environment, dict) and environment.get("type") != "local"
 
@@ -266,7 +263,7 @@ def _read_custom(where: str, tool: JsonObject, namespace: str) -> _Entry:
 
 
 def _read_format(name: str, value: Any) -> tuple[str, str]:
-    """The syntax and the definition of a grammar; both empty for any text."""
+    """The syntax and definition of a grammar; both are empty if any text is allowed."""
     if value is None:
         return "", ""
     given = read_object(name, value)
@@ -324,7 +321,7 @@ _OF_CLIENTS: Mapping[str, JsonObject] = {
         ),
     },
 }
-# Tools that have no name of their own.
+# Tools without a name of their own.
 NAMED_BY_TYPE = (*_OF_CLIENTS, TOOL_SEARCH)
 _ABOUT_SEARCH: JsonObject = {
     "description": "Searches for more tools; those that it finds can be called afterwards.",
@@ -338,8 +335,8 @@ _ABOUT_SEARCH: JsonObject = {
 def hold_to_grammars(
     tools: tuple[Tool, ...], served: Mapping[str, ServedTool], tool_format: CallFormat | None
 ) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
-    """The tools with the grammars of their texts, where the model writes text in calls as it is;
-    and the names of those whose grammar is shown to the model, but not enforced.
+    """The tools, and the names of tools whose grammar is shown to the model but not enforced. If
+    the model writes text in calls literally, the tools have grammars for their texts.
     """
     bound = {name: tool for name, tool in served.items() if tool.syntax}
     if not bound:
@@ -361,7 +358,7 @@ def _format(tool: ServedTool) -> JsonObject:
     return made
 
 
-# ---- As documented -----------------------------------------------------------------------------
+# ---- Documentation -----------------------------------------------------------------------------
 
 
 def _read_tools(name: str, value: Any) -> ParsedTools:

@@ -1,8 +1,7 @@
-"""The base class of readers of answers that are channels all over.
+"""The base class of readers of answers in which every part is in a channel.
 
-Text is shown as what its channel is: reasoning or content. A family's reader reads one message, or
-one channel, after the other. Marks that are tokens of the tokenizer are never shown: whatever they
-were meant for, they are no text.
+Text is shown as reasoning or content, by its channel. A family's reader reads one message or
+channel after another. Marks that are tokens of the tokenizer are never shown.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from penstock_router.text.stop_strings import beginning
 
 
 class ChannelReader(CallParser):
-    """Reads reasoning, content and calls, each in channels of its own."""
+    """Reads reasoning, content and tool calls, each in its own channels."""
 
-    # A channel of reasoning may follow any other.
+    # A reasoning channel may follow any other channel.
     is_over = False
 
     def __init__(self, tools: Sequence[Tool], marks: Marks, *, begun: bool = False) -> None:
         super().__init__(tools, marks)
-        # Whether it is reasoning that comes, and whether any came so far.
+        # True if the next text is reasoning; and true if any reasoning was read.
         self.in_reasoning = self.has_reasoning = begun
-        # What was shown last, and whether a channel was opened since.
+        # The kind of the last shown piece; and true if a channel was opened after it.
         self._shown_last: PieceKind | None = None
         self._is_new = False
         texts = sorted(marks.tokens.values(), key=len, reverse=True)
@@ -36,13 +35,12 @@ class ChannelReader(CallParser):
     # Output.
 
     def _open(self, *, is_reasoning: bool) -> None:
-        """A channel of text begins."""
         self.in_reasoning = is_reasoning
         self.has_reasoning = self.has_reasoning or is_reasoning
         self._is_new = True
 
     def _content(self, text: str) -> None:
-        """Show text of the open channel; a line break parts it from the channel before it."""
+        """Show text of the open channel; a line break separates it from the previous channel."""
         if TOKEN in text:
             text = plain(self._tokens.sub("", text))
         if not text:
@@ -60,11 +58,11 @@ class ChannelReader(CallParser):
     # Input.
 
     def _is_token(self, mark: str) -> bool:
-        """Tell whether the mark is a token: then it is a mark wherever it stands."""
+        """Tell whether the mark is a token. A token counts as a mark anywhere."""
         return self._marks.spelled(mark) != mark
 
     def _text_until(self, *marks: str, show: Callable[[str], None]) -> Reading[str]:
-        """Pass text on up to a mark, and hold the mark; returns which one it was."""
+        """Pass text on up to a mark, hold the mark, and return it."""
         self._fits = False
         by_spelling = {self._marks.spelled(mark): mark for mark in marks}
         spelled = tuple(by_spelling)

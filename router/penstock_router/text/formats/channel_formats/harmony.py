@@ -1,14 +1,15 @@
 """The channels of gpt-oss: `<|channel|>analysis<|message|>..<|end|>`, a message for each.
 
-A message has a header: perhaps the role, the channel, for a call its recipient, which may stand
-with either, and the type of what follows. A call ends an answer, and its mark may be the token that
-ended it, of which no text is left: then the answer's end is the call's.
+A message's header has the role (optional), the channel, a tool call's recipient after the role or
+the channel, and the type of the text. A tool call ends an answer. If its end mark is the token that
+ended the answer, the mark's text is missing, and the answer's end is the call's.
 
-A message in the channel "analysis" is reasoning, any other is content. One to a function is a call,
-in whichever channel, unless the request has no tools, or it is to a tool of OpenAI's own (browser,
-python, container) that the request does not have as a function: that is text of its channel. Where
-a call's text is no JSON, as code for "python" is, it is the value of the function's only string.
-Text that is said to be code is JSON only where it begins with that argument.
+A message in the channel "analysis" is reasoning; a message in another channel is content. A message
+to a function is a tool call in any channel. Two exceptions are text of their channel: any call if
+the request has no tools, and a call of OpenAI's own tools (browser, python, container) if the
+request does not have them as functions. If a call's text is not JSON, such as code for "python", it
+is the value of the function's only string. Text whose type is code is JSON only if it begins with
+that argument.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ _ENDS = (_END, _CALL, _RETURN)
 _AGAIN = f"{_START}assistant"
 _CHANNELS = _ANALYSIS, _COMMENTARY, _FINAL = "analysis", "commentary", "final"
 _NAMESPACE = "functions."
-# Recipients that are nobody's function, and tools that OpenAI's own servers run.
+# Recipients that are not functions, and tools that OpenAI's own servers run.
 _NOBODY = ("assistant", "user", "all", "")
 _BUILT_IN = ("browser", "python", "container")
-# Words in a header beside the role, the channel and the recipient.
+# Maximum of words in a header besides the role, the channel and the recipient.
 _MOST_WORDS = 4
-# Characters among which an argument's name is looked for.
+# Maximum of characters that are searched for an argument's name.
 _MOST_BEFORE = 256
 _WORD = re.compile(r"[\w./:-]*")
 # Text that ends before any other message.
@@ -59,29 +60,24 @@ _STYLE = ReasoningStyle("harmony", f"{_CHANNEL}{_ANALYSIS}{_MESSAGE}", _END)
 
 @dataclass(frozen=True)
 class HarmonyFormat(ChannelFormat):
-    """The channels of gpt-oss."""
-
     name: str = "harmony"
     marks: tuple[str, ...] = _MARKS
     style: ReasoningStyle = _STYLE
 
     def is_of(self, template: str) -> bool:
-        """The template writes channels, with the marks of this family."""
         return all(mark in template for mark in (_START, _CHANNEL, _MESSAGE))
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return self.channels(tools, marks)
 
     def channels(
         self, tools: Sequence[Tool], marks: Marks = NO_MARKS, *, begun: bool = False
     ) -> ChannelParser:
-        """A parser for one answer; `begun`: the prompt ends within the channel of reasoning."""
         return _HarmonyReader(tools, marks, begun=begun)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """A call, which ends the answer. If not required: any messages of text, and then a call
-        or the last message.
+        """Match a tool call, which ends the answer. If no call is required, match any messages of
+        text, and then a call or the last message.
         """
         calls = [
             tag(
@@ -99,11 +95,9 @@ class HarmonyFormat(ChannelFormat):
         return sequence(either([before, literal("")]), either(last))
 
     def said(self, text: JsonObject) -> JsonObject:
-        """The message that is the answer's text."""
         return _message(_FINAL, text, "")
 
     def reasoned(self, answer: JsonObject, *, begun: bool) -> JsonObject:
-        """The answer behind reasoning, which is a message of its own."""
         mark = "" if begun else self.style.begin
         reasoning = tag(mark, {"type": "any_text", "excludes": [_CHANNEL]}, f"{_END}{_AGAIN}")
         return sequence(reasoning if begun else either([reasoning, literal("")]), answer)
@@ -114,10 +108,10 @@ def _message(channel: str, text: JsonObject, end: str) -> JsonObject:
 
 
 class _HarmonyReader(MessageReader, JsonCallParser):
-    """Reads one message after the other.
+    """Reads one message after another.
 
-    Tolerates headers without `<|start|>`, `<|message|>` or `<|constrain|>`, with parts twice or in
-    another order, and ends that are missing before the next message.
+    Tolerates headers without `<|start|>`, `<|message|>` or `<|constrain|>`, repeated parts, parts
+    in another order, and missing ends before the next message.
     """
 
     _openers = (_START, _CHANNEL)
@@ -145,7 +139,7 @@ class _HarmonyReader(MessageReader, JsonCallParser):
         self._drop()
 
     def _function_of(self, header: Header) -> str | None:
-        """The function that the message is to; None: it is text."""
+        """Return the function that the message is addressed to; None: the message is text."""
         recipient = header.recipient
         name = recipient.removeprefix(_NAMESPACE)
         for known in (recipient, name):
@@ -169,8 +163,8 @@ class _HarmonyReader(MessageReader, JsonCallParser):
         yield from self._rest(header, is_strict=is_strict)
 
     def _rest(self, header: Header, *, is_strict: bool) -> Reading[None]:
-        """Read a header up to its mark or, if not strict, to what cannot be part of it any more,
-        which is held. Raises `Misfit` if it is none.
+        """Read a header up to its mark. If not strict, read up to text that cannot be part of a
+        header; that text is held. Raises `Misfit` if there is no header.
         """
         while True:
             yield from self._space()
@@ -201,8 +195,8 @@ class _HarmonyReader(MessageReader, JsonCallParser):
         header.channel = known or (yield from self._name())
 
     def _recipient_or_word(self, header: Header, *, is_strict: bool) -> Reading[bool]:
-        """Read the recipient, or a word that is nothing known: without a mark behind it, that is
-        text. Returns whether there was either.
+        """Read the recipient or an unknown word; return true if one was read. An unknown word
+        without a mark after it is text.
         """
         if (yield from self._any_of("to=")) is not None:
             header.recipient = yield from self._name()
@@ -218,14 +212,12 @@ class _HarmonyReader(MessageReader, JsonCallParser):
         return True
 
     def _repeated_mark(self) -> Reading[None]:
-        """The mark behind a header once more means nothing more."""
         while (yield from self._any_of(_MESSAGE)) is not None:
             self._drop()
 
     # Calls.
 
     def _called(self, name: str, header: Header) -> Reading[None]:
-        """A call, from behind its header to its end."""
         self._has_ended = True
         try:
             yield from self._repeated_mark()
@@ -251,7 +243,7 @@ class _HarmonyReader(MessageReader, JsonCallParser):
         yield from self._ended()
 
     def _begins_with(self, key: str) -> Reading[bool]:
-        """Tell whether an object comes whose first member is this argument; nothing is consumed."""
+        """Tell whether an object begins here with this argument; nothing is consumed."""
         wanted = f"{{{''.join(_ENCODE(key).split())}:"
         while True:
             there = self._text[self._at : self._at + _MOST_BEFORE]
@@ -263,7 +255,7 @@ class _HarmonyReader(MessageReader, JsonCallParser):
             yield from self._more()
 
     def _as_text(self, name: str, key: str) -> Reading[None]:
-        """A call's text as the value of its only argument."""
+        """Read a tool call's text as the value of its only argument."""
         spaces, self._held = "".join(self._held), []
         self._call(name)
         self._arguments(f'{{{_ENCODE(key)}: "{_escaped(spaces)}')
@@ -278,7 +270,7 @@ class _HarmonyReader(MessageReader, JsonCallParser):
         self._end_call()
 
     def _unlike(self, name: str, first: str) -> Reading[None]:
-        """A call whose text is no object: one in quotes, or none. Anything else is content."""
+        """Read a tool call whose text is an object in quotes, or null. Other text is content."""
         try:
             value = (yield from self._value()) if first in '"n' else "0"
             mended = "{}" if value == "null" else mended_object(_unquoted(value))
@@ -296,7 +288,7 @@ def _is_reasoning(header: Header) -> bool:
 
 
 def _is_sure(header: Header) -> bool:
-    """Tell whether it is a header, also without the mark at its end."""
+    """Tell whether this is a header for certain, even without its end mark."""
     return header.is_marked and (header.channel in _CHANNELS or header.recipient != "")
 
 

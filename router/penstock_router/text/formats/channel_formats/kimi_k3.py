@@ -1,9 +1,11 @@
 """The channels of Kimi K3: `<|open|>think<|sep|>..<|close|>think<|sep|>`, then response and tools.
 
-The prompt opens the first channel, so text before any mark is of that one. Each argument of a call
-says its type, or all of them are one JSON object:
-`<|open|>call tool="f" index="1"<|sep|><|open|>argument key="a" type="number"<|sep|>1<|close|>..`.
-A call without tools in the request is content.
+The prompt opens the first channel, so text before any mark belongs to it. Each argument of a tool
+call has its type, or all arguments are one JSON object:
+
+    <|open|>call tool="f" index="1"<|sep|><|open|>argument key="a" type="number"<|sep|>1<|close|>..
+
+In requests without tools, tool calls are content.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ _TAGS = Tags(
     argument=(f'{_OPEN}argument key="', f'"{_SEP}', f"{_CLOSE}argument{_SEP}"),
 )
 _JSON = f'{_OPEN}json type="object"{_SEP}', f"{_CLOSE}json{_SEP}"
-# The attribute behind a name, and its value, which is a word; anything else belongs to the name.
-# White space is tried from its beginning only, or a long row of it would be from each place.
+# The attribute after a name, and its value, a word; any other text belongs to the name. Whitespace
+# matches only from its beginning, or a long run would be tried from each place.
 _ATTRIBUTE = re.compile(r"""(?:["']|(?<!\s))\s+(?:type|index)\s*=\s*["']?(\w*)$""")
 _TYPES: dict[str, Kinds] = {kind: frozenset({kind}) for kind in ANY} | {
     "number": frozenset({"number", "integer"})
@@ -64,8 +66,6 @@ _TEXT: JsonObject = {"type": "any_text", "excludes": [_OPEN]}
 
 @dataclass(frozen=True)
 class KimiK3Format(ChannelFormat):
-    """The channels of Kimi K3."""
-
     writes_plain_strings = True
 
     name: str = "kimi_k3"
@@ -73,21 +73,20 @@ class KimiK3Format(ChannelFormat):
     style: ReasoningStyle = _STYLE
 
     def is_of(self, template: str) -> bool:
-        """The template has the marks of this family."""
         return all(mark in template for mark in (_OPEN, _CLOSE, _END))
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return self.channels(tools, marks)
 
     def channels(
         self, tools: Sequence[Tool], marks: Marks = NO_MARKS, *, begun: bool = False
     ) -> ChannelParser:
-        """A parser for one answer; `begun`: the prompt ends within the channel of reasoning."""
         return _KimiK3Reader(tools, marks, begun=begun)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """An empty response and calls; if not required, a response and perhaps calls."""
+        """Match an empty response and tool calls. If no call is required, match a response and
+        perhaps tool calls.
+        """
         functions = [_function(tool, rule) for tool in tools]
         opens, closes = _TAGS.wrap
         listed = one_or_more(functions, "", parallel=rule.parallel)
@@ -100,12 +99,11 @@ class KimiK3Format(ChannelFormat):
         return either([sequence(response, behind), calls, _TEXT])
 
     def said(self, text: JsonObject) -> JsonObject:
-        """The channel of the response, which the prompt may have opened."""
+        """Match the response channel, which the prompt may have opened."""
         closes = sequence(literal(_RESPONSE[1]), _perhaps(_MESSAGE[1]))
         return sequence(_perhaps(_RESPONSE[0]), text, closes)
 
     def reasoned(self, answer: JsonObject, *, begun: bool) -> JsonObject:
-        """The answer behind the channel of reasoning."""
         reasoning = tag("" if begun else _STYLE.begin, _TEXT, _STYLE.end)
         return sequence(reasoning if begun else either([reasoning, literal("")]), answer)
 
@@ -115,7 +113,7 @@ def _perhaps(text: str) -> JsonObject:
 
 
 def _function(tool: Tool, rule: CallRule) -> JsonObject:
-    """A call with its number, and its arguments with their types."""
+    """Match a tool call with its number, and its arguments with their types."""
     begin, behind, end = _TAGS.function
     number = sequence(regex("[1-9][0-9]?"), literal(behind))
     if not tool.parameters:
@@ -136,7 +134,7 @@ def _is_key(name: str) -> bool:
 
 
 def _argument(tool: Tool, argument: Argument, rule: CallRule) -> JsonObject:
-    """An argument, in each of the types that its schema allows."""
+    """Match an argument, in each of the types that its schema allows."""
     kinds = (argument.kinds or ANY) - {"integer"}
     if "integer" in argument.kinds:
         kinds |= {"number"}
@@ -151,7 +149,9 @@ def _argument(tool: Tool, argument: Argument, rule: CallRule) -> JsonObject:
 
 
 def _value(tool: Tool, argument: Argument, kind: str, rule: CallRule) -> JsonObject | None:
-    """The format of a value of this type; None: the schema lists values, and none is of it."""
+    """Return the format of a value of this type; None: the schema lists values, but none of the
+    type.
+    """
     schema = argument.schema
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
@@ -175,7 +175,7 @@ def _unescaped(value: str) -> str:
 
 
 class _KimiK3Reader(TaggedCallParser, ChannelReader):
-    """Reads one channel after the other; what opens the next one ends the one before it."""
+    """Reads one channel after another; a mark that opens a channel ends the previous channel."""
 
     def __init__(self, tools: Sequence[Tool], marks: Marks, *, begun: bool) -> None:
         super().__init__((_TAGS,), tools, marks)
@@ -213,7 +213,7 @@ class _KimiK3Reader(TaggedCallParser, ChannelReader):
 
     def _closed(self) -> Reading[None]:
         ends = [_STYLE.end, _RESPONSE[1], _MESSAGE[1], _TAGS.wrap[1]]
-        # Behind a call, its end once more means nothing more.
+        # A repeated end mark after a tool call has no effect.
         ends += [_TAGS.function[-1]] if self._calls else []
         found = yield from self._any_of(*(text.removeprefix(_CLOSE) for text in ends))
         if found is None:
@@ -223,7 +223,7 @@ class _KimiK3Reader(TaggedCallParser, ChannelReader):
         yield from self._between()
 
     def _between(self) -> Reading[None]:
-        """Drop white space between channels, and at the end."""
+        """Drop whitespace between channels, and at the end."""
         self._drop()
         self._fits = True
         yield from self._space()

@@ -1,8 +1,8 @@
 """The base class of readers of answers that are several messages, each with a header.
 
-A header says what its message is; behind a mark of its own the text begins, up to a mark of the
-end. Where marks are plain text, one within a text counts only if the rest of a header, or nothing,
-stands behind it. Where there is no header, what follows is content.
+A header describes its message. The text is between a mark after the header and an end mark. If
+marks are plain text, a mark within a text counts only if the rest of a header or the answer's end
+follows. Text without a header is content.
 """
 
 from __future__ import annotations
@@ -19,33 +19,31 @@ from penstock_router.text.marks import NO_MARKS, Marks
 
 @dataclass(slots=True)
 class Header:
-    """The facts known of a message."""
+    """The known facts about a message, from its header."""
 
     channel: str = ""
     recipient: str = ""
-    # What its text is, as it says: "json", "code".
+    # The type of the message's text: "json", "code".
     kind: str = ""
-    # Whether a mark of a header was read.
+    # True if a mark of a header was read.
     is_marked: bool = False
     num_words: int = 0
 
 
 class MessageReader(ChannelReader):
-    """Reads one message after the other."""
-
-    # The marks that begin a message, and those that end one.
+    # The marks that begin a message, and the marks that end one.
     _openers: tuple[str, ...] = ()
     _closers: tuple[str, ...] = ()
-    # Other marks of headers and calls: within a text they mean nothing.
+    # Other marks of headers and tool calls; they have no meaning within a text.
     _others: tuple[str, ...] = ()
-    # How a message begins whose first mark is missing.
+    # The beginnings of a message whose first mark is missing.
     _unmarked: tuple[str, ...] = ()
 
     def __init__(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> None:
         super().__init__(tools, marks)
-        # The header of the next message, if it was read already.
+        # The header of the next message, if it was already read.
         self._next: Header | None = None
-        # Whether a message has come to its end.
+        # True if a message has ended.
         self._has_ended = False
 
     def _read(self) -> Reading[None]:
@@ -56,17 +54,17 @@ class MessageReader(ChannelReader):
 
     @abstractmethod
     def _header(self, header: Header, *, is_strict: bool) -> Reading[None]:
-        """Read a header; raises `Misfit` if there is none. Strict: each part of it must be there,
-        and what was read stays held until all of it was.
+        """Read a header; raise `Misfit` if there is none. If strict, no part may be missing, and
+        the whole header is held until its end.
         """
 
     @abstractmethod
     def _message(self, header: Header) -> Reading[None]:
-        """Read a message's text to its end. If there was no header, text is held."""
+        """Read a message's text to its end. Without a header, held text is part of it."""
 
     def _first_header(self) -> Reading[Header]:
-        """Read the header at the beginning of an answer or behind a message."""
-        # White space behind a message is no text.
+        """Read the header at the beginning of an answer or after a message."""
+        # Whitespace after a message is no text.
         self._fits = self._has_ended
         self.in_reasoning = False
         header = Header()
@@ -81,15 +79,14 @@ class MessageReader(ChannelReader):
         return header
 
     def _text_message(self, *, is_reasoning: bool) -> Reading[None]:
-        """A message that is nothing but text."""
         self._open(is_reasoning=is_reasoning)
         self._give_back()
         yield from self._body(self._content)
         self._drop()
 
     def _body(self, show: Callable[[str], None], *also: str) -> Reading[str]:
-        """Pass text on up to the message's end, or up to one of the marks `also`, which is held and
-        returned; "" at the end.
+        """Pass text on up to the message's end, or to one of the marks `also`. Return "", or the
+        mark, which is held.
         """
         marks = (*also, *self._openers, *self._closers, *self._others)
         while True:
@@ -108,7 +105,7 @@ class MessageReader(ChannelReader):
             return self._is_token(mark) or (yield from self._is_closed())
         if mark not in self._openers:
             return False
-        # It is left to the next message.
+        # Leave the mark to the next message.
         self._at -= len(self._held.pop())
         if self._is_token(mark):
             return True
@@ -117,14 +114,14 @@ class MessageReader(ChannelReader):
             yield from self._header(header, is_strict=True)
         except Misfit:
             if len(self._held) == num_held:
-                # No header begins so: the mark is text.
+                # No header begins here: the mark is text.
                 yield from self._any_of(mark)
             return False
         self._next = header
         return True
 
     def _is_closed(self) -> Reading[bool]:
-        """Tell whether a message, or nothing, follows a mark of the end that is plain text."""
+        """Tell whether a message or the answer's end follows an end mark that is plain text."""
         was_reasoning, self.in_reasoning = self.in_reasoning, False
         self._fits = True
         yield from self._space()

@@ -1,8 +1,11 @@
-"""The messages of Muse Glimmer, each to somebody: ` to=self<|message|>..<|eom|>` is reasoning.
+"""The messages of Muse Glimmer have recipients: ` to=self<|message|>..<|eom|>` is reasoning.
 
-One to the user is content, one to a function a call, whose arguments stand between tags:
-` to=f<|message|><atem:function_calls>\\n<atem:invoke name="f">\\n<atem:parameter name="a">..`.
-A call without tools in the request is content.
+A message to the user is content. A message to a function is a tool call, with arguments between
+tags:
+
+    to=f<|message|><atem:function_calls>\\n<atem:invoke name="f">\\n<atem:parameter name="a">..
+
+In requests without tools, tool calls are content.
 """
 
 from __future__ import annotations
@@ -37,15 +40,13 @@ _TAGS = Tags(
     function=('<atem:invoke name="', '">', "</atem:invoke>"),
     argument=('<atem:parameter name="', '">', "</atem:parameter>"),
 )
-# Text that ends before any other message, and where one follows.
+# Text of the last message, and text of a message that another message follows.
 _LAST: JsonObject = {"type": "any_text", "excludes": [_START, _MESSAGE]}
 _TEXT: JsonObject = {"type": "any_text", "excludes": [_MESSAGE]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MuseGlimmerFormat(TaggedFormat, ChannelFormat):
-    """The messages of Muse Glimmer."""
-
     name: str = "muse_glimmer"
     tags: Tags = _TAGS
     signs: tuple[str, ...] = field(default=("to=self", _EOM, _START))
@@ -53,21 +54,23 @@ class MuseGlimmerFormat(TaggedFormat, ChannelFormat):
 
     @property
     def marks(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The marks of messages, and the tags of calls."""
         return (_START, _MESSAGE, _EOM, _EOT, *self.tags.all)
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return self.channels(tools, marks)
 
     def channels(
         self, tools: Sequence[Tool], marks: Marks = NO_MARKS, *, begun: bool = False
     ) -> ChannelParser:
-        """A parser for one answer; `begun`: the prompt ends within a message to itself."""
+        """Make a parser for one answer; with `begun`, the prompt ends within a message to
+        itself.
+        """
         return _MuseGlimmerReader(tools, marks, begun=begun)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """A message for each call; if not required, messages to the user before them or alone."""
+        """Match a message for each tool call. If no call is required, match messages to the user
+        before or without calls.
+        """
         opens, closes = self.tags.wrap
         space = self.spaces.inside
         functions = [
@@ -85,17 +88,17 @@ class MuseGlimmerFormat(TaggedFormat, ChannelFormat):
         return sequence(said, either([calls, self.said(_LAST), _LAST]))
 
     def said(self, text: JsonObject) -> JsonObject:
-        """A message to the user."""
         return sequence(literal(_TO_USER), text)
 
     def reasoned(self, answer: JsonObject, *, begun: bool) -> JsonObject:
-        """The answer behind a message to itself."""
         reasoning = tag("" if begun else _STYLE.begin, _TEXT, _AGAIN)
         return sequence(reasoning if begun else either([reasoning, literal("")]), answer)
 
 
 class _MuseGlimmerReader(TaggedCallParser, MessageReader):
-    """Reads one message after the other; a call counts in each but those to itself."""
+    """Reads one message after another; tool calls count in all messages except messages to
+    itself.
+    """
 
     _openers = (_START,)
     _closers = (_EOM, _EOT)
@@ -123,7 +126,7 @@ class _MuseGlimmerReader(TaggedCallParser, MessageReader):
             header.recipient = yield from self._name()
             yield from self._space()
         if (yield from self._any_of(_MESSAGE)) is None:
-            # A call may lack the mark before it.
+            # A tool call may lack the mark before it.
             begins = (_TAGS.wrap[0], *self._function_begins)
             if is_strict or not header.recipient or (yield from self._ahead(*begins)) is None:
                 raise Misfit

@@ -1,8 +1,11 @@
-"""The messages of Solar Open: `<|think|>..<|end|>`, `<|content|>..<|end|>`, and one of all calls.
+"""The messages of Solar Open: `<|think|>..<|end|>`, `<|content|>..<|end|>`, and one message with
+all calls.
 
-A call has an id that the model makes up, which is dropped:
-`<|tool_call:begin|>ID<|tool_call:name|>f<|tool_call:args|>{..}<|tool_call:end|>`. Without tools in
-the request calls are content.
+A tool call has an id that the model makes up, which is dropped:
+
+    <|tool_call:begin|>ID<|tool_call:name|>f<|tool_call:args|>{..}<|tool_call:end|>
+
+In requests without tools, tool calls are content.
 """
 
 from __future__ import annotations
@@ -34,35 +37,32 @@ _CALL = "<|tool_call:begin|>"
 _NAME, _ARGS, _CALL_END = "<|tool_call:name|>", "<|tool_call:args|>", "<|tool_call:end|>"
 _AGAIN = f"{_END}{_BEGIN}assistant"
 _STYLE = ReasoningStyle("solar_open", _THINK, _END)
-# Text that ends before any other message, and where one follows.
+# Text of the last message, and text of a message that another message follows.
 _LAST: JsonObject = {"type": "any_text", "excludes": [_BEGIN, *_CHANNELS]}
 _TEXT: JsonObject = {"type": "any_text", "excludes": list(_CHANNELS)}
 
 
 @dataclass(frozen=True)
 class SolarOpenFormat(ChannelFormat):
-    """The messages of Solar Open."""
-
     name: str = "solar_open"
     marks: tuple[str, ...] = (_BEGIN, _END, _CALLS, *_CHANNELS, _CALL, _NAME, _ARGS, _CALL_END)
     style: ReasoningStyle = _STYLE
 
     def is_of(self, template: str) -> bool:
-        """The template has the marks of this family."""
         return all(mark in template for mark in (_BEGIN, _THINK, _CONTENT))
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return self.channels(tools, marks)
 
     def channels(
         self, tools: Sequence[Tool], marks: Marks = NO_MARKS, *, begun: bool = False
     ) -> ChannelParser:
-        """A parser for one answer; `begun`: the prompt ends within the message of reasoning."""
         return _SolarOpenReader(tools, marks, begun=begun)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """A message of all calls; if not required, content before it or alone."""
+        """Match a message of all tool calls. If no call is required, match content before or
+        without it.
+        """
         functions = [
             tag(
                 _CALL,
@@ -83,18 +83,14 @@ class SolarOpenFormat(ChannelFormat):
         return either([sequence(tag(_CONTENT, _TEXT, _END), behind), calls, _LAST])
 
     def said(self, text: JsonObject) -> JsonObject:
-        """The message of content."""
         return sequence(literal(_CONTENT), text, either([literal(_END), literal("")]))
 
     def reasoned(self, answer: JsonObject, *, begun: bool) -> JsonObject:
-        """The answer behind the message of reasoning."""
         reasoning = tag("" if begun else _THINK, _TEXT, _AGAIN)
         return sequence(reasoning if begun else either([reasoning, literal("")]), answer)
 
 
 class _SolarOpenReader(MessageReader, JsonCallParser):
-    """Reads one message after the other."""
-
     _openers: tuple[str, ...] = (_BEGIN, *_CHANNELS, _CALL)
     _closers = (_END, _CALLS)
     _others: tuple[str, ...] = (_NAME, _ARGS, _CALL_END)
@@ -140,7 +136,6 @@ class _SolarOpenReader(MessageReader, JsonCallParser):
         self._drop()
 
     def _called(self) -> Reading[None]:
-        """Read the calls of a message, and its end."""
         yield from self._again(_TOOL_CALLS)
         self._has_ended = True
         while (yield from self._any_of(_CALL)) is not None:

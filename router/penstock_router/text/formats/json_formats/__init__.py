@@ -1,1 +1,1 @@
-"""Formats whose calls have JSON as arguments."""
+"""Formats with JSON arguments."""

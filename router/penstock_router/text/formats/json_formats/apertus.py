@@ -15,18 +15,16 @@ from penstock_router.text.formats.reading.reader import Reading
 from penstock_router.text.marks import NO_MARKS, Marks
 from penstock_router.text.structural_tag_builder import tag
 
-# Keys of calls in other families' form, which are read too.
+# Keys of tool calls in the forms of other families, which are also read.
 _OTHERS = frozenset({"name", "arguments", "parameters", "function"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ApertusFormat(MarkedJson):
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return _CallParser(self, tools, marks)
 
     def call(self, tool: Tool, before: str, behind: str, rule: CallRule) -> JsonObject:
-        """An entry of the list."""
         name = json.dumps(tool.name, ensure_ascii=False)
         content = arguments_format(tool, rule)
         return tag(f"{before}{{{name}: ", content, f"}}{behind}")
@@ -34,7 +32,7 @@ class _ApertusFormat(MarkedJson):
 
 class _CallParser(MarkedJsonParser):
     def _keyed(self, call: Call, key: str, first: str) -> Reading[bool]:
-        # A member of a damaged call may be an object too: then others came before it.
+        # A member of a damaged call may also be an object, but then unknown members precede it.
         may_be_unknown = first == "{" and key not in _OTHERS and not call.has_strangers
         is_name = key in self._tools or may_be_unknown
         if call.name is None and call.early is None and is_name and self._is_callable(key):

@@ -1,5 +1,5 @@
-"""Cohere: actions between marks, each with a number as its id; Command R of 2024 writes them in a
-code block behind the word "Action:".
+"""Cohere: actions between marks, each with a number as its id. Command R of 2024 writes them in a
+code block after the word "Action:".
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BEGIN, _BETWEEN, _END = f"{_WORD}\n{_FENCE}json\n[\n    ", ",\n    ", f"\n]{_FE
 @dataclass(frozen=True, kw_only=True)
 class _CohereFormat(MarkedJson):
     def call(self, tool: Tool, before: str, behind: str, rule: CallRule) -> JsonObject:
-        """An action; its id is its number in the conversation."""
+        """Match an action; its id is its number in the conversation."""
         name = json.dumps(tool.name, ensure_ascii=False)
         content = sequence(
             regex("(0|[1-9][0-9]{0,5})"),
@@ -57,22 +57,19 @@ COHERE = _CohereFormat(
 
 @dataclass(frozen=True)
 class CommandRFormat(CallFormat):
-    """A list in a code block. Nothing marks it but words, so functions must be known."""
+    """A list in a code block. Only words mark it, so functions must be known."""
 
     name: str = "command_r"
     marks: tuple[str, ...] = ()
 
     def is_of(self, template: str) -> bool:
-        """The template asks for actions in a code block."""
         has_actions = _WORD in template and '"tool_name"' in template
         return has_actions and COHERE.begin not in template
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return _CallParser(tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """The calls, in one code block."""
         before, between = '{\n        "tool_name": ', ',\n        "parameters": '
         tags = [call_tag(tool, before, between, "\n    }", rule) for tool in tools]
         calls = one_or_more(tags, _BETWEEN, parallel=rule.parallel)

@@ -1,7 +1,7 @@
-"""DeepSeek: each call between two markers, all of them between two more.
+"""DeepSeek: each tool call is between two marks, and all calls are between two more.
 
-A call of V3 has the word "function", a marker, the name and a code block with the arguments; one of
-V3.1 has the name, a marker and the arguments. Answers are read in either form.
+V3 writes the word "function", a mark, the name, and the arguments in a code block. V3.1 writes the
+name, a mark and the arguments. Answers are read in either form.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>
 _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _SEPARATOR = "<｜tool▁sep｜>"
 _MARKS = (_CALLS, _CALL, _SEPARATOR, _CALL_END, _CALLS_END)
-# What distilled models write for the marker of all calls, which is no token of theirs.
+# Distilled models write these marks in place of `_CALLS`, which is not one of their tokens.
 _OTHER_CALLS = ("<｜tool_calls_begin｜>", "<｜tool calls begin｜>", "<｜tool▁calls｜>")
 _FENCE = "```"
 _KIND = "function"
@@ -40,32 +40,29 @@ _KIND = "function"
 
 @dataclass(frozen=True)
 class DeepSeekFormat(CallFormat):
-    """Calls as V3 and R1 write them, or as V3.1 does."""
-
     name: str
     # The syntax before a call's name, between name and arguments, and after the arguments.
     _before: str
     _between: str
     _behind: str
-    # The separator of calls.
+    # The separator of tool calls.
     _apart: str
     _fenced: bool
     marks: tuple[str, ...] = _MARKS
 
     def is_of(self, template: str) -> bool:
-        """The template has the markers, and a code block if and only if this form has one."""
+        """Tell whether the template has the marks, and has a code block exactly if this form has
+        one.
+        """
         return _CALL in template and (f"{_FENCE}json" in template) == self._fenced
 
     def begins(self) -> tuple[str, ...]:
-        """The marks of all calls, and that of each."""
         return _CALLS, _CALL, *_OTHER_CALLS
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return _CallParser(tools, marks)
 
     def calls_in_words(self, calls: Sequence[NamedArguments]) -> str:
-        """The calls, between one pair of markers."""
         shown = [
             f"{_CALL}{self._before}{name}{self._between}{arguments}{self._behind}{_CALL_END}"
             for name, arguments in calls
@@ -73,7 +70,6 @@ class DeepSeekFormat(CallFormat):
         return f"{_CALLS}{self._apart.join(shown)}{_CALLS_END}"
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """The calls, between one pair of markers."""
         tags = [
             tag(
                 f"{_CALL}{self._before}{tool.name}{self._between}",
@@ -125,7 +121,7 @@ class _CallParser(JsonCallParser):
         yield from self._end(name, begun=first == "{", fenced=fenced)
 
     def _end(self, name: str, *, begun: bool, fenced: bool) -> Reading[None]:
-        """The end of a call. A call without arguments is shown only here."""
+        """Read the end of a tool call. A call without arguments is shown only here."""
         yield from self._space()
         if fenced:
             yield from self._any_of(_FENCE)

@@ -1,8 +1,8 @@
-"""Functionary: arguments behind the function's name, in a tag (3.1) or on a line of its own (3.2).
+"""Functionary: arguments after the function's name, in a tag (3.1) or on a line of their own
+(3.2).
 
-Of 3.2 the prompt ends with `>>>`, and the answer begins with the name of who is addressed: a
-function, or `all`, behind which text follows. So its answers are read whether or not there are
-tools.
+In 3.2 the prompt ends with `>>>`, and the answer begins with its recipient: a function, or `all`
+before text. So answers are read even in requests without tools.
 """
 
 from __future__ import annotations
@@ -32,25 +32,21 @@ _TO, _ALL = ">>>", "all"
 
 @dataclass(frozen=True)
 class FunctionaryTagFormat(CallFormat):
-    """`<function=name>{..}</function>`, as Llama 3.1 can be asked to write too."""
+    """`<function=name>{..}</function>`, which Llama 3.1 can be asked to write too."""
 
     name: str = "functionary_v3_1"
     marks: tuple[str, ...] = (_TAG, _TAG_END)
 
     def is_of(self, template: str) -> bool:
-        """The template has the tag, and none for an argument."""
         return _TAG in template and _TAG_END in template and "<parameter=" not in template
 
     def begins(self) -> tuple[str, ...]:
-        """The tag."""
         return (_TAG,)
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return _TagParser(tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Tags without anything between them."""
         tags = [
             tag(
                 f"{_TAG}{tool.name}>",
@@ -85,36 +81,34 @@ class _TagParser(JsonCallParser):
 
 @dataclass(frozen=True)
 class FunctionaryFormat(ChannelFormat):
-    """A line that says who is addressed, and text or arguments."""
+    """Reads lines with a recipient, each followed by text or arguments."""
 
     name: str = "functionary_v3_2"
     marks: tuple[str, ...] = ()
     style: None = None
 
     def is_of(self, template: str) -> bool:
-        """The template addresses all."""
         return f"{_TO}{_ALL}" in template
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return _ChannelParser(tools, marks)
 
     def channels(
         self, tools: Sequence[Tool], marks: Marks = NO_MARKS, *, begun: bool = False
     ) -> ChannelParser:
-        """A parser for one answer."""
         return _ChannelParser(tools, marks)
 
     def said(self, text: JsonObject) -> JsonObject:
-        """Text that is addressed to all."""
         return sequence(literal(f"{_ALL}\n"), text)
 
     def reasoned(self, answer: JsonObject, *, begun: bool) -> JsonObject:
-        """The answer: the family writes no reasoning."""
+        """Return the answer: the family writes no reasoning."""
         return answer
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Calls, the first of which the prompt has begun; or text and then calls; or nothing."""
+        """Match tool calls, where the prompt has begun the first call; or text and then calls; or
+        nothing.
+        """
         first, others = (
             [
                 tag(
@@ -140,7 +134,7 @@ class _ChannelParser(JsonCallParser):
     _is_begun = False
 
     def _read(self) -> Reading[None]:
-        # Other texts have that mark too, so functions must be known.
+        # Other texts may contain that mark, so functions must be known.
         self._is_marked = False
         if self._is_begun:
             yield from self._until(_TO)

@@ -1,4 +1,4 @@
-"""GigaChat 3: an object behind a mark, or as a message of a role of its own."""
+"""GigaChat 3: an object after a mark, or as a message with its own role."""
 
 from __future__ import annotations
 
@@ -19,31 +19,25 @@ _ROLE = "function call"
 
 @dataclass(frozen=True)
 class GigaChatFormat(CallFormat):
-    """A call at the end of an answer."""
-
     name: str = "gigachat3"
     marks: tuple[str, ...] = (_CALL, _ROLE_END, _MESSAGE_END)
-    # Whether a call is a message of a role, as in the first models of the family.
+    # True if a tool call is a message with its own role, as in the family's first models.
     is_message: bool = False
 
     def is_of(self, template: str) -> bool:
-        """The template has the family's mark of roles, and calls in either form."""
         return _ROLE_END in template and (_CALL in template or f"'{_ROLE}'" in template)
 
     def begins(self) -> tuple[str, ...]:
-        """The mark of a call."""
         return (_CALL,)
 
     def for_template(self, template: str) -> GigaChatFormat:
-        """Choose the form that the template has."""
         return replace(self, is_message=_CALL not in template)
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return _CallParser(tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """A call, as the templates render no more."""
+        """Match one tool call, because the templates do not render several."""
         begin = f"{_MESSAGE_END}\n\n{_ROLE}{_ROLE_END}\n" if self.is_message else _CALL
         before, between = f'{begin}{{"name": ', ', "arguments": '
         tags = [call_tag(tool, before, between, "}", rule) for tool in tools]
@@ -58,7 +52,7 @@ class _CallParser(JsonCallParser):
     def _read(self) -> Reading[None]:
         mark = yield from self._until(_CALL, _MESSAGE_END, _ROLE)
         if mark == _MESSAGE_END:
-            # It is syntax at the answer's end, too.
+            # The mark is also syntax at the answer's end.
             self._fits = True
             yield from self._space()
             yield from self._expect(_ROLE)

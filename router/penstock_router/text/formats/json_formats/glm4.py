@@ -1,6 +1,6 @@
-"""GLM-4 of before 4.5: a line with the function's name, and its arguments in the next one.
+"""GLM-4 before 4.5: a line with the function's name, and its arguments on the next line.
 
-The answer begins with it; there is no mark, so only functions of the request count.
+The answer begins with the name. There is no mark, so only functions of the request count.
 """
 
 from __future__ import annotations
@@ -26,27 +26,23 @@ _ASSISTANT = "<|assistant|>"
 
 @dataclass(frozen=True)
 class Glm4Format(CallFormat):
-    """A name and arguments, as the answer."""
-
     name: str = "glm4"
     marks: tuple[str, ...] = (_ASSISTANT,)
 
     def is_of(self, template: str) -> bool:
-        """The template has the beginning and the roles of GLM, and no tags of arguments."""
         return all(text in template for text in ("[gMASK]", "<|observation|>")) and (
             "<arg_key>" not in template
         )
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return _CallParser(tools, marks)
 
     def calls_in_words(self, calls: Sequence[NamedArguments]) -> str:
-        """Calls, each as the assistant's."""
+        """Write tool calls, each as a message of the assistant."""
         return _ASSISTANT.join([f"{name}\n{arguments}" for name, arguments in calls])
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """A name and arguments; if not required, any text too."""
+        """Match a name and arguments. If no call is required, also match any text."""
         tags = [tag(f"{tool.name}\n", arguments_format(tool, rule), "") for tool in tools]
         calls = one_or_more(tags, _ASSISTANT, parallel=rule.parallel)
         if rule.required:

@@ -1,7 +1,7 @@
-"""Kimi K2: each call between two markers, all of them between two more.
+"""Kimi K2: each tool call is between two marks, and all calls are between two more.
 
-Before its arguments a call has its id: `functions.`, the function's name and the call's number in
-the conversation, the first being 0.
+Before its arguments a tool call has its id: `functions.`, the function's name, and `:` with the
+call's number in the conversation, from 0.
 """
 
 from __future__ import annotations
@@ -34,25 +34,19 @@ _NUMBER = re.compile(r":\d+$")
 
 @dataclass(frozen=True)
 class KimiK2Format(CallFormat):
-    """Calls as K2 and K2.5 write them."""
-
     name: str = "kimi_k2"
     marks: tuple[str, ...] = (_CALLS, _CALL, _ARGUMENTS, _CALL_END, _CALLS_END)
 
     def is_of(self, template: str) -> bool:
-        """The template has the marker of all calls."""
         return _CALLS in template
 
     def begins(self) -> tuple[str, ...]:
-        """The mark of all calls, and that of each."""
         return _CALLS, _CALL
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return _CallParser(tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """The calls, between one pair of markers."""
         number = regex("(0|[1-9][0-9]{0,5})")
         tags = [
             tag(
@@ -72,7 +66,6 @@ class KimiK2Format(CallFormat):
         return among_text([tag(_CALLS, calls, _CALLS_END)], _CALLS, parallel=False)
 
     def call_id(self, name: str, number: int) -> str:
-        """The function's name and the call's number."""
         return f"{_PREFIX}{name}:{number}"
 
 
@@ -100,7 +93,7 @@ class _CallParser(JsonCallParser):
             self._call(name, "{}")
 
     def _name_of(self, header: str) -> str:
-        """The function that a call's id names."""
+        """Return the function that a tool call's id names."""
         name = header.removeprefix(_PREFIX)
         if header in self._tools or name in self._tools:
             return name if name in self._tools else header

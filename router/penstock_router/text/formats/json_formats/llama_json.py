@@ -1,7 +1,7 @@
 """Llama 3: `{"name": .., "parameters": {..}}` as the answer, or after `<|python_tag|>`.
 
-Several are separated by `;`, a comma or white space. JSON later in the text is not a call. Behind
-the mark, `name.call(a="b")` is one too: so Llama 3.1 calls what is built in.
+Several are separated by `;`, a comma or whitespace. JSON later in the text is not a tool call.
+After the mark, `name.call(a="b")` is also a tool call: Llama 3.1 calls built-in tools like this.
 """
 
 from __future__ import annotations
@@ -23,26 +23,22 @@ _MARK = "<|python_tag|>"
 
 @dataclass(frozen=True)
 class LlamaJsonFormat(CallFormat):
-    """The answer is an object."""
-
     name: str = "llama_json"
     marks: tuple[str, ...] = (_MARK,)
 
     def is_of(self, template: str) -> bool:
-        """The template has a role or the marker of Llama 3, and calls with parameters."""
+        """Tell whether the template has Llama 3's role or mark, and calls with parameters."""
         has_role = "ipython" in template or _MARK in template
         return has_role and '"parameters"' in template
 
     def begins(self) -> tuple[str, ...]:
-        """The mark that may stand before a call."""
         return (_MARK,)
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return _CallParser(tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Objects in the order and spacing of the template; several as `{..}; {..}`."""
+        """Match objects in the template's order and spacing; several as `{..}; {..}`."""
         tags = [call_tag(tool, '{"name": ', ', "parameters": ', "}", rule) for tool in tools]
         calls = one_or_more(tags, "; ", parallel=rule.parallel)
         return calls if rule.required else calls_or_text(calls, "[{")
@@ -55,7 +51,7 @@ class _CallParser(BareJsonParser, PythonCallParser):
         begins, self._at_beginning = self._at_beginning, False
         self._is_marked = not (begins and (yield from self._space()) in "{[")
         if self._is_marked and (yield from self._begin(_MARK)) not in "{[":
-            # Code may stand there as well.
+            # Code may follow the mark too.
             self._is_marked = False
             yield from self._call_row()
             yield from self._end_marks()

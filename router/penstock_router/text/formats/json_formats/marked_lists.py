@@ -1,4 +1,4 @@
-"""Families whose calls are one list between marks."""
+"""Families whose tool calls are one list between marks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock_router.text.formats.reading.marked_json import MarkedJson
 
 _LIST_IN_MARKS = re.compile(r"<tool_call>(\\n|\s)*\[")
 
-# Granite 3: the list goes on to the end of the answer. Its mark has two spellings.
+# Granite 3: the list reaches the end of the answer. Its mark has two spellings.
 GRANITE = MarkedJson(
     name="granite",
     begin="<|tool_call|>",
@@ -19,7 +19,7 @@ GRANITE = MarkedJson(
     is_list=True,
     strange=("<|/tool_call|>", "<|/tool|>"),
 )
-# Phi-4-mini, with its own template; with others it writes as below.
+# Phi-4-mini with its own template; with others it writes `functools`.
 PHI4_MINI = MarkedJson(
     name="phi4_mini",
     begin="<|tool_call|>",
@@ -38,7 +38,7 @@ FUNCTOOLS = MarkedJson(
     is_list=True,
     signs=("functools[",),
 )
-# Nemotron: Nano and Super of the first versions, H, Nano 2.
+# Nemotron: the first versions of Nano and Super, H, Nano 2.
 NEMOTRON = MarkedJson(name="nemotron", begin="<TOOLCALL>", end="</TOOLCALL>", is_list=True)
 # Jamba, Hunyuan A13B, Apriel.
 TOOL_CALLS = MarkedJson(name="tool_calls", begin="<tool_calls>", end="</tool_calls>", is_list=True)
@@ -47,7 +47,6 @@ TOOL_CALLS = MarkedJson(name="tool_calls", begin="<tool_calls>", end="</tool_cal
 @dataclass(frozen=True, kw_only=True)
 class _FalconFormat(MarkedJson):
     def is_of(self, template: str) -> bool:
-        """The template has a list behind the mark."""
         return super().is_of(template) and _LIST_IN_MARKS.search(template) is not None
 
 

@@ -1,4 +1,4 @@
-"""Families whose calls are objects between marks, one beside the other."""
+"""Families whose tool calls are objects between marks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LONGCAT = MarkedJson(
     padding="\n",
     strange=("<longcat_arg_key>",),
 )
-# K2 Horizon, where it is asked for JSON. There are marks around all calls and around each.
+# K2 Horizon when asked for JSON. There are marks around all calls and around each.
 K2_HORIZON = MarkedJson(
     name="k2_horizon",
     begin="<ifm|tool_calls>",
@@ -26,14 +26,14 @@ K2_HORIZON = MarkedJson(
 NEMOTRON_MINI = MarkedJson(
     name="nemotron_mini", begin="<toolcall>", end="</toolcall>", padding=" ", between="\n"
 )
-# As Hermes, without white space inside of the marks.
+# As Hermes, without whitespace inside the marks.
 EXAONE = MarkedJson(
     name="exaone4",
     begin="<tool_call>",
     end="</tool_call>",
     signs=("<tool_call>", "[|assistant|]"),
 )
-# InternLM 2.5: what follows the begin mark says who is to act, here a function.
+# InternLM 2.5: the text after the begin mark is the recipient, here a function.
 INTERNLM = MarkedJson(
     name="internlm",
     begin="<|action_start|>",

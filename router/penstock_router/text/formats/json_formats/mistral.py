@@ -1,8 +1,8 @@
-"""Mistral: `[TOOL_CALLS]` and a list of objects, or a name and its arguments for each call.
+"""Mistral: `[TOOL_CALLS]` and a list of objects, or a name and arguments for each tool call.
 
 The newer form is `[TOOL_CALLS]name[ARGS]{..}`; some models write `[CALL_ID]` and an id before
-`[ARGS]`, others no marker between name and arguments. In the older form an object may have an id
-too. Answers are read in any of these forms; forced calls are written as the template writes them.
+`[ARGS]`, other models write no mark between name and arguments. In the older form an object may
+have an id. Answers are read in all these forms; forced calls are written in the template's form.
 """
 
 from __future__ import annotations
@@ -27,32 +27,28 @@ from penstock_router.text.structural_tag_builder import (
 )
 
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-# The ids that templates take.
+# The ids that templates accept.
 _ID_TEXT = regex("[a-zA-Z0-9]{9}")
 
 
 @dataclass(frozen=True)
 class MistralFormat(CallFormat):
-    """A list of objects after one marker."""
+    """A list of objects after one mark."""
 
     name: str = "mistral"
     marks: tuple[str, ...] = (_CALLS, _ID, _ARGUMENTS)
     has_ids: bool = False
 
     def is_of(self, template: str) -> bool:
-        """The template has the marker of calls and not that of arguments."""
         return _CALLS in template and _ARGUMENTS not in template
 
     def begins(self) -> tuple[str, ...]:
-        """The mark of calls."""
         return (_CALLS,)
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return _CallParser(tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """A marker, and all calls in one list."""
         tags = [self._call_tag(tool, rule) for tool in tools]
         calls = one_or_more(tags, ", ", parallel=rule.parallel)
         if rule.required:
@@ -61,7 +57,7 @@ class MistralFormat(CallFormat):
         return among_text([among], _CALLS, parallel=False)
 
     def for_template(self, template: str) -> MistralFormat:
-        """Add ids, if the template writes them behind a call's arguments."""
+        """Add ids, if the template writes them after a call's arguments."""
         return replace(self, has_ids=', "id": "' in template)
 
     def _call_tag(self, tool: Tool, rule: CallRule) -> JsonObject:
@@ -74,33 +70,28 @@ class MistralFormat(CallFormat):
 
 @dataclass(frozen=True)
 class MistralNamedFormat(CallFormat):
-    """A marker, a name, a marker, arguments: for each call."""
+    """For each tool call a mark, a name, a mark, and arguments."""
 
     name: str = "mistral_named"
     marks: tuple[str, ...] = (_CALLS, _ID, _ARGUMENTS)
     has_ids: bool = False
 
     def is_of(self, template: str) -> bool:
-        """The template has both markers."""
         return _CALLS in template and _ARGUMENTS in template
 
     def begins(self) -> tuple[str, ...]:
-        """The mark of calls."""
         return (_CALLS,)
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return _CallParser(tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Calls without a separator."""
         tags = [self._call_tag(tool, rule) for tool in tools]
         if rule.required:
             return one_or_more(tags, "", parallel=rule.parallel)
         return among_text(tags, _CALLS, parallel=rule.parallel)
 
     def for_template(self, template: str) -> MistralNamedFormat:
-        """Add ids, if the template writes them."""
         return replace(self, has_ids=_ID in template)
 
     def _call_tag(self, tool: Tool, rule: CallRule) -> JsonObject:
@@ -112,7 +103,7 @@ class MistralNamedFormat(CallFormat):
 
 
 class _CallParser(JsonCallParser):
-    # A call ends at the latest where the next one begins.
+    # A tool call ends at the latest before the next one.
     _ends = (_CALLS,)
 
     def _read(self) -> Reading[None]:

@@ -1,6 +1,7 @@
-"""Models whose template has no tools: a system message asks for an answer that is JSON.
+"""Models whose template has no tools: a system message asks for answers that are JSON.
 
-An object or a list of them, in a code fence or not. JSON later in the text is not a call.
+An answer is an object or a list of them, perhaps in a code fence. JSON later in the text is not a
+tool call.
 """
 
 from __future__ import annotations
@@ -22,21 +23,17 @@ _FENCE = "```"
 
 @dataclass(frozen=True)
 class PlainJsonFormat(CallFormat):
-    """The answer is JSON."""
-
     name: str = "plain_json"
     marks: tuple[str, ...] = ()
 
     def is_of(self, template: str) -> bool:
-        """The template does not use tools."""
         return "tools" not in template
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return _CallParser(tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Match one object or, where there may be several, a list of them."""
+        """Match one object or, if several are allowed, a list of them."""
         tags = [call_tag(tool, '{"name": ', ', "arguments": ', "}", rule) for tool in tools]
         calls = one_or_more(tags, "", parallel=False)
         if rule.parallel:
@@ -46,8 +43,8 @@ class PlainJsonFormat(CallFormat):
 
 
 def instructions(tools: Iterable[Tool], tool_format: CallFormat | None = None) -> str:
-    """A system message that describes the tools to a model whose template cannot; calls are asked
-    for in the format's own words, if it has any.
+    """Write a system message that describes the tools to a model whose template cannot. It asks for
+    tool calls in the format's own syntax, if the format defines it.
     """
     described = "\n".join([json.dumps(_described(tool), ensure_ascii=False) for tool in tools])
     return (
@@ -95,7 +92,7 @@ class _CallParser(BareJsonParser):
             yield from self._after_call()
 
     def _rest(self) -> Reading[None]:
-        """Take all of the remaining text as content."""
+        """Read all of the remaining text as content."""
         self._fits = False
         while True:
             self._take(len(self._text))

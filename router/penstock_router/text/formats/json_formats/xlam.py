@@ -1,4 +1,4 @@
-"""xLAM 2: the answer is a JSON list, also of one call."""
+"""xLAM 2: the answer is a JSON list, even of one tool call."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from penstock_router.text.structural_tag_builder import literal, one_or_more, se
 
 @dataclass(frozen=True)
 class XlamFormat(PlainJsonFormat):
-    """A list of objects, for models whose template takes tools."""
-
     name: str = "xlam"
 
     def is_of(self, template: str) -> bool:
-        """The template has the name that stands for a function's in the family's instructions."""
+        """Tell whether the template has the placeholder of a function's name in the family's
+        instructions.
+        """
         return '"tool_call_name"' in template
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """A list, of one call or more."""
         tags = [call_tag(tool, '{"name": ', ', "arguments": ', "}", rule) for tool in tools]
         listed = one_or_more(tags, ", ", parallel=rule.parallel)
         calls = sequence(literal("["), listed, literal("]"))

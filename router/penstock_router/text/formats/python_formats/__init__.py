@@ -1,1 +1,1 @@
-"""Formats whose calls are written as in Python."""
+"""Formats with Python calls."""

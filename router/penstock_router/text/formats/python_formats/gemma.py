@@ -18,12 +18,12 @@ _CALL = "call:"
 
 @dataclass(frozen=True)
 class GemmaFormat(CallFormat):
-    """Calls with marks of their own, next to each other."""
+    """Tool calls with marks around each, without separators."""
 
     writes_plain_strings = True
 
     name: str
-    # Around each call, around each string, and what may be written behind calls as the end.
+    # The marks around each call and around each string, and a mark that may follow the calls.
     begin: str
     end: str
     quote: str
@@ -31,23 +31,18 @@ class GemmaFormat(CallFormat):
 
     @property
     def marks(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The marks, each once."""
         return self.begin, self.end, self.quote, self.result
 
     def is_of(self, template: str) -> bool:
-        """The template has the mark of a call and the word behind it."""
         return f"{self.begin}{_CALL}" in template
 
     def begins(self) -> tuple[str, ...]:
-        """The mark of a call."""
         return (self.begin,)
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return _CallParser(self, tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Calls without a separator."""
         notation = BareKeyNotation(self.quote)
         tags = [
             tag(
@@ -82,7 +77,7 @@ class _CallParser(BareKeyParser):
 
     def _read(self) -> Reading[None]:
         if (yield from self._until(self._begin_mark, *self._strays)) in self._strays:
-            # A token that marks nothing here is no text.
+            # A stray mark token is not text.
             self._drop()
             return
         yield from self._again(self._begin_mark)
@@ -102,7 +97,7 @@ class _CallParser(BareKeyParser):
         yield from self._mended(self._bare_object(), 1)
 
     def _may_follow(self, rest: str) -> bool | None:
-        """Behind all brackets: a mark of the end, or the beginning of another call."""
+        """Tell whether this text may follow the last bracket: an end mark or another call may."""
         rest = rest.lstrip(SPACE)
         if not rest:
             return None

@@ -1,6 +1,6 @@
 """LFM2, LFM2.5 and LFM3: a Python list of calls between two marks.
 
-Where a model's marks are hidden, or it forgets them, the list is its answer.
+If the marks are hidden, or the model forgets them, the list is the answer.
 """
 
 from __future__ import annotations
@@ -33,32 +33,26 @@ from penstock_router.text.structural_tag_builder import (
 )
 
 _BEGIN, _END = "<|tool_call_start|>", "<|tool_call_end|>"
-# What templates of the family have, also those that render no calls.
+# Texts in templates of the family, even in templates that render no tool calls.
 _SIGNS = (_BEGIN, "<|tool_list_start|>", "List of tools: [")
 _NOTATION = PythonNotation()
 
 
 @dataclass(frozen=True)
 class LfmFormat(CallFormat):
-    """A list of calls between marks."""
-
     name: str = "lfm2"
     marks: tuple[str, ...] = (_BEGIN, _END)
 
     def is_of(self, template: str) -> bool:
-        """The template has a mark of the family, or its words before the tools."""
         return any(sign in template for sign in _SIGNS)
 
     def begins(self) -> tuple[str, ...]:
-        """The mark of calls."""
         return (_BEGIN,)
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return _CallParser(_BEGIN, _END, tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """A list between one pair of marks."""
         tags = call_tags(tools, rule, notation=_NOTATION)
         listed = one_or_more(tags, ", ", parallel=rule.parallel)
         opens, closes = f"{_BEGIN}[", f"]{_END}"
@@ -67,7 +61,6 @@ class LfmFormat(CallFormat):
         return among_text([tag(opens, listed, closes)], _BEGIN, parallel=False)
 
     def calls_in_words(self, calls: Sequence[NamedArguments]) -> str:
-        """A list of these calls."""
         return f"{_BEGIN}[{', '.join([_written(*call) for call in calls])}]{_END}"
 
 

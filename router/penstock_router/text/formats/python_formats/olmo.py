@@ -1,4 +1,4 @@
-"""OLMo 3: a call in each line, `f(a="x")`, all between two marks."""
+"""OLMo 3: a call on each line, `f(a="x")`, all between two marks."""
 
 from __future__ import annotations
 
@@ -23,25 +23,20 @@ _BEGIN, _END = "<function_calls>", "</function_calls>"
 
 @dataclass(frozen=True)
 class OlmoFormat(CallFormat):
-    """Lines of calls between marks."""
-
     name: str = "olmo3"
     marks: tuple[str, ...] = (_BEGIN, _END)
 
     def is_of(self, template: str) -> bool:
-        """The template has the mark of calls, and that of functions in the system message."""
         return _BEGIN in template and "<functions>" in template
 
     def begins(self) -> tuple[str, ...]:
-        """The mark of calls."""
         return (_BEGIN,)
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return MarkedPythonParser(_BEGIN, _END, tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Lines of calls between one pair of marks, their values as JSON."""
+        """Match lines of calls between one pair of marks, with values as JSON."""
         tags = call_tags(tools, rule)
         listed = one_or_more(tags, "\n", parallel=rule.parallel)
         if rule.required:

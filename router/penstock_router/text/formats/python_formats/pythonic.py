@@ -1,8 +1,8 @@
 """Llama 3.2 and 4, Gemma 3: `[f(a=1, b="x"), g()]`, a Python list of calls with named arguments.
 
-The list is the answer, or stands in a fence of `tool_code` at its beginning, or follows a mark; a
-list later in the text has no calls. In a fence and behind a mark the brackets may be missing, and
-behind a mark the calls may be JSON.
+The list is the whole answer, or is in a fence of `tool_code` at the answer's beginning, or follows
+a mark. A list later in the text has no tool calls. In a fence and after a mark the brackets may be
+missing. After a mark the calls may be JSON.
 """
 
 from __future__ import annotations
@@ -22,31 +22,25 @@ from penstock_router.text.structural_tag_builder import literal, one_or_more, se
 
 _TAG, _BEGIN, _END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 _FENCE, _TOOL_CODE = "```", "```tool_code"
-# How templates describe the format.
+# A template's description of the format.
 _DESCRIBED = re.compile(r"\[\w+\(\w+=")
 
 
 @dataclass(frozen=True)
 class PythonicFormat(CallFormat):
-    """The answer is a list of calls."""
-
     name: str = "pythonic"
     marks: tuple[str, ...] = (_TAG, _BEGIN, _END)
 
     def is_of(self, template: str) -> bool:
-        """The template shows such a list, or the mark of Llama 4."""
         return _BEGIN in template or _DESCRIBED.search(template) is not None
 
     def begins(self) -> tuple[str, ...]:
-        """The marks that may stand before a list."""
         return _TAG, _BEGIN
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return _CallParser(tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """A list of calls."""
         listed = one_or_more(call_tags(tools, rule), ", ", parallel=rule.parallel)
         calls = sequence(literal("["), listed, literal("]"))
         return calls if rule.required else calls_or_text(calls, "[")

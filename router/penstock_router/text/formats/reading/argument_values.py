@@ -1,4 +1,4 @@
-"""Values of arguments that a format writes without quotes -> JSON."""
+"""Turns values of arguments that a format writes without quotes into JSON."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from penstock_router.argument_kinds import STRING, Kinds
 from penstock_router.text.formats.reading.json_mender import JsonMender
 
 _NUMBERS: Kinds = frozenset({"integer", "number"})
-# Larger numbers are not all whole ones in the form in which most readers keep them.
+# Most readers keep numbers as doubles, which are not exact beyond this number.
 _MAX_WHOLE = 2**53
-# Words that stand for values where no string may.
+# Words for values where no string is allowed.
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null", "": "null"}
-# How values begin that are no strings.
+# Beginnings of values that are not strings.
 _OTHER_BEGINS = tuple("\"'{[+-.0123456789")
 _OTHER_WORDS = ("null", "None", "true", "True", "false", "False")
 
 
 def json_of(text: str, kinds: Kinds) -> str:
-    """The JSON value that a text is meant as; a string if it fits no other type."""
+    """Return the JSON value that a text means; a string if it fits no other type."""
     value = _value_of(text.strip())
     kind = "string" if value is None else kind_of(value)
     if kinds & STRING:
@@ -33,21 +33,20 @@ def json_of(text: str, kinds: Kinds) -> str:
 
 
 def _value_of(text: str) -> str | None:
-    """The text as one JSON value, mended; None if it is none."""
+    """Return the text as one mended JSON value; None if the text is not a value."""
     mender = JsonMender()
-    # A word or number ends only where something else comes.
+    # A word or number ends only before another character.
     is_value = mender.feed(f"{text} ") >= len(text) and mender.complete
     return (mender.take() or None) if is_value else None
 
 
 def _whole(value: str) -> str:
-    """A number that is meant as an integer, as one if it is."""
     number = float(value)
     return str(int(number)) if abs(number) <= _MAX_WHOLE and number.is_integer() else value
 
 
 def begun_json_of(text: str, kinds: Kinds) -> str:
-    """The certain part of a JSON value whose text was cut off."""
+    """Return the certain part of a JSON value whose text was cut off."""
     if not kinds & STRING:
         return text
     begun = text.lstrip()
@@ -56,7 +55,7 @@ def begun_json_of(text: str, kinds: Kinds) -> str:
 
 
 def kind_of(value: str) -> str:
-    """The type of a JSON value, of which the text is valid."""
+    """Return the type of a valid JSON value."""
     first = value.lstrip()[:1]
     named = {'"': "string", "{": "object", "[": "array", "n": "null", "t": "boolean"}
     if first in named or first == "f":

@@ -1,8 +1,8 @@
-"""Objects with bare keys, `{key:<|"|>text<|"|>,n:42,o:{a:[1]}}`, and constraints on them.
+"""Reads objects with bare keys, `{key:<|"|>text<|"|>,n:42,o:{a:[1]}}`, and constrains them.
 
-A string stands between two equal marks, as it is. Lenient where models are: strings may have quotes
-as in JSON or Python, keys may have quotes or marks, `=` may stand for the colon, and a mark behind
-which nothing of the object follows is part of its string.
+A string is between two equal marks, without escapes. The reader is lenient: strings may have quotes
+of JSON or Python, keys may have quotes or marks, `=` may replace the colon, and a mark is part of
+its string unless a part of the object follows the mark.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SEPARATORS = ":="
 
 
 class BareKeyParser(LiteralParser):
-    """A reader whose calls have such an object as arguments."""
+    """Reads tool calls whose arguments are such an object."""
 
     _separators = _SEPARATORS
 
@@ -66,13 +66,13 @@ class BareKeyParser(LiteralParser):
         key = yield from self._run(_KEY)
         if not key:
             raise Misfit
-        # A bare key shows with its value's beginning.
+        # A bare key is shown together with the beginning of its value.
         self._before += json.dumps(key, ensure_ascii=False)
         self._missing = ": null"
 
     def _bare_object(self) -> Reading[None]:
-        """A call's arguments in brackets, the last of which is consumed. The first value shows the
-        call.
+        """Read a tool call's arguments in brackets. The last bracket is consumed. The tool call is
+        shown with its first value.
         """
         yield from self._expect("{")
         self._closers, self._elements_begin = [], []
@@ -96,14 +96,14 @@ class BareKeyParser(LiteralParser):
             if (yield from self._is_over_behind(*self._ends)):
                 raise Misfit
             if not self._text.startswith(spelled, self._at):
-                # What looks like the call's end.
+                # Text that only looks like the call's end.
                 self._say_raw(self._at + 1)
             elif (yield from self._is_last(spelled, is_key=is_key)):
                 break
             elif spelled == self._quote:
                 self._say_raw(self._at + len(spelled))
             else:
-                # Where the mark is a token, a quote is meant.
+                # If the mark is a token, a quote is meant.
                 self._say('"')
                 self._at += len(spelled)
         self._at += len(spelled)
@@ -112,7 +112,6 @@ class BareKeyParser(LiteralParser):
         self._missing = ": null" if is_key else ""
 
     def _plain_text(self, marks: tuple[str, ...]) -> Reading[None]:
-        """Show a string's text up to one of the marks."""
         pattern = one_of(marks)
         while True:
             found = pattern.search(self._text, self._at)
@@ -121,7 +120,8 @@ class BareKeyParser(LiteralParser):
             if found is not None:
                 return
             if self._over and not self._was_cut:
-                # The model ended in what looks like a mark. If it was cut off there, nobody knows.
+                # If the model ended its answer here, the beginning of a mark is text. If cut off,
+                # its meaning is unknown.
                 self._say_raw(len(self._text))
             elif self._over:
                 self._at = len(self._text)
@@ -135,14 +135,13 @@ class BareKeyParser(LiteralParser):
 
 @dataclass(frozen=True)
 class BareKeyNotation(Notation):
-    """Objects with bare keys, without white space, and a mark around strings."""
+    """Objects with bare keys, without whitespace, and with a mark around strings."""
 
     quote: str
 
     separator = ","
 
     def written(self, value: Any) -> str:
-        """A value in the notation."""
         if isinstance(value, str):
             return f"{self.quote}{value}{self.quote}"
         if isinstance(value, list):
@@ -153,15 +152,13 @@ class BareKeyNotation(Notation):
         return json.dumps(value)
 
     def text(self, tool: Tool, argument: Argument) -> JsonObject:
-        """A string between marks."""
         return tag(self.quote, text_format(tool, argument), self.quote)
 
     def key(self, name: str) -> str | None:
-        """The bare name and a colon, if it can be bare."""
         return f"{name}:" if name and _KEY.fullmatch(name) else None
 
     def arguments(self, tool: Tool, rule: CallRule) -> JsonObject:
-        """The arguments of a call between their brackets, as the schema has them."""
+        """Match the arguments of a tool call between their brackets, as the schema has them."""
         arguments = arguments_of(tool, required=True, is_name=lambda name: bool(self.key(name)))
         parts = [
             Part(each.is_needed, f"{each.name}:", self.value(tool, each, rule))

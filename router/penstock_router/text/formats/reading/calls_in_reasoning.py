@@ -1,9 +1,8 @@
-"""Calls that a model writes within reasoning that it does not end.
+"""Finds tool calls in reasoning that the model does not end.
 
-Such a call counts if the reasoning never comes to its end, the call stands at a mark of the
-format's own that is not quoted, it is closed, names a function of the request, and has the
-arguments that the function requires. So from such a mark on text is held: up to the end of the
-reasoning, of which it then was part, or until it proves to be no call.
+Such a call counts if the reasoning never ends, and the call begins with the format's own unquoted
+mark, is closed, names a function of the request and has its required arguments. So text from such a
+mark on is held until the reasoning ends, or until the text proves not to be a tool call.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ _MAX_LINE, _PART = 400, 100
 
 
 class CallsInReasoning:
-    """Goes over the reasoning of one answer as it comes."""
+    """Reads the reasoning of one answer as it arrives."""
 
     def __init__(self, tool_format: CallFormat, tools: Sequence[Tool], marks: Marks) -> None:
         self._format, self._tools, self._marks = tool_format, OfferedTools(tools), marks
         self._begins = tuple(map(marks.spelled, tool_format.begins()))
         self._required = {tool.name: _required(tool) for tool in tools}
-        # Not looked through yet: white space, and what may begin a mark.
+        # Text not searched yet: whitespace, and the possible beginning of a mark.
         self._rest = ""
-        # The line so far, and whether a code fence is open.
+        # The shown part of the current line; and true if a code fence is open.
         self._line = ""
         self._is_fenced = False
-        # Held since a mark, what is read of it, and whether text stands before the mark in its
-        # line.
+        # The text held since a mark, the reader and the pieces of that text, and true if text
+        # precedes the mark in its line.
         self._held: list[str] = []
         self._trial: ToolParser | None = None
         self._pieces: list[Piece] = []
         self._is_within_line = False
 
     def feed(self, text: str) -> str:
-        """The text that is reasoning for sure."""
+        """Read text, and return the text that is surely reasoning."""
         if self._trial is None and not self._rest and not self._may_begin(text):
             self._note(text)
             return text
@@ -55,14 +54,16 @@ class CallsInReasoning:
         return "".join(shown)
 
     def end(self) -> str:
-        """The reasoning comes to its end: all that was held is part of it."""
+        """End the reasoning, and return the held text, which is part of the reasoning."""
         held = "".join(self._held) + self._rest
         self._drop()
         self._rest = ""
         return held
 
     def flush(self, *, was_cut: bool) -> tuple[str, list[Piece]]:
-        """The answer is over within reasoning: the rest of that, and the calls behind it."""
+        """End the answer within reasoning; return the rest of the reasoning, and the tool calls
+        after it.
+        """
         if self._trial is not None:
             self._pieces += self._trial.flush(was_cut=was_cut)
             if not self._trial.is_open and self._are_calls():
@@ -73,7 +74,7 @@ class CallsInReasoning:
         return any(begin[0] in text for begin in self._begins) or text != text.rstrip()
 
     def _look(self, text: str, shown: list[str]) -> str:
-        """Show what stands before a mark; returns what stands behind it, or nothing."""
+        """Show the text before a mark; return the text after it, or "" without a mark."""
         found = one_of(self._begins).search(text)
         end = beginning(text, self._begins) if found is None else found.start()
         sure = len(text[:end].rstrip())
@@ -95,7 +96,7 @@ class CallsInReasoning:
         return text[found.end() :]
 
     def _try(self, text: str, shown: list[str]) -> str:
-        """Read on until it proves to be no call; returns what is left."""
+        """Continue until the text proves not to be a tool call; return the rest of the text."""
         assert self._trial is not None
         pieces = self._trial.feed(text)
         if not self._are_no_call(pieces, self._pieces):
@@ -110,8 +111,8 @@ class CallsInReasoning:
         return text[end:]
 
     def _end_of_trial(self, text: str) -> int:
-        """Behind which character of the latest text it shows that there is no call: how a text is
-        cut must not matter.
+        """Count the latest text's characters up to the proof that the held text is not a tool call.
+        The result must not depend on how the text is cut.
         """
         trial = self._format.parser(self._tools, self._marks)
         pieces = trial.feed("".join(self._held).lstrip())
@@ -123,21 +124,23 @@ class CallsInReasoning:
         return len(text)
 
     def _are_no_call(self, pieces: Sequence[Piece], before: Sequence[Piece]) -> bool:
-        """Tell whether the next pieces prove that these and those before are no call."""
+        """Tell whether the next pieces prove that the held text is not a tool call; `before` has
+        the earlier pieces.
+        """
         has_call = any(piece.kind is PieceKind.CALL for piece in before)
         for piece in pieces:
             if piece.kind is PieceKind.CALL:
                 has_call = True
                 if piece.text not in self._required:
                     return True
-            # Behind a call at the beginning of a line text may follow.
+            # Text may follow a call at the beginning of a line.
             is_text = piece.kind is PieceKind.CONTENT and piece.text.strip()
             if is_text and (not has_call or self._is_within_line):
                 return True
         return False
 
     def _are_calls(self) -> bool:
-        """Tell whether all calls that were read have what their functions require."""
+        """Tell whether all held tool calls have their required arguments."""
         names = [piece.text for piece in self._pieces if piece.kind is PieceKind.CALL]
         arguments: list[list[str]] = [[] for _ in names]
         for piece in self._pieces:
@@ -157,11 +160,11 @@ class CallsInReasoning:
         return self._is_fenced or self._line.rstrip()[-1:] in set(_QUOTES)
 
     def _note(self, text: str) -> None:
-        """Follow lines and code fences in what is shown."""
+        """Follow lines and code fences in the shown text."""
         before, newline, line = text.rpartition("\n")
         if not newline:
             line = self._line + text
-            # Its beginning and its end are looked at.
+            # Only a line's beginning and end matter.
             self._line = line if len(line) < _MAX_LINE else line[:_PART] + line[-_PART:]
             return
         for each in (self._line + before).split("\n"):

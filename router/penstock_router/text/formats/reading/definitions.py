@@ -1,4 +1,4 @@
-"""Definitions of a schema for parts of it that stand alone: each gets those that it reaches."""
+"""Gives a part of a schema that stands alone the definitions that the part reaches."""
 
 from __future__ import annotations
 
@@ -9,28 +9,26 @@ from urllib.parse import unquote
 from penstock_router.json_fields import JsonObject
 
 _PLACES = ("$defs", "definitions")
-# References that may lead anywhere.
+# References whose target is not known.
 _DYNAMIC = ("$dynamicRef", "$recursiveRef")
-# So many definitions are looked up for all parts together; parts beyond get all, in no time.
+# The limit of look-ups of definitions for all parts together; later parts get all definitions.
 _MAX_LOOKUPS = 2**14
 
-# A definition's place and name. None stands for all of them: a reference that is none of a
-# definition, as one to an anchor, may be of each.
+# A definition's place and name. None stands for all definitions: the reference may mean any of
+# them, for example by an anchor.
 _Reached = tuple[str, str] | None
 
 
 class Definitions:
-    """The definitions of a schema."""
-
     def __init__(self, schema: JsonObject) -> None:
         self._all = {key: schema[key] for key in _PLACES if isinstance(schema.get(key), dict)}
-        # What a definition refers to by itself, and all that is reached from some of them.
+        # A definition's direct references, and all definitions that a set of references reaches.
         self._direct: dict[_Reached, frozenset[_Reached]] = {}
         self._reached: dict[frozenset[_Reached], JsonObject] = {}
         self._left = _MAX_LOOKUPS
 
     def given_to(self, part: JsonObject) -> JsonObject:
-        """The part, with the definitions that it reaches."""
+        """Add the definitions that the part reaches."""
         if not self._all:
             return part
         begins = _references(part)
@@ -57,7 +55,7 @@ class Definitions:
 
     def _named(self, names: Iterable[_Reached]) -> JsonObject:
         found: JsonObject = {}
-        # In an order that is the same in every process.
+        # Sorted, so that the order is the same in every process.
         for place, name in sorted(filter(None, names)):
             if name in self._all.get(place, ()):
                 found.setdefault(place, {})[name] = self._all[place][name]
@@ -65,7 +63,7 @@ class Definitions:
 
 
 def _references(schema: Any) -> frozenset[_Reached]:
-    """The definitions that a schema refers to anywhere within."""
+    """Find the definitions to which a schema refers, at any depth."""
     found: set[_Reached] = set()
     waiting = [schema]
     while waiting:
@@ -82,7 +80,7 @@ def _references(schema: Any) -> frozenset[_Reached]:
 
 
 def _place(reference: str) -> _Reached:
-    """The definition that a reference is to, or leads into."""
+    """Return the definition that a reference names, or whose part it names."""
     start, *steps = unquote(reference).split("/", 3)
     if start != "#" or len(steps) < 2 or steps[0] not in _PLACES:
         return None

@@ -1,11 +1,11 @@
-"""Calls that are JSON objects: shared by the families that write them so.
+"""Reads tool calls that are JSON objects, for all families that write such calls.
 
-A call is `{"name": .., "arguments": {..}}`, or with `parameters`, its members in any order, perhaps
-within a member "function". Once the name is known, arguments are shown as they come: valid JSON
-exactly as the model writes it, other JSON mended (`JsonMender`). If they come before the name, or
-as a string that holds JSON, they are held until both are known. Other members, an "id" or a "type",
-are dropped unless they could have been meant as arguments: an object is not a call if such a member
-holds an object or a list, or if it has an unknown member and no arguments.
+A tool call is `{"name": .., "arguments": {..}}`, or with `parameters`, its members in any order,
+perhaps within a member "function". When the name is known, arguments are shown as they arrive:
+valid JSON exactly as the model writes it, other JSON mended (`JsonMender`). Arguments before the
+name are held until the name is known, and arguments in a string until its end. Other members, such
+as "id" or "type", are dropped. But an object is not a tool call if such a member holds an object or
+a list, which could be arguments, or if it has an unknown member and no arguments.
 """
 
 from __future__ import annotations
@@ -26,33 +26,31 @@ from penstock_router.text.structural_tag_builder import either, json_format, reg
 _BRACKETS = re.compile(r"[}\] \t\r\n]*")
 _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
-# Other members that calls are known to have.
+# Other known members of tool calls.
 _BESIDES = frozenset({"id", "type", "index", "call_id", "tool_call_id"})
 
 
 @dataclass(slots=True)
 class Call:
-    """The facts known so far of an object that may be a call."""
+    """The known facts about an object that may be a tool call."""
 
     name: str | None = None
-    # Arguments that came before the name.
+    # Arguments that precede the name.
     early: str | None = None
     has_arguments: bool = False
-    # Whether its CALL piece was shown.
+    # True if its CALL piece was shown.
     begun: bool = False
     has_strangers: bool = False
 
 
 class JsonCallParser(CallParser):
-    """Reads objects that are calls, and lists of them."""
-
-    # Marks with which the model ends a call, also one whose JSON is not complete.
+    # Marks with which the model ends a tool call, even one whose JSON is incomplete.
     _ends: tuple[str, ...] = ()
-    # Whether the end of an answer that the model ended itself is the end of a call.
+    # True if an answer's end, if the model ended it, ends the tool call.
     _ends_with_answer = False
 
     def _value(self) -> Reading[str]:
-        """Consume a JSON value and hold it; returns it, mended."""
+        """Consume a JSON value, hold it, and return it mended."""
         yield from self._space()
         mender = JsonMender()
         while not mender.complete:
@@ -64,7 +62,7 @@ class JsonCallParser(CallParser):
         return plain(mender.take())
 
     def _shown_value(self) -> Reading[None]:
-        """Consume a JSON value and show it as arguments, mended; the call ends with it."""
+        """Consume a JSON value and show it as arguments, mended; it ends the tool call."""
         yield from self._space()
         self._drop()
         mender = JsonMender()
@@ -85,8 +83,8 @@ class JsonCallParser(CallParser):
         self._end_call()
 
     def _mark_in_string(self, mender: JsonMender) -> Reading[None]:
-        """A mark within a string is text, but for the end of the call that the answer ends with:
-        there the value ends, of which the rest is shown.
+        """Read a mark within a string. The mark is text, unless it ends the call and the answer.
+        Then the value ends, and its missing rest is shown.
         """
         if (yield from self._is_last_mark(*self._ends)):
             mender.close()
@@ -96,8 +94,8 @@ class JsonCallParser(CallParser):
         self._arguments(mender.take())
 
     def _is_last_mark(self, *marks: str) -> Reading[bool]:
-        """Consume one of these marks, and marks and white space behind it; returns whether nothing
-        else follows. If it is another mark, only its beginning is consumed.
+        """Consume one of these marks, and marks and whitespace after it; return true if nothing
+        else follows. If another mark is here, consume only one character.
         """
         if (yield from self._any_of(*marks)) is None:
             self._take(self._at + 1)
@@ -114,7 +112,9 @@ class JsonCallParser(CallParser):
                 return False
 
     def _closes(self, mender: JsonMender) -> bool:
-        """Tell whether the answer's end is the value's, of which the rest is shown."""
+        """Tell whether the answer's end also ends the value. Then the value's missing rest is
+        shown.
+        """
         if self._was_cut or not (self._ends_with_answer and mender.is_between):
             self._arguments(mender.unsaid)
             return False
@@ -123,7 +123,7 @@ class JsonCallParser(CallParser):
         return True
 
     def _close(self, mender: JsonMender) -> Reading[None]:
-        """Complete a value behind which the model wrote the call's end; else it is a misfit."""
+        """Complete a value if the tool call's end follows; else raise `Misfit`."""
         try:
             end = yield from self._ahead(*self._ends)
         except TextOver:
@@ -136,13 +136,15 @@ class JsonCallParser(CallParser):
         self._arguments(mender.take())
 
     def _object_or_list(self) -> Reading[bool]:
-        """An object or a list of them; returns whether it, or the last in the list, was a call."""
+        """Read an object or a list of objects; return true if the last object was a tool call."""
         if (yield from self._peek()) == "[":
             return (yield from self._list())
         return (yield from self._object())
 
     def _list(self) -> Reading[bool]:
-        """Calls in brackets. An element that is not a call is content, and the list goes on."""
+        """Read tool calls in brackets. An element that is not a tool call is content, and the list
+        continues.
+        """
         yield from self._expect("[")
         was_call = False
         while (yield from self._space()) != "]" or not was_call:
@@ -158,12 +160,12 @@ class JsonCallParser(CallParser):
             elif not was_call:
                 break
         self._take(self._at + 1)
-        # The end of the list is syntax or content, as its last element was.
+        # The list's end is syntax or content, like its last element.
         self._drop() if was_call else self._give_back()
         return was_call
 
     def _object(self) -> Reading[bool]:
-        """Consume an object; returns whether it was a call. If not, it is content."""
+        """Consume an object; return whether it was a tool call. If not, it is content."""
         self._fits = False
         yield from self._expect("{")
         call = Call()
@@ -180,8 +182,8 @@ class JsonCallParser(CallParser):
         return True
 
     def _members(self, call: Call) -> Reading[bool]:
-        """Consume members up to the closing bracket, which is not consumed; returns whether the
-        object may still be a call.
+        """Consume members up to the closing bracket, which is not consumed; return whether the
+        object may still be a tool call.
         """
         while (after := (yield from self._space())) != "}":
             if not (yield from self._member(call)):
@@ -190,7 +192,7 @@ class JsonCallParser(CallParser):
             if after == ",":
                 self._take(self._at + 1)
             elif after != "}":
-                # A call whose arguments have ended may lack its own end.
+                # A tool call whose arguments have ended may lack its own end.
                 if call.begun and (yield from self._ahead("]", *self._ends)) is not None:
                     return True
                 raise Misfit
@@ -211,7 +213,7 @@ class JsonCallParser(CallParser):
         return False
 
     def _member(self, call: Call) -> Reading[bool]:
-        """Consume a member; returns whether the object may still be a call."""
+        """Consume a member; return whether the object may still be a tool call."""
         if (yield from self._peek()) not in "\"'":
             raise Misfit
         key = json.loads((yield from self._value()))
@@ -220,7 +222,7 @@ class JsonCallParser(CallParser):
         return (yield from self._keyed(call, key, (yield from self._space())))
 
     def _keyed(self, call: Call, key: str, first: str) -> Reading[bool]:
-        """The value of a member, of which the first character is known; as `_member`."""
+        """Read a member's value, whose first character is known; return as `_member`."""
         if key in _NAMES or (key == "function" and first in "\"'"):
             return (yield from self._named(call))
         if key == "function" and first == "{" and call.name is None:
@@ -235,7 +237,7 @@ class JsonCallParser(CallParser):
         return True
 
     def _unless_begun(self, call: Call) -> Reading[bool]:
-        """A value that no call may have; not consumed if the call was shown already."""
+        """Read a value that no tool call has. It is not consumed if the call was already shown."""
         if not call.begun:
             yield from self._value()
         return False
@@ -253,7 +255,9 @@ class JsonCallParser(CallParser):
         return True
 
     def _given(self, call: Call, first: str) -> Reading[bool]:
-        """The arguments: an object, a string that holds one, or null or an empty list for none."""
+        """Read the arguments: an object, or a string with an object. null or an empty list means no
+        arguments.
+        """
         if call.has_arguments:
             return (yield from self._unless_begun(call))
         call.has_arguments = True
@@ -280,22 +284,22 @@ class JsonCallParser(CallParser):
         self._call(call.name or "", arguments)
 
     def _ended(self) -> Reading[None]:
-        """Drop a mark of the end behind a call, and brackets too many before it."""
+        """Drop an end mark after a tool call, and excess brackets before it."""
         yield from self._brackets_too_many()
         yield from self._any_of(*self._ends)
         yield from self._after_call()
-        # The mark once more means nothing more.
+        # A repeated mark has no effect.
         while (yield from self._any_of(*self._ends)) is not None:
             yield from self._after_call()
 
     def _calls_in_section(
         self, one_call: Callable[[], Reading[None]], begin: str, end: str, section_end: str
     ) -> Reading[None]:
-        """Read calls that `begin` and `end` stand around, up to the end of their section."""
+        """Read tool calls between `begin` and `end`, up to the end of their section."""
         while True:
             yield from one_call()
             yield from self._after_call()
-            # Whatever follows, this call has ended.
+            # The call has ended, whatever follows.
             while (mark := (yield from self._any_of(begin, end, section_end))) is not None:
                 if mark == begin:
                     break
@@ -305,8 +309,8 @@ class JsonCallParser(CallParser):
             self._fits = False
 
     def _brackets_too_many(self, *marks: str) -> Reading[None]:
-        """Consume brackets behind a call that stand before its end or one of these marks; others
-        are content.
+        """Consume excess brackets after a tool call, before its end or one of these marks; other
+        brackets are content.
         """
         self._drop()
         brackets = yield from self._run(_BRACKETS)
@@ -315,12 +319,14 @@ class JsonCallParser(CallParser):
 
 
 class BareJsonParser(JsonCallParser):
-    """Objects and lists one after the other, without markers between them."""
+    """Reads objects and lists one after another, without marks between them."""
 
     _at_beginning = True
 
     def _several(self) -> Reading[bool]:
-        """Objects and lists until something else comes; returns whether the last was a call."""
+        """Read objects and lists until other text follows; return true if the last object was a
+        tool call.
+        """
         while True:
             was_call = yield from self._object_or_list()
             after = yield from self._space()
@@ -342,14 +348,14 @@ class BareJsonParser(JsonCallParser):
 
 
 def arguments_format(tool: Tool, rule: CallRule) -> JsonObject:
-    """Arguments as JSON that obeys the tool's schema if required or strict, else any object."""
+    """Match arguments as JSON: by the tool's schema if required or strict, else any object."""
     schema = tool.parameters if rule.required or tool.strict else None
     whole: JsonObject = {"type": "object"} | (schema or {})
     return json_format(written_as(whole, rule))
 
 
 def written_as(schema: JsonObject, rule: CallRule) -> JsonObject:
-    """The schema of the same JSON, written in one way only."""
+    """Restrict a schema's JSON to one way of writing it."""
     if rule.separators is None:
         return schema
     item, key = rule.separators
@@ -364,14 +370,16 @@ def call_tag(
     end: str,
     rule: CallRule,
 ) -> JsonObject:
-    """A call: its name in quotes after `before`, its arguments between `between` and `end`."""
+    """Match a tool call: its name in quotes after `before`, its arguments between `between` and
+    `end`.
+    """
     name = json.dumps(tool.name, ensure_ascii=False)
     content = arguments_format(tool, rule)
     return tag(before + name + between, content, end)
 
 
 def calls_or_text(calls: JsonObject, beginnings: str) -> JsonObject:
-    """Calls, or text that begins with none of the characters in `beginnings`."""
+    """Match tool calls, or text that begins with none of the characters in `beginnings`."""
     others = beginnings.replace("[", "\\[")
     text = regex(f"[ \\t\\r\\n]*([^{others} \\t\\r\\n][\\s\\S]*)?")
     return either([calls, text])

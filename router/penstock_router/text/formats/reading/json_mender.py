@@ -1,12 +1,11 @@
-"""Reads one JSON value in text that comes in pieces, and writes it as valid JSON while it comes.
+"""Reads one JSON value from pieces of text, and writes it as valid JSON while the text arrives.
 
-What is valid by RFC 8259 is written as it stands, to the character, but for escapes of half a
-character, which many readers refuse: U+FFFD stands for them. Errors that models make are mended:
-control characters in strings, trailing and repeated commas, Python's words, numbers and quotes,
-escapes that JSON lacks, names without quotes. Anything else fails. It consumes exactly the
-characters of the value: up to its end, or up to the first that is beyond mending, so that where it
-stops does not depend on how the text was cut. Work is linear; what is held back is a word, a
-number, an escape or a comma.
+Valid JSON (RFC 8259) is copied exactly, except for escapes of half a character, which many readers
+refuse: they become U+FFFD. Models' errors are mended: control characters in strings, trailing and
+repeated commas, Python's words, numbers and quotes, escapes that JSON lacks, names without quotes.
+Any other error fails. The mender stops at the value's end or at the first character that it cannot
+mend, wherever the text was cut. Work is linear. Only a word, a number, an escape or a comma is held
+back.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import re
 from collections.abc import Callable
 
 _SPACES = re.compile(r"[ \t\r\n]*")
-# Of a string, by the quote that ends it, what is written as it stands.
+# The characters of a string that are copied, by the quote that ends it.
 _ORDINARY = {'"': re.compile(r'[^"\\\x00-\x1f]*'), "'": re.compile(r"[^'\"\\\x00-\x1f]*")}
 _WORD = re.compile(r"[\w.+\-]*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_$][\w$-]*")
@@ -27,63 +26,64 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _WORDS = {"None": "null", "True": "true", "False": "false"} | {
     word: word for word in ("null", "true", "false")
 }
-# An escape, and what stands for that of half a character.
+# The size of an escape, and the replacement of an escape of half a character.
 _ESCAPE_SIZE, _LOST = len("\\u0000"), "\\ufffd"
 _HIGH, _LOW = range(0xD800, 0xDC00), range(0xDC00, 0xE000)
 _HEX = frozenset("0123456789abcdefABCDEF")
 _ESCAPED = frozenset('"\\/bfnrt')
-# A longer word or number is none that any reader would accept.
+# No reader accepts a longer word or number.
 _MAX_WORD = 400
-# All but quotes, backslashes and control characters as they are, also what tells tokens apart.
+# Escapes only quotes, backslashes and control characters, so `TOKEN` stays.
 _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 _NUMBER_READERS = (functools.partial(int, base=0), functools.partial(int, base=10), float)
 
 
 class JsonMender:
-    """Reads one value; `inside_object`: the rest of an object, after one of its members."""
+    """Reads one value; with `inside_object`, the rest of an object after one of its members."""
 
     __slots__ = ("_closers", "_in_key", "_quote", "_said", "_state", "complete", "failed", "unsaid")
 
     def __init__(self, *, inside_object: bool = False) -> None:
-        # The closing brackets still to come, the next one last.
+        # The missing closing brackets; the next bracket is last.
         self._closers: list[str] = ["}"] if inside_object else []
         self._state: Callable[[str, int], int] = self._after if inside_object else self._value
         self._in_key = False
         # The quote that ends the string; "" outside of one.
         self._quote = ""
         self._said: list[str] = []
-        # Consumed and not written yet: a word, a number, an escape, a comma.
+        # Consumed, but not written yet: a word, a number, an escape, a comma.
         self.unsaid = ""
-        # A bare word or number is complete only once another character follows it.
+        # A bare word or number is complete only when another character follows it.
         self.complete = False
         self.failed = False
 
     def feed(self, text: str, start: int = 0) -> int:
-        """Read from `start`; returns where it stopped: the end, unless complete or failed."""
+        """Read from `start`; return the index where reading stopped: the end, unless complete or
+        failed.
+        """
         at, end = start, len(text)
         while at < end and not (self.complete or self.failed):
             at = self._state(text, at)
         return at
 
     def take(self) -> str:
-        """The text written since this was last asked."""
+        """Return the text written since the last `take`."""
         said = "".join(self._said)
         self._said.clear()
         return said
 
     @property
     def is_between(self) -> bool:
-        """Tell whether nothing is missing at its end but its last bracket."""
+        """Tell whether only the last bracket is missing."""
         is_whole = self._state in (self._after, self._first_key, self._first_element)
         return is_whole and len(self._closers) == 1
 
     @property
     def is_in_string(self) -> bool:
-        """Tell whether a string was begun, and has not ended."""
         return self._quote != ""
 
     def close(self) -> None:
-        """The value ends here, as its writer says: write what is missing of its end."""
+        """End the value here, and write the missing rest."""
         missing: dict[Callable[[str, int], int], str] = {
             self._bare_key: f'"{self.unsaid}": null',
             self._colon: ": null",
@@ -99,12 +99,12 @@ class JsonMender:
         self._closers, self.unsaid, self._quote, self.complete = [], "", "", True
 
     def _begun_escape(self) -> str:
-        """Say what stands for an escape that has no end: a backslash of which none came is text."""
+        """Replace an unfinished escape: a backslash without its escape is text."""
         half = _LOST if len(self.unsaid) >= _ESCAPE_SIZE else ""
         begun = self.unsaid[_ESCAPE_SIZE:] if half else self.unsaid
         return half + ("\\" + begun if begun else "")
 
-    # States: each consumes what it can from `at` on, and returns where it stopped.
+    # Each state consumes text from `at` on, and returns the index where it stopped.
 
     def _say(self, text: str) -> None:
         self._said.append(text)
@@ -114,7 +114,6 @@ class JsonMender:
         return at
 
     def _ended(self) -> None:
-        """A value has ended."""
         self._state = self._after
         self.complete = not self._closers
 
@@ -157,10 +156,12 @@ class JsonMender:
         return self._unless_closed(text, at, self._key)
 
     def _unless_closed(self, text: str, at: int, state: Callable[[str, int], int]) -> int:
-        """The closing bracket, or else what `state` reads. A comma before a bracket is dropped."""
+        """Read the closing bracket, or else what `state` reads. A comma before a bracket is
+        dropped.
+        """
         end = _end(_SPACES, text, at)
         if end == len(text):
-            # Whether a comma before it counts is not known yet.
+            # A comma before the whitespace is still undecided.
             self._hold(text[at:end])
             return end
         pending, self.unsaid = self.unsaid + text[at:end], ""
@@ -176,7 +177,7 @@ class JsonMender:
         return end
 
     def _hold(self, spaces: str) -> None:
-        """White space behind a comma, or at the beginning."""
+        """Hold whitespace after a comma, or write it at the beginning."""
         if self.unsaid and len(self.unsaid) < _MAX_WORD:
             self.unsaid += spaces
         else:
@@ -265,14 +266,15 @@ class JsonMender:
         if text[at] in _ESCAPED:
             self._say("\\" + text[at])
         else:
-            # JSON has no such escape: a quote needs none, of another the backslash was meant.
+            # JSON has no such escape. A quote needs no escape; before another character the
+            # backslash is text.
             self._say("'" if text[at] == "'" else "\\\\" + _ENCODE(text[at])[1:-1])
         self.unsaid = ""
         self._state = self._string
         return at + 1
 
     def _hex_digits(self, text: str, at: int) -> int:
-        """The digits of an escape; in `unsaid` may be that of a first half before it."""
+        """Read an escape's digits; a first half before it may be in `unsaid`."""
         if text[at] in _HEX:
             self.unsaid += text[at]
             if len(self.unsaid) % _ESCAPE_SIZE == 0:
@@ -285,7 +287,9 @@ class JsonMender:
         return at
 
     def _end_escape(self) -> None:
-        """An escape is read: write it unless it is a first half, of which the second may follow."""
+        """Write a complete escape, unless it is the first half of a character, which a second half
+        may follow.
+        """
         *halves, last = re.findall(r"\\u(....)", self.unsaid)
         code = int(last, 16)
         if halves and code in _LOW:
@@ -331,13 +335,13 @@ class JsonMender:
             return self._fail(end)
         self._say(meant)
         self.unsaid = ""
-        # The character belongs to what follows.
+        # The character is not part of the word.
         self._ended()
         return end
 
 
 def _meaning(word: str) -> str | None:
-    """The JSON for a word or number; None if there is none."""
+    """Return the JSON for a word or number; None if it has no meaning."""
     if word in _WORDS or _NUMBER.fullmatch(word):
         return _WORDS.get(word, word)
     for read in _NUMBER_READERS:
@@ -347,13 +351,15 @@ def _meaning(word: str) -> str | None:
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """The end of the match at `at`, which may be empty."""
+    """Return the end of the match at `at`, which may be empty."""
     match = pattern.match(text, at)
     return at if match is None else match.end()
 
 
 def mended_object(text: str) -> str | None:
-    """The text as one valid JSON object; None if it is none, or has more beside white space."""
+    """Return the text as one valid JSON object; None if it is not an object, or if other text
+    surrounds it.
+    """
     text = text.strip(" \t\r\n")
     mender = JsonMender()
     is_one = text.startswith("{") and mender.feed(text) == len(text) and mender.complete

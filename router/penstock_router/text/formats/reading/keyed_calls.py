@@ -1,4 +1,6 @@
-"""Calls whose arguments are pairs of tags: `<arg_key>city</arg_key><arg_value>Oslo</arg_value>`."""
+"""Reads tool calls whose arguments are pairs of tags:
+`<arg_key>city</arg_key><arg_value>Oslo</arg_value>`.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,18 @@ _TEXT = re.compile(r"[^<>{\n\ud800]*")
 
 @dataclass(frozen=True, kw_only=True)
 class KeyedFormat(TaggedFormat):
-    """A family whose arguments are pairs of tags."""
-
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return KeyedCallParser((self.tags, *self.others), tools, marks)
 
 
 class KeyedCallParser(TaggedCallParser):
-    """Reads such calls.
+    """Reads tool calls with pairs of tags.
 
-    Tolerates besides: a missing tag before a name, behind it or before a value, and all arguments
-    as one JSON object behind the function's name.
+    Tolerates a missing tag before or after a name or before a value, and all arguments as one JSON
+    object after the function's name.
     """
 
-    # A name that was read before its turn.
+    # An argument's name that was read before its turn.
     _early_key: str | None = None
 
     def _function(self) -> Reading[None]:
@@ -68,7 +67,7 @@ class KeyedCallParser(TaggedCallParser):
         self._end_call()
 
     def _split(self, text: str) -> tuple[str, str]:
-        """A function's name and an argument's that stand without a tag between them."""
+        """Split a function's name from an argument's that follows without a tag."""
         found = self._offered.split(text)
         if found is None:
             raise Misfit
@@ -89,7 +88,9 @@ class KeyedCallParser(TaggedCallParser):
         return named
 
     def _key_without_tag(self) -> Reading[str]:
-        """An argument's name that no tag stands before; text that the answer ends with is none."""
+        """Read an argument's name without a tag before it. Text at the answer's end is not a
+        name.
+        """
         try:
             return (yield from self._run(_TEXT))
         except TextOver:

@@ -1,6 +1,6 @@
-"""JSON between marks: `<tool_call>{"name": .., "arguments": {..}}</tool_call>` and its likes.
+"""Reads JSON between marks: `<tool_call>{"name": .., "arguments": {..}}</tool_call>`.
 
-A family says its marks, and whether each call has marks of its own or all calls are one list.
+A family defines its marks. Either each tool call has marks, or all calls are one list.
 """
 
 from __future__ import annotations
@@ -34,53 +34,46 @@ class MarkedJson(CallFormat):
     """Objects, or a list of them, between two marks."""
 
     name: str
-    # The marks; `end` is "" where the family writes none.
+    # The marks; `end` is "" if the family writes none.
     begin: str
     end: str
-    # Marks that models of the family are known to write besides.
+    # Other marks that models of the family are known to write.
     other_begins: tuple[str, ...] = ()
     other_ends: tuple[str, ...] = ()
-    # The white space that the family writes inside of the marks, and what it writes between calls.
+    # The whitespace inside the marks, and the text between tool calls.
     padding: str = ""
     between: str = "\n"
-    # Whether all calls stand in one list, between one pair of marks; and what is written before,
-    # between and behind them there.
+    # True if all tool calls are one list between one pair of marks; and the texts before, between
+    # and after the calls.
     is_list: bool = False
     listed: tuple[str, str, str] = ("[", ", ", "]")
-    # The names of a call's members.
+    # The names of a tool call's members.
     name_key: str = "name"
     arguments_key: str = "arguments"
-    # Texts that a template of the family has, and texts that it has not.
+    # A template of the family has all texts in `signs`, and none in `strange`.
     signs: tuple[str, ...] = ()
     strange: tuple[str, ...] = ()
 
     @property
     def marks(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The begin marks and the end marks."""
         return *self.begins(), *self.ends
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """The end marks."""
         return tuple(filter(None, (self.end, *self.other_ends)))
 
     def begins(self) -> tuple[str, ...]:
-        """The begin marks."""
         return self.begin, *self.other_begins
 
     def is_of(self, template: str) -> bool:
-        """The template has all signs, which are the begin mark if none are given, and no strange
-        texts.
-        """
+        """Tell whether the template has all `signs` (by default `begin`) and no `strange` text."""
         has_signs = all(sign in template for sign in self.signs or (self.begin,))
         return has_signs and not any(text in template for text in self.strange)
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return MarkedJsonParser(self, tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Match each call between marks of its own, or all in one list between marks."""
         opens, closes = f"{self.begin}{self.padding}", f"{self.padding}{self.end}"
         before, behind = ("", "") if self.is_list else (opens, closes)
         tags = [self.call(tool, before, behind, rule) for tool in tools]
@@ -96,7 +89,6 @@ class MarkedJson(CallFormat):
         return among_text(tags, self.begin, parallel=rule.parallel)
 
     def calls_in_words(self, calls: Sequence[NamedArguments]) -> str:
-        """Calls between marks of their own, or all in one list between marks."""
         opens, closes = f"{self.begin}{self.padding}", f"{self.padding}{self.end}"
         shown = [
             f'{{"{self.name_key}": {json.dumps(name, ensure_ascii=False)}, '
@@ -109,7 +101,6 @@ class MarkedJson(CallFormat):
         return self.between.join([f"{opens}{each}{closes}" for each in shown])
 
     def call(self, tool: Tool, before: str, behind: str, rule: CallRule) -> JsonObject:
-        """A call, between two texts."""
         return call_tag(
             tool,
             f'{before}{{"{self.name_key}": ',
@@ -120,8 +111,6 @@ class MarkedJson(CallFormat):
 
 
 class MarkedJsonParser(JsonCallParser):
-    """Reads what stands between the marks."""
-
     def __init__(self, family: MarkedJson, tools: Sequence[Tool], marks: Marks) -> None:
         super().__init__(tools, marks)
         self._begins = family.begins()

@@ -1,6 +1,6 @@
-"""Constraints on arguments that a format writes one by one, each with its name.
+"""Builds constraints on arguments that a format writes one by one, each with its name.
 
-A schema of the whole object cannot be enforced on them; one of each argument can.
+The schemas of single arguments can be enforced, but not the schema of the whole object.
 """
 
 from __future__ import annotations
@@ -33,45 +33,42 @@ _EXPRESSIBLE = frozenset({"type", "properties", "required", "additionalPropertie
     *("$defs", "definitions", "$schema", "$id", "$comment"),
     *("title", "description", "default", "examples"),
 }
-# Keywords of a string's schema that constrain its text.
+# Keywords that constrain a string's text.
 _OF_TEXT = ("pattern", "format", "minLength", "maxLength")
 
-# So many blocks of parts are written into each other, and so in each block: all parts would be
-# deeper than JSON is read.
+# The number of blocks on each level. Nesting all parts in each other would be deeper than JSON
+# readers accept.
 _MAX_BLOCKS = 8
 
-# A pattern of whole texts in what ECMA's and Rust's dialects have in common, without marks.
+# A pattern of whole texts in the common part of ECMA's and Rust's dialects, without `<`.
 _WHOLE = re.compile(r"\^[\w \-\[\]{},.+*?:#]+\$", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument that a schema describes."""
-
     name: str
     is_needed: bool
-    # With the definitions that it reaches.
+    # The argument's schema, with the definitions that it reaches.
     schema: JsonObject
-    # What is known of the schemas of all arguments of the tool.
+    # Facts about the schemas of all arguments of the tool.
     known: SchemaKinds = field(default_factory=lambda: SchemaKinds({}), compare=False)
     # The definitions of the tool's schema, for parts of the argument's.
     definitions: Definitions = field(default_factory=lambda: Definitions({}), compare=False)
 
     @property
     def kinds(self) -> Kinds:
-        """JSON's types that it may have; none if its schema does not say."""
+        """The JSON types that the argument may have; empty if its schema does not say."""
         return self.known.of(self.schema)
 
     @property
     def may_be_text(self) -> bool:
-        """Tell whether it may be a string."""
         return not self.kinds or bool(self.kinds & STRING)
 
 
 def arguments_of(
     tool: Tool, *, required: bool, is_name: Callable[[str], bool] = bool
 ) -> list[Argument]:
-    """The arguments in the order of the schema, which counts if rule.required or strict.
+    """Return the arguments in the schema's order. Their schemas count if `required` or strict.
 
     Raises `BadRequest` for a strict schema that cannot be enforced on arguments written one by one.
     """
@@ -123,9 +120,9 @@ def _check_expressible(name: str, schema: JsonObject, is_name: Callable[[str], b
 
 
 def text_format(tool: Tool, argument: Argument) -> JsonObject:
-    """A string that is written without quotes. What ends it must follow.
+    """Match a string that is written without quotes. The text that ends it must follow.
 
-    Raises `BadRequest` for a strict tool whose schema says more of it than can be enforced.
+    Raises `BadRequest` for a strict tool if the string's schema cannot be enforced.
     """
     if tool.text_format is not None:
         return tool.text_format
@@ -145,7 +142,7 @@ def text_format(tool: Tool, argument: Argument) -> JsonObject:
 
 
 def python_words(argument: Argument) -> list[JsonObject]:
-    """The words of Python that an argument may be; [] if it may be anything else."""
+    """Return formats of the Python words that an argument may be; [] if it may be anything else."""
     schema, kinds = argument.schema, argument.kinds
     if not kinds <= {"boolean", "null"}:
         return []
@@ -160,7 +157,9 @@ def _as_text(value: object) -> str:
 
 
 def _bounded(schema: JsonObject) -> JsonObject | None:
-    """The text as a regular expression, if that can be said without what begins a mark."""
+    """Return the string as a regular expression that excludes marks; None if there is no such
+    expression.
+    """
     pattern = schema.get("pattern")
     if pattern is not None:
         is_whole = isinstance(pattern, str) and _WHOLE.fullmatch(pattern) is not None
@@ -172,7 +171,7 @@ def _bounded(schema: JsonObject) -> JsonObject | None:
 
 
 def one_after_another(parts: Sequence[tuple[bool, JsonObject]]) -> JsonObject:
-    """Match all needed parts and any of the others, in order."""
+    """Match all needed parts and any of the other parts, in order."""
     ways = (part if needed else either([part, literal("")]) for needed, part in parts)
     return sequence(literal(""), *packed(ways))
 
@@ -187,21 +186,20 @@ class Part:
 
     @property
     def alone(self) -> JsonObject:
-        """The part without commas."""
         return tag(self.text, self.value, "")
 
     def before_another(self, comma: str) -> JsonObject:
-        """The part, which may be missing, and a comma."""
+        """Match the part and a comma; both may be missing."""
         return either([tag(self.text, self.value, comma), literal("")])
 
     def behind_another(self, comma: str) -> JsonObject:
-        """A comma and the part, which may be missing unless it is needed."""
+        """Match a comma and the part, which may be missing unless it is needed."""
         with_comma = tag(comma + self.text, self.value, "")
         return with_comma if self.is_needed else either([with_comma, literal("")])
 
 
 def with_commas(parts: Sequence[Part], comma: str = ", ") -> JsonObject:
-    """Match all needed parts and any of the others, in order, with commas between them."""
+    """Match all needed parts and any of the other parts, in order, with commas between them."""
     values = packed(part.value for part in parts)
     packed_parts = zip(parts, values, strict=True)
     parts = [dataclasses.replace(part, value=value) for part, value in packed_parts]
@@ -210,19 +208,19 @@ def with_commas(parts: Sequence[Part], comma: str = ", ") -> JsonObject:
         alone = packed(part.alone for part in parts)
         before = packed(part.before_another(comma) for part in parts)
         return either([_some_of(alone, before), literal("")]) if parts else literal("")
-    # What may come before the first needed part has its comma behind it.
+    # A part before the first needed part has its comma after it.
     leading = [part.before_another(comma) for part in parts[:first_needed]]
     behind = [part.behind_another(comma) for part in parts[first_needed + 1 :]]
     return sequence(*leading, parts[first_needed].alone, *behind)
 
 
 def _some_of(alone: Sequence[Any], before: Sequence[Any]) -> Any:
-    """Match one or more parts, each given alone and before another: some of a first block, or none,
-    and then some of the others; or some of the first block alone.
+    """Match one or more parts, each given alone and before another: either some or none of the
+    first block and then some of the others, or some of the first block alone.
 
-    A part stands there once for the others and once in its block, and so in each block of blocks:
-    five times at most, for as many parts as a constraint's bytes allow. With a way for each part
-    that may be the first, the whole would grow with the square of their number.
+    A part occurs twice on each level of blocks: at most five times, because a constraint's bytes
+    bound the number of parts. With one way for each possible first part, the size would grow with
+    the square of that number.
     """
     if len(alone) == 1:
         return alone[0]

@@ -1,7 +1,6 @@
-"""Constraints on values that a family writes in a notation of its own, one by one.
+"""Builds constraints on values in a family's own notation.
 
-What a schema says in ways that the notation's grammar has no words for is held to as JSON, which
-readers accept everywhere.
+Schemas that the notation cannot express are enforced as JSON, which readers accept everywhere.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from penstock_router.text.structural_tag_builder import (
     tag,
 )
 
-# Deeper schemas are held to as JSON.
+# Deeper schemas are enforced as JSON.
 _MAX_DEPTH = 8
-# Deeper lists of anything are JSON.
+# Deeper lists without a schema are JSON.
 _MAX_LISTS = 2
-# Keywords beside which a list or an object can be written element by element.
+# Keywords with which a list or an object can be written element by element.
 _NOTES = frozenset({"title", "description", "default", "examples"})
 _OF_LISTS = _NOTES | {"type", "items"}
 _OF_OBJECTS = _NOTES | {"type", "properties", "required", "additionalProperties"}
@@ -42,24 +41,22 @@ _ANY_TOOL = Tool("")
 
 
 class Notation(ABC):
-    """The way a family writes values."""
-
     separator: str
 
     @abstractmethod
     def written(self, value: Any) -> str:
-        """A value as the family writes it."""
+        """Write a value in the family's notation."""
 
     @abstractmethod
     def text(self, tool: Tool, argument: Argument) -> JsonObject:
-        """Strings that an argument may be."""
+        """Match the strings that an argument may be."""
 
     def key(self, name: str) -> str | None:
-        """A member's name and what stands behind it; None: such objects are written as JSON."""
+        """Return a member's name and the text after it; None: such objects are written as JSON."""
         return None
 
     def value(self, tool: Tool, argument: Argument, rule: CallRule, depth: int = 0) -> Any:
-        """Values that an argument may have: a format, or its JSON."""
+        """Match the values that an argument may have: as a format, or as its JSON."""
         schema = argument.schema
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list) and values:
@@ -80,7 +77,6 @@ class Notation(ABC):
         return json_format(written_as(schema, rule))
 
     def of_any(self, kinds: frozenset[str], rule: CallRule, depth: int) -> JsonObject:
-        """Any values of these types."""
         argument = Argument("", is_needed=False, schema={"type": sorted(kinds)})
         return either(self._of_kinds(_ANY_TOOL, argument, kinds, rule, depth))
 
@@ -144,5 +140,5 @@ class Notation(ABC):
 
 @functools.lru_cache(maxsize=256)
 def _of_any(notation: Notation, kinds: frozenset[str], rule: CallRule, depth: int) -> msgspec.Raw:
-    """`Notation.of_any`, as JSON, which may be longer than the schema by a factor of hundreds."""
+    """Return `Notation.of_any` as JSON, which may be hundreds of times as long as the schema."""
     return msgspec.Raw(msgspec.json.encode(notation.of_any(kinds, rule, depth)))

@@ -1,8 +1,6 @@
-"""The tools of a request as readers of answers need them: by name, and with what is known of their
-arguments.
+"""Finds a request's tools by name, with facts about their arguments, for readers of answers.
 
-Each tool is looked through once, when the first call of it is read, however many calls, arguments
-and tags come.
+Each tool's schema is read only once, at the tool's first call.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 
 _QUOTES = ("'", '"')
-# Longer names are not looked for where a value may end.
+# Longer names are not looked for at a value's possible end.
 _MAX_NAME_CHARS = 256
-# Characters that a name may have where it is looked for: none with which tags begin or end.
+# Only names of these characters are searched for: characters that begin or end tags are excluded.
 _NAME = re.compile(r"[^<>\n\ud800]*")
 
 
@@ -32,17 +30,16 @@ class KnownArguments:
         self.names = self.schemas.members(self.root).keys()
 
     def kinds(self, name: str) -> Kinds:
-        """The types that an argument may have: a string, if the schema says nothing of it."""
+        """The types that an argument may have; a string if the schema does not describe it."""
         return self.schemas.of_argument(name)
 
     @cached_property
     def in_order(self) -> list[str]:
-        """The names, sorted."""
         return sorted(self.names)
 
     @cached_property
     def only_text(self) -> str | None:
-        """The argument of a function that takes one string, or has one that it needs."""
+        """The only string argument of a function that takes, or requires, just one argument."""
         names = list(self.root.get("required") or ()) or list(self.root.get("properties") or ())
         return names[0] if len(names) == 1 and self.kinds(names[0]) == STRING else None
 
@@ -51,7 +48,7 @@ _NONE = KnownArguments(None)
 
 
 class OfferedTools(tuple[Tool, ...]):
-    """Tools that answers may call. Readers that are given the same share what they find out."""
+    """Tools that answers may call. Readers of the same object share their findings."""
 
     def __init__(self, _: Iterable[Tool]) -> None:
         self.by_name = {tool.name: tool for tool in self}
@@ -59,7 +56,7 @@ class OfferedTools(tuple[Tool, ...]):
         self._known: dict[str, KnownArguments] = {}
 
     def arguments(self, name: str) -> KnownArguments:
-        """The arguments of the tool of this name; none are known of any other."""
+        """Return the arguments of the tool of this name; none are known for unknown tools."""
         if name not in self._known:
             if name not in self.by_name:
                 return _NONE
@@ -67,7 +64,9 @@ class OfferedTools(tuple[Tool, ...]):
         return self._known[name]
 
     def split(self, text: str) -> tuple[str, str] | None:
-        """A tool's name, the longest that fits, and behind it that of one of its arguments."""
+        """Split a text into the longest possible name of a tool, and the name of one of its
+        arguments.
+        """
         for length in range(min(len(text), self.longest_name_chars), 0, -1):
             name, key = text[:length], text[length:].strip()
             if name in self.by_name and key in self.arguments(name).names:
@@ -76,14 +75,14 @@ class OfferedTools(tuple[Tool, ...]):
 
 
 def offered(tools: Sequence[Tool]) -> OfferedTools:
-    """The tools, with what is known of them already."""
+    """Return the tools as `OfferedTools`; facts already found are kept."""
     return tools if isinstance(tools, OfferedTools) else OfferedTools(tools)
 
 
 class AwaitedNames:
-    """The names of a call's arguments that have not come yet, to be looked for in text.
+    """The names of a call's arguments that were not read yet.
 
-    However many there are, a look costs the same.
+    The cost of a search for them does not depend on their number.
     """
 
     def __init__(self, known: KnownArguments = _NONE) -> None:
@@ -91,13 +90,13 @@ class AwaitedNames:
         self._came: set[str] = set()
 
     def came(self, name: str) -> None:
-        """Wait for this one no more."""
+        """Stop waiting for this name."""
         if name in self._known.names:
             self._came.add(name)
 
     def stand_at(self, text: str, at: int, behind: str, *, quoted: bool) -> bool | None:
-        """Tell whether one stands there with `behind` behind it, which begins with no character of
-        names; None: that does not show yet. `quoted`: it may have quotes.
+        """Tell whether a name is at `at`, followed by `behind`, which begins with a character that
+        no name has; None if the text does not show it yet. With `quoted`, the name may have quotes.
         """
         if len(self._came) == len(self._known.names):
             return False
@@ -120,7 +119,7 @@ class AwaitedNames:
         return bare.endswith(quote) and bare[:-1] in self
 
     def _begin_with(self, text: str) -> bool:
-        """Tell whether a name begins with the text, also one that has come."""
+        """Tell whether a name begins with the text, even a name that was already read."""
         names = self._known.in_order
         at = bisect_left(names, text)
         return at < len(names) and names[at].startswith(text)

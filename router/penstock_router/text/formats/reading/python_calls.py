@@ -1,7 +1,7 @@
-"""Calls written as in Python, `f(a=1, b="x")`: shared by the families that write them so.
+"""Reads tool calls written as in Python, `f(a=1, b="x")`, for several families.
 
-Values are shown as JSON while they come. A call shows as soon as its first value has begun; what
-the model left open of it is closed if the model wrote the mark of its end.
+Values are shown as JSON while they arrive. A call is shown as soon as its first value has begun. If
+the model wrote its end mark, unfinished parts are closed.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ from penstock_router.text.structural_tag_builder import json_format, regex, tag
 _IDENTIFIER = re.compile(r"\w*")
 # A string between single quotes.
 _QUOTED = r"'([^'\\\x00-\x1f]|\\[\\'\"nrtbf/]|\\u[0-9a-fA-F]{4})*'"
-# White space behind a bracket that is looked through for what follows it.
+# The whitespace after a bracket that is searched for the next character.
 _MAX_SPACE = 32
-# How Llama 3.1 calls what is built in.
+# Llama 3.1 adds this to the names of built-in tools.
 BUILTIN = ".call"
 
 
 def is_identifier(name: str) -> bool:
-    """Tell whether Python allows an argument of this name."""
     return _IDENTIFIER.fullmatch(name) is not None and name != "" and not name[0].isdigit()
 
 
@@ -52,7 +51,7 @@ def call_tags(
     rule: CallRule,
     notation: Notation | None = None,
 ) -> list[JsonObject]:
-    """A call of each tool; values are JSON where no notation is given."""
+    """Match a call of each tool; values are JSON if no notation is given."""
     return [
         tag(
             f"{tool.name}(",
@@ -75,12 +74,11 @@ def _value_format(tool: Tool, argument: Argument, rule: CallRule, notation: Nota
 
 
 class PythonNotation(Notation):
-    """Values as Python shows them, but objects as JSON."""
+    """Values as Python writes them, but objects as JSON."""
 
     separator = ", "
 
     def written(self, value: Any) -> str:
-        """A value in Python."""
         if isinstance(value, list):
             return f"[{', '.join(map(self.written, value))}]"
         if isinstance(value, Mapping):
@@ -88,26 +86,25 @@ class PythonNotation(Notation):
         return quoted(value) if isinstance(value, str) else repr(value)
 
     def text(self, tool: Tool, argument: Argument) -> JsonObject:
-        """A string between single quotes, or one of JSON where the schema says more of it."""
+        """Match a string between single quotes, or JSON if the schema constrains its text."""
         if argument.schema.keys() & {"pattern", "format", "minLength", "maxLength"}:
             return json_format({**argument.schema, "type": "string"})
         return regex(_QUOTED)
 
 
 def quoted(text: str) -> str:
-    """A string between single quotes."""
     escaped = json.dumps(text, ensure_ascii=False)[1:-1]
     return "'" + escaped.replace('\\"', '"').replace("'", "\\'") + "'"
 
 
 class PythonCallParser(LiteralParser, JsonCallParser):
-    """Reads calls, and lists of them; between marks also calls that are JSON."""
+    """Reads tool calls and lists of them; between marks also JSON tool calls."""
 
-    # What may stand behind a function's name and makes a call of it, whether known or not.
+    # A suffix that marks a name as a function's, even if the function is unknown.
     _suffix = ""
 
     def _marked_calls(self) -> Reading[None]:
-        """Match all calls behind a mark, in brackets or not, in Python or JSON, and their end
+        """Read all tool calls after a mark, in brackets or not, in Python or JSON, and their end
         marks.
         """
         first = yield from self._space()
@@ -120,7 +117,7 @@ class PythonCallParser(LiteralParser, JsonCallParser):
         yield from self._end_marks()
 
     def _behind_bracket(self) -> Reading[str]:
-        """The first character behind the bracket that comes next; nothing is consumed."""
+        """Return the first character after the next bracket; nothing is consumed."""
         while True:
             behind = self._text[self._at + 1 :]
             if rest := behind.lstrip(SPACE):
@@ -130,7 +127,7 @@ class PythonCallParser(LiteralParser, JsonCallParser):
             yield from self._more()
 
     def _call_list(self) -> Reading[None]:
-        """Calls between square brackets, with commas between them."""
+        """Read calls between square brackets, with commas between them."""
         self._open_brackets("]", CALL_BEGUN)
         yield from self._expect("[")
         while True:
@@ -148,7 +145,7 @@ class PythonCallParser(LiteralParser, JsonCallParser):
                 return
 
     def _call_row(self) -> Reading[None]:
-        """Calls without brackets around them, on lines of their own or with commas between them."""
+        """Read calls without brackets around them, separated by lines or commas."""
         self._open_brackets()
         while True:
             yield from self._one_call()
@@ -183,7 +180,7 @@ class PythonCallParser(LiteralParser, JsonCallParser):
         return name
 
     def _all_arguments(self) -> Reading[None]:
-        """Arguments up to the closing bracket, which is consumed; a comma may follow the last."""
+        """Consume arguments and the closing bracket; a trailing comma is allowed."""
         seen: set[str] = set()
         while (yield from self._space()) != ")":
             yield from self._argument(seen)
@@ -195,7 +192,9 @@ class PythonCallParser(LiteralParser, JsonCallParser):
         self._take(self._at + 1)
 
     def _argument(self, seen: set[str]) -> Reading[None]:
-        """`key=value`. The value's beginning shows the key, and the first one shows the call."""
+        """Read `key=value`. The value's beginning shows the key, and the first value's also the
+        call.
+        """
         key = yield from self._run(_IDENTIFIER)
         if not is_identifier(key) or key in seen:
             raise UnreadableWord if key else Misfit
@@ -208,7 +207,9 @@ class PythonCallParser(LiteralParser, JsonCallParser):
         yield from self._literal()
 
     def _may_follow(self, rest: str) -> bool | None:
-        """Behind a call without brackets around it: another one, a line's end, or the end mark."""
+        """Tell whether this text may follow a call without brackets around it: another call, a
+        line's end, or the end mark.
+        """
         follows = rest.lstrip(SPACE)
         if self._closers[0] == "]" or not self._ends or "\n" in rest[: len(rest) - len(follows)]:
             return True
@@ -220,10 +221,10 @@ class PythonCallParser(LiteralParser, JsonCallParser):
 
 
 class MarkedPythonParser(PythonCallParser):
-    """Reads calls between two marks of the format's own.
+    """Reads tool calls between two marks of the format's own.
 
-    A mark of the end that is a token and has no calls before it is dropped, and so is all that was
-    between the marks if the model repeats it with the mark of its end.
+    An end mark is dropped if it is a token and no tool calls precede it. If the model repeats the
+    calls' text with the end mark, the repetition is dropped too.
     """
 
     def __init__(
@@ -232,11 +233,10 @@ class MarkedPythonParser(PythonCallParser):
         super().__init__(tools, marks)
         self._begin_mark, self._ends = begin, (end,)
         self._strays = tuple(mark for mark in self._ends if marks.spelled(mark) != mark)
-        # What came since the begin mark, while calls are read.
+        # The text since the begin mark, while calls are read.
         self._seen: list[str] | None = None
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that can be shown now."""
         if self._seen is not None:
             self._seen.append(text)
         return super().feed(text)
@@ -252,11 +252,11 @@ class MarkedPythonParser(PythonCallParser):
         yield from self._repeated()
 
     def _repeated(self) -> Reading[None]:
-        """Drop the calls' text, if it comes once more; else what comes of it is content."""
+        """Drop the calls' text if it is repeated; a repetition that breaks off is content."""
         calls = "".join(self._seen or ())
         calls = calls[: len(calls) - len(self._text) + self._at].rstrip(SPACE)
         self._seen = None
-        # Their end marks were consumed with them.
+        # The calls' end marks were consumed with them.
         at = 0
         while at < len(calls):
             if (yield from self._peek()) != calls[at]:

@@ -1,13 +1,13 @@
-"""Shows a Python literal as JSON while it comes.
+"""Shows a Python literal as JSON while it arrives.
 
-Reads strings, numbers, None, True, False, lists, tuples and dictionaries, also JSON's null, true
-and false. Lenient where models are: a string may contain line breaks and quotes of its own kind,
-if nothing of a call follows them; `\\/` in one is `/`, as in JSON; an integer may begin with zeros.
-Words without quotes are no values. Work is linear, and what is held is one word or escape, or what
-stands behind a quote.
+Reads strings, numbers, None, True, False, lists, tuples and dictionaries, and JSON's null, true and
+false. The reader is lenient: a string may contain line breaks, and quotes of its own kind if no
+part of a call follows them; `\\/` in a string is `/`, as in JSON; an integer may begin with zeros.
+Words without quotes are not values. Work is linear. Only one word or escape, or the text after a
+quote, is held.
 
-Python's own parser is no help: it takes none of these, wants the whole text, and needs two
-seconds and half a GB for a list of 1 MB.
+Python's own parser is not lenient, needs the whole text, and takes two seconds and half a GB for a
+list of 1 MB.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from penstock_router.text.formats.reading.reader import (
 )
 from penstock_router.text.marks import NO_MARKS, TOKEN, Marks, plain
 
-# ASCII: Python's int and float would take the digits of any script.
+# ASCII only: Python's int and float would take the digits of any script.
 _WORD = re.compile(r"[\w.+\-]*", re.ASCII)
 _JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _NUMBER_BEGUN = re.compile(r"[+-]?\.?([0-9]|$)")
@@ -43,57 +43,57 @@ _ORDINARY = {
     "'": re.compile(rf"[^'\\{TOKEN}]+"),
 }
 _BRACKETS = re.compile(r"[)}\];, \t\r\n]*")
-# What is behind the backslash of an escape that means a character by its number or name; such an
-# escape, or its beginning.
+# The characters after a backslash that begin an escape by number or name; and a pattern of such an
+# escape or its beginning.
 _CODES = "01234567xuUN"
 _HEX = "[0-9a-fA-F]"
 _ESCAPE = re.compile(
     rf"\\([0-7]{{1,3}}|x{_HEX}{{,2}}|u{_HEX}{{,4}}|U{_HEX}{{,8}}|N(\{{([^{{}}]{{,100}}\}}?)?)?)"
 )
 _MEANINGFUL = frozenset("\n\\'\"abfnrtv" + _CODES)
-# A longer word is not a number that any reader would accept.
+# No reader accepts a longer number.
 _MAX_WORD = 400
-# Deeper than anybody means: each level costs a little time with every piece of text.
+# Real values are less deep. The bound exists because each level costs time with every piece of
+# text.
 _MAX_NESTING = 100
-# What is looked at behind a quote.
+# Maximum of characters that are examined after a quote.
 _MAX_AHEAD = 32
-# What an element of a list or dictionary begins with, an argument, and a call.
+# The beginnings of an element of a list or dictionary, of an argument, and of a call.
 _ELEMENT = re.compile(r"[rRuU]?[\"']|[\[({+\-.0-9]|None|True|False|null|true|false")
 ARGUMENT_BEGUN = re.compile(r"\w+\s*=[^=]")
 CALL_BEGUN = re.compile(r"[A-Za-z_][\w.\-]*\(")
 
-# Made once: `json.dumps` makes an encoder for each call that has settings.
+# Made once: `json.dumps` makes an encoder for each call with settings.
 _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 _NUMBER_READERS = (functools.partial(int, base=0), functools.partial(int, base=10), float)
 
 
 class UnreadableWord(Misfit):
-    """A word that has no meaning was consumed."""
+    """Raised after a word without a meaning was consumed."""
 
 
 class LiteralParser(CallParser):
-    """A reader whose calls have Python's literals as arguments."""
-
-    # Marks with which the model ends a call, also one that is not complete.
+    # Marks with which the model ends a tool call, even an incomplete one.
     _ends: tuple[str, ...] = ()
-    # What stands between a key and its value.
+    # The characters that may separate a key and its value.
     _separators = ":"
 
     def __init__(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> None:
         super().__init__(tools, marks)
-        # Brackets still to come, the next one last, and for each what its content begins with.
+        # The missing closing brackets (the next bracket is last), and for each the pattern of its
+        # elements' beginning.
         self._closers: list[str] = []
         self._elements_begin: list[re.Pattern[str]] = []
-        # The name of a call that is not shown yet, and what is shown before the next value, as
-        # soon as a value has begun.
+        # The name of a call that is not shown yet, and the text to show as soon as the next value
+        # has begun.
         self._announced = ""
         self._before = ""
-        # What makes a value of the innermost one as far as it came; "": it is one.
+        # The text that completes the innermost value; "" if it is complete.
         self._missing = ""
 
     def _mended(self, arguments: Reading[None], outside: int) -> Reading[None]:
-        """Read a call's arguments, within so many brackets. If the model wrote the call's end, or
-        ended its answer between two of them, what is missing is completed.
+        """Read a call's arguments, within `outside` brackets. Missing parts are completed if the
+        model wrote the call's end, or ended its answer between two arguments.
         """
         try:
             yield from arguments
@@ -112,13 +112,12 @@ class LiteralParser(CallParser):
         self._finish()
 
     def _is_whole(self, num_brackets: int) -> bool:
-        """Tell whether all values that were begun have ended, and nothing of another has come."""
+        """Tell whether all values have ended, and no other value has begun."""
         rest = "".join(self._held) + self._text[self._at :]
         is_closed = not self._missing and len(self._closers) == num_brackets
         return is_closed and not rest.strip(f"{SPACE},")
 
     def _finish(self) -> None:
-        """The call is over."""
         if self._announced:
             self._call(self._announced, "{}")
             self._announced = ""
@@ -127,12 +126,12 @@ class LiteralParser(CallParser):
         self._end_call()
 
     def _is_end_behind_brackets(self) -> Reading[bool]:
-        """Consume brackets and commas, if any; returns whether a mark of the end comes next."""
+        """Consume brackets and commas, if any; return true if an end mark is next."""
         yield from self._run(_BRACKETS)
         return bool(self._ends) and (yield from self._ahead(*self._ends)) is not None
 
     def _end_marks(self) -> Reading[None]:
-        """Drop marks of the end behind calls, and brackets too many before them."""
+        """Drop end marks after calls, and excess brackets before them."""
         self._drop()
         brackets = yield from self._run(_BRACKETS)
         if self._ends and (yield from self._any_of(*self._ends)) is not None:
@@ -151,7 +150,7 @@ class LiteralParser(CallParser):
             self._take(len(self._text))
             rest = "".join(self._held).strip(f"{SPACE},")
             if self._missing.startswith('"'):
-                # Quotes have no meaning before it is known how many there are.
+                # Quotes have no meaning before their number is known.
                 self._drop()
                 self._arguments(rest if rest.strip("\"'") else "")
             elif rest:
@@ -159,7 +158,7 @@ class LiteralParser(CallParser):
             raise
 
     def _start(self) -> None:
-        """A value or key has begun for certain: show what stands before it."""
+        """Begin a value or key: show the text before it."""
         if self._announced:
             self._call(self._announced)
             self._announced = ""
@@ -191,11 +190,11 @@ class LiteralParser(CallParser):
         self._elements_begin.pop()
 
     def _element_pattern(self, opener: str) -> re.Pattern[str]:
-        """Match what an element behind this bracket begins with."""
+        """Return the pattern of an element's beginning after this bracket."""
         return _ELEMENT
 
     def _elements(self, opener: str, depth: int) -> Reading[None]:
-        """Read all up to the closing bracket; a comma may follow the last one."""
+        """Read all up to the closing bracket; a trailing comma is allowed."""
         closer = _CLOSERS[opener]
         while (yield from self._space()) != closer:
             if opener == "{":
@@ -213,7 +212,7 @@ class LiteralParser(CallParser):
                 raise Misfit
 
     def _colon(self) -> None:
-        """The next character is what stands behind a key, which may be pending."""
+        """Consume the character after a key, which may not be shown yet."""
         if self._before:
             self._before += ": "
             self._take(self._at + 1)
@@ -225,13 +224,13 @@ class LiteralParser(CallParser):
         yield from self._scalar(is_key=True)
 
     def _pass(self, said: str) -> None:
-        """The next character is read, and means this."""
+        """Consume the next character, which means this text."""
         self._at += 1
         self._drop()
         self._arguments(said)
 
     def _complete(self, outside: int) -> None:
-        """The model ended the call: write what is missing of a value within `outside` brackets."""
+        """Complete a value within `outside` brackets, because the model ended the call."""
         if self._missing:
             self._start()
         self._arguments(self._missing)
@@ -259,7 +258,7 @@ class LiteralParser(CallParser):
         self._missing = ": null" if is_key else ""
 
     def _show_cut(self, word: str, held: list[str]) -> None:
-        """The text is over within a word, or right behind it."""
+        """Show the end of the text, which is within a word or directly after it."""
         is_begun = bool(_NUMBER_BEGUN.match(word)) or any(
             known.startswith(word) for known in _WORDS
         )
@@ -294,7 +293,7 @@ class LiteralParser(CallParser):
                 self._at += len(quote)
                 break
             else:
-                # One quote of three, or one within the string.
+                # One quote of three, or a quote within the string.
                 self._say(self._text[self._at])
                 self._at += 1
         self._drop()
@@ -302,13 +301,13 @@ class LiteralParser(CallParser):
         self._missing = ": null" if is_key else ""
 
     def _token_in_string(self) -> Reading[None]:
-        """A mark within a string is text, but for the end of the call that the answer ends with."""
+        """Read a mark within a string. The mark is text, unless it ends the call and the answer."""
         if (yield from self._is_over_behind(*self._ends)):
             raise Misfit
         self._at += 1
 
     def _is_over_behind(self, *marks: str) -> Reading[bool]:
-        """Tell whether one of these marks stands here, and is the end of what the model wrote."""
+        """Tell whether one of these marks stands here, and the model's text ends after it."""
         mark = yield from self._ahead(*marks)
         if mark is None:
             return False
@@ -319,7 +318,7 @@ class LiteralParser(CallParser):
         return False
 
     def _is_last(self, quote: str, *, is_key: bool) -> Reading[bool]:
-        """Tell whether the quote that stands here ends its string: by what follows it."""
+        """Tell whether the quote here ends its string, by the text after it."""
         while True:
             behind = self._text[self._at + len(quote) : self._at + len(quote) + _MAX_AHEAD]
             is_last = self._judge(behind, quote, is_key=is_key)
@@ -328,14 +327,16 @@ class LiteralParser(CallParser):
             if len(behind) == _MAX_AHEAD:
                 return True
             if self._over and self._was_cut:
-                # Nobody knows.
+                # The text does not show it.
                 self._at = len(self._text)
             elif self._over:
                 return True
             yield from self._more()
 
     def _judge(self, behind: str, quote: str, *, is_key: bool) -> bool | None:
-        """Tell whether the text behind a quote shows that it is the last; None: too little text."""
+        """Tell whether the text after a quote shows that the quote ends its string; None: too
+        little text.
+        """
         rest = behind.lstrip(SPACE)
         if not rest:
             return None
@@ -353,9 +354,9 @@ class LiteralParser(CallParser):
         return self._at_end(rest)
 
     def _behind_brackets(self, rest: str) -> tuple[str, int, bool]:
-        """Say what stands behind closing brackets, how many are still open there, and whether there
-        were too few or too many. Once all are closed, more count only if others are damaged, or if
-        it is not plain without them that all ends there.
+        """Return the text after closing brackets, the number of brackets still open there, and
+        whether there were too few or too many. Excess brackets count only if other brackets are
+        damaged, or if only they show that the call ends here.
         """
         open_, is_damaged = len(self._closers), False
         counts_more = bool(self._ends) and not self._may_follow("")
@@ -371,7 +372,7 @@ class LiteralParser(CallParser):
         return rest.lstrip(SPACE) if is_damaged else rest, open_, is_damaged
 
     def _begins_element(self, rest: str, open_: int) -> bool | None:
-        """Tell whether this is another element within the bracket of this number, or its end."""
+        """Tell whether another element of the bracket `open_`, or its end, begins here."""
         if not rest:
             return None
         if rest[0] in self._closers[:open_] or self._elements_begin[open_ - 1].match(rest):
@@ -381,25 +382,25 @@ class LiteralParser(CallParser):
         return self._at_end(rest)
 
     def _may_begin_element(self, rest: str, open_: int) -> bool:
-        """Tell whether more text could make an element of it."""
+        """Tell whether more text could turn this into an element."""
         if self._elements_begin[open_ - 1] is _ELEMENT:
             return rest in ("r", "R", "u", "U") or any(word.startswith(rest) for word in _WORDS)
         return re.fullmatch(r"[\w.\-]+\s*=?", rest) is not None
 
     def _at_end(self, rest: str) -> bool | None:
-        """Tell whether a mark of the end stands here; None: it may begin here."""
+        """Tell whether an end mark stands here; None: it may begin here."""
         marks = [self._marks.spelled(end) for end in self._ends]
         if any(rest.startswith(mark) for mark in marks):
             return True
         return None if any(mark.startswith(rest) for mark in marks) else False
 
     def _may_follow(self, rest: str) -> bool | None:
-        """Tell whether this may stand behind all brackets."""
+        """Tell whether this text may follow the last bracket."""
         return True
 
     def _say(self, text: str) -> None:
-        # Works on any part of a string: JSON's escapes do not depend on their neighbours. Half of a
-        # surrogate pair stays an escape.
+        # This works on any part of a string: JSON's escapes do not depend on their neighbours. Half
+        # of a surrogate pair stays an escape.
         encode = json.dumps if "\ud800" <= text <= "\udfff" else _ENCODE
         self._arguments(encode(text)[1:-1])
 
@@ -431,7 +432,7 @@ def _meaning(escape: str) -> str:
 
 
 def _number(word: str) -> str | None:
-    """A Python number as JSON; None if it is not one, or not finite."""
+    """Return a Python number as JSON; None if it is not one, or not finite."""
     if len(word) > _MAX_WORD:
         return None
     if _JSON_NUMBER.fullmatch(word):

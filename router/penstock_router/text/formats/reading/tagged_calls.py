@@ -1,9 +1,8 @@
-"""Calls that have each argument between tags of its own: shared by the families that write them so.
+"""Reads tool calls with tags around each argument, for all families that write such calls.
 
-Strings stand there as they are, without quotes or escapes, so the type of a value is what the
-tool's schema says (`argument_kinds`), and a value ends at a tag behind which the call goes on: the
-same tag within a program that is being written is text. Arguments are shown as JSON while they
-come.
+Strings have no quotes or escapes, so the tool's schema decides a value's type (`argument_kinds`). A
+tag ends a value only if the rest of a call follows. Otherwise the tag is text, perhaps of a
+program. Arguments are shown as JSON while they arrive.
 """
 
 from __future__ import annotations
@@ -56,68 +55,63 @@ from penstock_router.text.structural_tag_builder import (
 )
 
 _KEY = re.compile(r"[^<>\n\ud800]*")
-# A name that may be a function's though no tool has it.
+# A possible name of a function that is not in the request.
 _NAME = re.compile(r"[\w.\-/:]*\w[\w.\-/:]*")
 _BRACKETS = re.compile(r"[}\] \t\r\n]*")
 _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
-# White space behind a tag that is looked through for what follows it.
+# Maximum of whitespace after a tag that is searched for the next text.
 _MAX_SPACE = 64
-# Longer than any word or number that is no string.
+# Words and numbers that are not strings are shorter than this.
 _MAX_SCALAR = 48
 _LONG: Kinds = frozenset({"object", "array"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaggedFormat(CallFormat):
-    """A family whose calls are written with `tags`."""
+    """A family whose tool calls are written with `tags`."""
 
     writes_plain_strings = True
 
     name: str
     tags: Tags
     spaces: Spaces = field(default=Spaces())
-    # Whether it writes `True` and `None`; either is read.
+    # True if the family writes `True` and `None`. JSON's words are also read.
     writes_python: bool = False
-    # Tags that are read besides.
+    # Tags that are also read.
     others: tuple[Tags, ...] = ()
-    # Texts of which one or more are a token within tags.
+    # Texts within tags that are tokens.
     token_parts: tuple[str, ...] = ()
-    # Texts that a template of the family has, and texts that it has not.
+    # A template of the family has all texts in `signs`, and none in `strange`.
     signs: tuple[str, ...]
     strange: tuple[str, ...] = field(default=())
 
     @property
     def marks(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The tags."""
         tags = (mark for tags in (self.tags, *self.others) for mark in tags.all)
         return tuple(dict.fromkeys([*tags, *self.token_parts]))
 
     def is_of(self, template: str) -> bool:
-        """The template has all signs and no strange texts."""
         has_signs = all(sign in template for sign in self.signs)
         return has_signs and not any(text in template for text in self.strange)
 
     def begins(self) -> tuple[str, ...]:
-        """The texts that begin a call, or all of them."""
         begins = (tags.wrap[0] or bare(tags.function[0]) for tags in (self.tags, *self.others))
         return tuple(dict.fromkeys(begins))
 
     def for_template(self, template: str) -> CallFormat:
-        """The format with the white space that the template writes."""
         spaces = rendered_spaces(template, self.tags, self.spaces)
         return replace(self, spaces=spaces, writes_python=is_python_rendered(template))
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return TaggedCallParser((self.tags, *self.others), tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Calls as the family writes them, each argument in the order of the schema."""
+        """Match tool calls as the family writes them, arguments in the schema's order."""
         wrap, inside = self.tags.wrap, self.spaces.inside
         around = (f"{wrap[0]}{inside}", f"{inside}{wrap[1]}") if wrap[0] else ("", "")
         between = self.spaces.between
         if self.tags.is_one_block:
-            # White space that may be followed by two things would be neither's.
+            # The grammar cannot assign whitespace that two different texts may follow.
             around, between = ("", inside), ""
         functions = [self._function_tag(tool, around, rule) for tool in tools]
         calls = one_or_more(functions, between, parallel=rule.parallel)
@@ -156,11 +150,9 @@ class TaggedFormat(CallFormat):
         return either(words) if words else json_format(written_as(argument.schema, rule))
 
     def _text_format(self, tool: Tool, argument: Argument) -> JsonObject:
-        """A value that may be a string."""
         return text_format(tool, argument)
 
     def _argument_end(self, argument: Argument) -> str:
-        """The text behind an argument's value."""
         return self.tags.argument[2]
 
 
@@ -173,11 +165,10 @@ def _each(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 class TaggedCallParser(CallParser):
-    """Reads calls whose arguments have tags of their own.
+    """Reads tool calls whose arguments have tags of their own.
 
-    Tolerates: no tag around a call or at its end, an end that stands there twice, quotes of either
-    kind or none around names, a missing `>` before what follows, a missing end of an argument
-    before the next one that the tool has.
+    Tolerates missing tags around a tool call or at its end, a repeated end, names with any or no
+    quotes, a missing `>`, and a missing end of an argument before the tool's next argument.
     """
 
     def __init__(self, tags: Sequence[Tags], tools: Sequence[Tool], marks: Marks) -> None:
@@ -190,25 +181,27 @@ class TaggedCallParser(CallParser):
         self._argument_begins = _each(bare(each.argument[0]) for each in tags)
         self._argument_ends = _each(each.argument[2] for each in tags)
         self._ends = (*self._function_ends, *self._block_ends)
-        # Texts that may end a value: the first ones are consumed with it, the others are not.
+        # Texts that may end a value. Ends of arguments are consumed with the value, other texts are
+        # not.
         self._value_ends = (*self._argument_ends, *self._ends, *self._argument_begins)
         padding = self._tags.padding
         self._by_spelling = {marks.spelled(end): end for end in self._value_ends}
         padded = {padding + spelled: end for spelled, end in self._by_spelling.items()}
         self._look_for(padded | self._by_spelling if padding else self._by_spelling)
-        # Marks that are tokens: spelled they are text, and so is what follows them.
+        # Marks that are tokens. If other tokens spell a mark, the mark and the text after it are
+        # text.
         self._spelled_out = tuple(marks.tokens.values())
-        # The end of the content so far, as long as that may matter.
+        # The end of the shown content, while it may matter.
         self._shown = ""
-        # Of the call that is read: its tool's arguments that have not come yet.
+        # The current tool's arguments that were not read yet.
         self._awaited = AwaitedNames()
-        # Whether an argument's name is read, or may be.
+        # True while an argument's name is read, or may be.
         self._names_argument = False
-        # Whether the value that is read may be a string, in which tags may stand.
+        # True if the current value may be a string, which may contain tags.
         self._may_be_text = True
 
     def _look_for(self, ends: Mapping[str, str]) -> None:
-        """Values end with one of these texts, each of which stands for a tag."""
+        """Set the texts that end values, each with its tag."""
         self._by_padded = ends
         self._padded_ends = tuple(ends)
         self._end_pattern = one_of(self._padded_ends)
@@ -222,7 +215,6 @@ class TaggedCallParser(CallParser):
         yield from self._calls_behind(mark)
 
     def _calls_behind(self, mark: str) -> Reading[None]:
-        """Calls, of which this first mark is read."""
         if mark in self._wraps:
             yield from self._again(*self._wraps)
             if (yield from self._any_of(*self._function_begins)) is None:
@@ -235,7 +227,7 @@ class TaggedCallParser(CallParser):
             self._fits = False
 
     def _block_without_tags(self) -> Reading[None]:
-        """Read what stands behind the begin mark of calls and is not a function's tag."""
+        """Read the text after the begin mark of tool calls if it is not a function's tag."""
         yield from ()
         raise Misfit
 
@@ -245,7 +237,9 @@ class TaggedCallParser(CallParser):
             self._shown = plain(self._shown + text)[-_MAX_SPACE:]
 
     def _goes_on(self) -> Reading[bool]:
-        """Consume the ends behind a call; whether another call follows in the same block."""
+        """Consume the ends after a tool call; return true if another call follows in the same
+        block.
+        """
         while True:
             yield from self._after_call()
             found = yield from self._any_of(*self._function_begins, *self._ends)
@@ -259,14 +253,14 @@ class TaggedCallParser(CallParser):
     # Calls.
 
     def _function(self) -> Reading[None]:
-        """A call, of which the text before its name is read."""
+        """Read a tool call after the text before its name."""
         name = yield from self._name_in_tag(
             self._tags.function[1], (*self._argument_begins, *self._ends)
         )
         yield from self._one_call(name)
 
     def _one_call(self, name: str) -> Reading[None]:
-        """The arguments of a call, whose name is read, and its end."""
+        """Read the arguments of a tool call, whose name is read, and its end."""
         if not self._is_callable(name):
             raise Misfit
         known = self._offered.arguments(name)
@@ -291,7 +285,7 @@ class TaggedCallParser(CallParser):
     def _show_argument(
         self, function: str, key: str, kinds: Kinds, *, is_first: bool
     ) -> Reading[None]:
-        """Show an argument, whose name is read; before the first one, the call."""
+        """Show an argument, whose name is read. Before the first argument, show the tool call."""
         if is_first:
             self._call(function)
         self._drop()
@@ -299,12 +293,12 @@ class TaggedCallParser(CallParser):
         yield from self._argument_value(kinds)
 
     def _kinds(self, known: KnownArguments, key: str) -> Kinds:
-        """The types that an argument may have of which the answer says nothing."""
+        """Return the types of an argument that the answer itself does not type."""
         return known.kinds(key)
 
     def _end_by_answer(self, name: str, *, begun: bool) -> None:
-        """The answer is over. If the model ended it behind a whole argument, or behind the name of
-        a function that it knows, the call has ended too.
+        """End the answer. The tool call also ends if the model ended the answer after a whole
+        argument, or after the name of a known function.
         """
         if self._was_cut or (begun and not self._fits):
             return
@@ -315,14 +309,15 @@ class TaggedCallParser(CallParser):
             self._call(name, "{}")
 
     def _is_in_tag(self) -> bool:
-        """Tell whether an argument has begun of which no value came."""
+        """Tell whether an argument has begun, but not its value."""
         rest = self._text[self._at :]
         begins = (self._marks.spelled(begin) for begin in self._argument_begins)
         return self._names_argument or (rest != "" and any(b.startswith(rest) for b in begins))
 
     def _argument(self) -> Reading[tuple[str, Kinds | None] | None]:
-        """Consume all up to an argument's value: its name and, if the answer says them, its kinds.
-        None: the call has ended. Its end is consumed, unless that is the beginning of another.
+        """Consume all up to an argument's value; return its name and, if the answer types it, its
+        kinds. None: the tool call has ended. The call's end is consumed, unless it is the beginning
+        of another call.
         """
         while True:
             yield from self._space()
@@ -341,12 +336,12 @@ class TaggedCallParser(CallParser):
         return None
 
     def _described(self, name: str) -> tuple[str, Kinds | None]:
-        """An argument's name and kinds, as its tag says them."""
+        """Return an argument's name and kinds, from the text of its tag."""
         return name, None
 
     def _name_in_tag(self, behind: str, instead: Sequence[str]) -> Reading[str]:
-        """Consume a name and what stands behind it, which may be missing before a line break or one
-        of the other texts; quotes around the name are dropped.
+        """Consume a name and the text after it, which may be missing before a line break or one of
+        the other texts. Quotes around the name are dropped.
         """
         name = yield from self._run(_KEY)
         if (yield from self._any_of(behind.lstrip('"'))) is None:
@@ -373,14 +368,13 @@ class TaggedCallParser(CallParser):
             yield from self._json_value()
 
     def _text_value(self, begun: str) -> Reading[None]:
-        """A string, of which some may be read already."""
         self._arguments('"' + escaped(begun))
         while (part := (yield from self._part())) is not None:
             self._arguments(escaped(part))
         self._arguments('"')
 
     def _held_value(self, kinds: Kinds) -> Reading[None]:
-        """A value whose type shows only at its end."""
+        """Read a value whose type shows only at its end."""
         held: list[str] = []
         size, is_bracketed = 0, (yield from self._peek()) in "{["
         try:
@@ -397,11 +391,11 @@ class TaggedCallParser(CallParser):
         self._arguments(json_of("".join(held), kinds))
 
     def _json_value(self) -> Reading[None]:
-        """An object, a list or a string in quotes, shown as it comes."""
+        """Read an object, a list or a string in quotes, and show it as it arrives."""
         self._drop()
         mender = JsonMender()
         while not mender.complete:
-            # A tag that is a token ends even a string that has no end.
+            # A tag that is a token ends even an unfinished string.
             mark = self._text.find(TOKEN, self._at)
             end = len(self._text) if mark < 0 else mark
             self._at += mender.feed(self._text[self._at : end])
@@ -421,7 +415,7 @@ class TaggedCallParser(CallParser):
         self._drop()
 
     def _end_of_json(self, mender: JsonMender) -> Reading[None]:
-        """Complete a value behind which a tag stands; another token is text."""
+        """Complete a value before a tag; another token is text."""
         if (yield from self._ahead(*self._value_ends)) is not None:
             mender.close()
             self._arguments(mender.take())
@@ -433,7 +427,7 @@ class TaggedCallParser(CallParser):
             self._at += 1
 
     def _part(self) -> Reading[str | None]:
-        """The next part of a value that is text; None at its end, which is consumed."""
+        """Return the next part of a value that is text; None at its end, which is consumed."""
         ends = self._padded_ends
         while True:
             found = self._end_pattern.search(self._text, self._at)
@@ -445,8 +439,8 @@ class TaggedCallParser(CallParser):
                 text = found.group()
                 break
             if self._over and end < len(self._text):
-                # What looks like an end is part of the value if the model ended in it. If it was
-                # cut off there, nobody knows.
+                # If the model ended its answer here, the beginning of an end is part of the value.
+                # If cut off, its meaning is unknown.
                 part, self._at = self._text[self._at :], len(self._text)
                 if not self._was_cut:
                     return part
@@ -462,8 +456,8 @@ class TaggedCallParser(CallParser):
         return None
 
     def _is_end(self, size: int, end: str) -> Reading[bool]:
-        """Tell whether the end of this size that stands here is one: in a string something of the
-        call must follow, unless it is a token.
+        """Tell whether the end here, `size` characters long, is real. In a string, more of the call
+        must follow, unless the end is a token.
         """
         if not self._may_be_text or self._marks.spelled(end) != end:
             return True
@@ -489,9 +483,7 @@ class TaggedCallParser(CallParser):
         *,
         or_nothing: bool = True,
     ) -> Reading[bool]:
-        """Tell whether one of the texts or names, or perhaps the answer's end, stands behind white
-        space.
-        """
+        """Tell whether one of the texts or names, or the answer's end, follows whitespace."""
         spelled = [self._marks.spelled(text) for text in wanted]
         while True:
             start = self._at + offset
@@ -509,7 +501,7 @@ class TaggedCallParser(CallParser):
             yield from self._more()
 
     def _is_name_at(self, at: int, names: AwaitedNames, *, quoted: bool) -> bool | None:
-        """Tell whether one of the names stands there, with what is written behind names."""
+        """Tell whether one of the names stands there, with the text that follows names."""
         behind = self._marks.spelled(self._tags.argument[1].lstrip('"'))
         return names.stand_at(self._text, at, behind, quoted=quoted)
 
@@ -519,5 +511,4 @@ def _is_name(text: str) -> bool:
 
 
 def escaped(text: str) -> str:
-    """The text as it stands within a JSON string."""
     return _ENCODE(text)[1:-1]

@@ -1,6 +1,6 @@
-"""The tags of a family of models, and the white space between them as its chat template writes it.
+"""Describes a family's tags, and the whitespace that its chat template writes between them.
 
-A call that a model is held to has to look like those that the template shows it of earlier turns.
+A constrained tool call must look like the tool calls of earlier turns in the prompt.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable
 
 @dataclass(frozen=True, kw_only=True)
 class Spaces:
-    """The white space that a family writes between tags, where calls are constrained."""
+    """The whitespace that a family writes between tags, for constraints."""
 
-    # Behind a begin mark of calls and before their end mark.
+    # After the begin mark of tool calls, and before their end mark.
     inside: str = "\n"
-    # Behind a function's name, between an argument's name and its value if that has a tag too,
-    # behind each argument, and before a function's end.
+    # After a function's name, between an argument's name and its value's own tag, after each
+    # argument, and before a function's end.
     name: str = "\n"
     key: str = ""
     argument: str = "\n"
     end: str = ""
-    # Between the tags of a function that has no arguments; None: as of others.
+    # Between the tags of a function without arguments; None: as with arguments.
     nothing: str | None = None
-    # Between two calls.
+    # Between two tool calls.
     between: str = "\n"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tags:
-    """The way a family writes a call: the text around names and values."""
+    """A family's way to write a tool call: the texts around names and values."""
 
-    # Around each call or, with `is_one_block`, around all of them; "" if there is nothing.
+    # Around each tool call or, with `is_one_block`, around all calls; "": no text.
     wrap: tuple[str, str]
     is_one_block: bool = False
-    # Before a function's name, behind it, and at the function's end.
+    # Before a function's name, after it, and at the function's end.
     function: tuple[str, str, str]
-    # Before an argument's name, behind it, and at the argument's end.
+    # Before an argument's name, after it, and at the argument's end.
     argument: tuple[str, str, str]
-    # Before an argument's value; "" where what stands behind its name does that.
+    # Before an argument's value; "" if no text but the one after the name precedes the value.
     value: str = ""
-    # The white space around values that is not part of them.
+    # The whitespace around values that is not part of them.
     padding: str = ""
 
     @property
@@ -56,7 +56,9 @@ class Tags:
 
 
 def bare(begin: str) -> str:
-    """The text before a name, without the quote: models forget quotes, or take others."""
+    """Return the text before a name without its quote, because models forget quotes or use other
+    quotes.
+    """
     return begin.rstrip('"')
 
 
@@ -66,7 +68,7 @@ _QUESTION = "a probing question"
 
 
 def rendered_spaces(template: str, tags: Tags, spaces: Spaces) -> Spaces:
-    """The white space that the template writes between these tags; `spaces` if it writes none."""
+    """Return the template's whitespace between these tags; `spaces` if it does not write them."""
     found = _pattern(tags).search(rendered_calls(template))
     if found is None:
         return spaces
@@ -81,12 +83,12 @@ def rendered_spaces(template: str, tags: Tags, spaces: Spaces) -> Spaces:
 
 
 def are_rendered(template: str, tags: Tags) -> bool:
-    """Tell whether the template writes calls with these tags."""
+    """Tell whether the template writes tool calls with these tags."""
     return _pattern(tags).search(rendered_calls(template)) is not None
 
 
 def _pattern(tags: Tags) -> re.Pattern[str]:
-    """A call of two arguments and a call of none, as text of these tags."""
+    """Match a call with two arguments and a call with none, in these tags."""
     one, two = (re.escape(f"{tags.function[0]}{name}{tags.function[1]}") for name in _NAMES)
     end = re.escape(tags.function[2])
     opens, closes = map(re.escape, tags.wrap)
@@ -104,7 +106,7 @@ def _pattern(tags: Tags) -> re.Pattern[str]:
 
 def _argument(tags: Tags, key: str, value: str) -> str:
     before, behind, end = map(re.escape, tags.argument)
-    # What describes the value may stand behind the name.
+    # A description of the value may follow the name.
     behind = rf"[^<>\n]*{re.escape(tags.argument[1].lstrip(chr(34)))}"
     space = r"(?P<key>\s*)" if key == min(_VALUES) else r"\s*"
     if not tags.value:
@@ -114,12 +116,12 @@ def _argument(tags: Tags, key: str, value: str) -> str:
 
 
 def is_python_rendered(template: str) -> bool:
-    """Tell whether the template writes values as Python prints them."""
+    """Tell whether the template writes values as Python literals."""
     return re.search(r"\bTrue\b", rendered_calls(template, {"probe_left": True})) is not None
 
 
 def rendered_calls(template: str, values: Mapping[str, Any] = _VALUES) -> str:
-    """Two calls and what follows, as the template writes them; "" if it refuses them."""
+    """Render two tool calls and the text after them with the template; "" if it refuses them."""
     properties = {key: {"type": "string", "description": "text"} for key in values}
     arguments: tuple[dict[str, Any], ...] = (dict(values), {})
     functions = [

@@ -1,1 +1,1 @@
-"""Formats whose calls have each argument between tags of its own."""
+"""Formats with tags around each argument."""

@@ -1,4 +1,4 @@
-"""DeepSeek V3.2, V4, V4.1: tags with a mark of their own in each, and the type of each value."""
+"""DeepSeek V3.2, V4, V4.1: tags that all have the same mark, and the type of each value."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from penstock_router.text.marks import NO_MARKS, Marks, plain
 from penstock_router.text.structural_tag_builder import either, json_format, tag
 
 _MARK = "｜DSML｜"
-# A parameter's name, and whether its value is a string. White space is tried from its beginning
-# only, or a long row of it would be from each place.
+# A parameter's name, and whether its value is a string. Whitespace matches only from its beginning,
+# or a long run would be tried from each place.
 _NAMED = re.compile(r"""(.*?)(?:["']|(?<!\s))\s+string\s*=\s*["']?(true|false)["']?\s*""")
-# Members that stand for all arguments if the function has none of this name.
+# Arguments that may hold an object of all arguments, if the function has no argument of this name.
 _ALL = ("arguments", "input")
 
 
@@ -44,21 +44,19 @@ def _tags(wrapper: str, space: str = "") -> Tags:
     )
 
 
-# As V3.2, V4 and V4.1 write calls; the first is written unless a template shows another.
+# The tags of all versions. The first tags are written unless a template shows other tags.
 _VERSIONS = (_tags("tool_calls"), _tags("function_calls"), _tags("calls", " "))
 _ERRORS = (_tags("toolcalls"), _tags("tool"), _tags("calls"), _tags("tool_calls", " "))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DsmlFormat(TaggedFormat):
-    """The formats of all versions, of which one is written and all are read."""
+    """The formats of all versions: one is written, all are read."""
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return _DsmlParser((self.tags, *self.others), tools, marks)
 
     def for_template(self, template: str) -> CallFormat:
-        """The format as the version writes it whose tags the template renders."""
         text = rendered_calls(template)
         written = [tags for tags in (*_VERSIONS, *_ERRORS) if tags.wrap[0] in text]
         tags = written[0] if written else self.tags
@@ -84,7 +82,7 @@ class DsmlFormat(TaggedFormat):
 
 
 def _of_strings(schema: JsonObject) -> JsonObject:
-    """The schema of those of its values that are strings."""
+    """Keep only a schema's listed values that are strings."""
     values = schema.get("enum")
     if not isinstance(values, list):
         return schema
@@ -112,7 +110,7 @@ class _DsmlParser(TaggedCallParser):
         return name, None
 
     def _kinds(self, known: KnownArguments, key: str) -> Kinds:
-        """The schema's, if it describes the argument; else it may be anything."""
+        """Return the kinds in the schema, if it describes the argument; otherwise all kinds."""
         return super()._kinds(known, key) if key in known.names else ANY
 
     def _show_argument(
@@ -121,7 +119,7 @@ class _DsmlParser(TaggedCallParser):
         if not is_first or key not in _ALL or not self._lacks(function, key):
             yield from super()._show_argument(function, key, kinds, is_first=is_first)
             return
-        # Perhaps an object of all arguments.
+        # This may be an object of all arguments.
         self._call(function)
         held: list[str] = []
         self._may_be_text = bool(kinds & STRING)
@@ -139,5 +137,4 @@ class _DsmlParser(TaggedCallParser):
             self._arguments(f"{{{json.dumps(key)}: {json_of(text, kinds)}")
 
     def _lacks(self, function: str, key: str) -> bool:
-        """Tell whether a known function has no such argument."""
         return function in self._tools and key not in self._offered.arguments(function).names

@@ -16,10 +16,9 @@ from penstock_router.text.marks import NO_MARKS, Marks
 
 @dataclass(frozen=True, kw_only=True)
 class DotsFormat(TaggedFormat):
-    """Tags are what the family's models are held to; JSON is read too."""
+    """Tags are the constrained form; JSON is read too."""
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return _DotsParser((self.tags,), tools, marks)
 
 

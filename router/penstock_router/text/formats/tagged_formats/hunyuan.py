@@ -1,4 +1,4 @@
-"""HY3, HY4: pairs of tags, a mark behind the name, and a suffix in all of them."""
+"""HY3, HY4: pairs of tags, a mark after the name, and a suffix in all of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from penstock_router.text.formats.base import CallFormat
 from penstock_router.text.formats.reading.keyed_calls import KeyedFormat
 from penstock_router.text.formats.reading.tags import Spaces, Tags, rendered_calls
 
-# A checkpoint's suffix, in the text of a call.
+# A checkpoint's suffix, in the text of a tool call.
 _SUFFIX = re.compile(r"<tool_calls(:[\w.-]+)?>\s*<tool_call(?(1)\1)>")
 
 
 class _HunyuanFormat(KeyedFormat):
     def for_template(self, template: str) -> CallFormat:
-        """The format with the suffix and the white space that the template writes."""
+        """Return the format with the suffix and the whitespace that the template writes."""
         found = _SUFFIX.search(rendered_calls(template))
         suffix = (found and found.group(1)) or ""
         return replace(self, tags=_tags(suffix))._spaced(template)
@@ -44,6 +44,6 @@ HUNYUAN = _HunyuanFormat(
     name="hy_v3",
     tags=_tags(""),
     spaces=Spaces(key="\n"),
-    # A template may put its suffix into the marks where it uses them.
+    # A template may not contain the whole marks, because it adds the suffix when it writes them.
     signs=("<tool_calls", "<tool_sep", "<arg_key"),
 )

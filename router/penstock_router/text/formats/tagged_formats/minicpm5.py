@@ -1,4 +1,4 @@
-"""MiniCPM5: tags without white space between them, in which strings may be sections of CDATA."""
+"""MiniCPM5: tags without whitespace between them; strings may be CDATA sections."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ _SECTION, _SECTION_END = "<![CDATA[", "]]>"
 
 @dataclass(frozen=True, kw_only=True)
 class MiniCpm5Format(TaggedFormat):
-    """A value that has one of the characters `<`, `&`, newline is written as a section."""
+    """A value that has `<`, `&` or a newline is written as a section."""
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return _MiniCpm5Parser((self.tags,), tools, marks)
 
     def _text_format(self, tool: Tool, argument: Argument) -> JsonObject:

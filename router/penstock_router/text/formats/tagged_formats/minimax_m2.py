@@ -1,4 +1,4 @@
-"""MiniMax M2, 2.1, 2.5: all calls in one block, with names as attributes of their tags."""
+"""MiniMax M2, 2.1, 2.5: all tool calls in one block, with names as attributes of their tags."""
 
 from __future__ import annotations
 

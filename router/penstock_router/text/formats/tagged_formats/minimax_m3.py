@@ -1,7 +1,7 @@
-"""MiniMax M3: values as elements within each other, with a mark before each tag.
+"""MiniMax M3: values as nested elements, with a mark before each tag.
 
-A list's entries are elements named `item`; members that are null are left out. What is not an
-object or a list is text, typed by the tool's schema.
+A list's entries are elements named `item`; null members are left out. Other values are text; the
+tool's schema gives their type.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from penstock_router.text.structural_tag_builder import (
 _MARK = "]<]minimax[>["
 _OPENS, _CLOSES = f"{_MARK}<", f"{_MARK}</"
 _ITEM = "item"
-# The keywords of schemas that elements within each other can be held to.
+# The keywords that can be enforced on nested elements.
 _OBJECT_KEYS = frozenset({"type", "properties", "required", "additionalProperties"}) | {
     *("title", "description", "default", "$defs", "definitions"),
 }
@@ -51,18 +51,17 @@ _LIST_KEYS = frozenset({"type", "items", "title", "description", "default"}) | {
 }
 _MAX_ELEMENTS = 60
 _MAX_DEPTH = 5
-# What is null is not written.
+# Nulls are not written.
 _UNKNOWN: Kinds = ANY - {"null"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MiniMaxM3Format(TaggedFormat):
-    """Calls of nested elements. Where they are constrained, JSON stands for objects and lists of
-    which the schema does not say what is in them, or says more than elements can be held to.
+    """Tool calls of nested elements. In constraints, objects and lists are JSON if their schema
+    does not describe their content, or has more than elements can obey.
     """
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return _MiniMaxM3Parser((_READ,), tools, marks)
 
     def _value_format(self, tool: Tool, argument: Argument, rule: CallRule) -> JsonObject:
@@ -81,7 +80,7 @@ def _tags(argument_end: str) -> Tags:
     )
 
 
-# An element's end has its name, which the reader looks at by itself.
+# An element's end has its name, which the reader handles itself.
 _READ = _tags("")
 MINIMAX_M3 = MiniMaxM3Format(
     name="minimax_m3",
@@ -93,7 +92,7 @@ MINIMAX_M3 = MiniMaxM3Format(
 
 
 class _ElementFormats:
-    """The formats of elements within each other, as one argument's schema describes them."""
+    """Makes the formats of nested elements from the schema of an argument."""
 
     def __init__(self, tool: Tool, whole: Argument, rule: CallRule) -> None:
         self._tool, self._whole, self._rule = tool, whole, rule
@@ -101,7 +100,7 @@ class _ElementFormats:
         self._left = _MAX_ELEMENTS
 
     def value(self, argument: Argument, depth: int = 0) -> JsonObject:
-        """The content between an element's tags."""
+        """Match the content between an element's tags."""
         schema = referred(argument.schema, self._whole.schema)
         if argument.may_be_text:
             return text_format(self._tool, argument)
@@ -126,7 +125,7 @@ class _ElementFormats:
 
 @dataclass(slots=True)
 class _Element:
-    """An object or a list that is open, and what the tool's schema says of it."""
+    """An open object or list, and its part of the tool's schema."""
 
     name: str
     is_list: bool
@@ -155,7 +154,7 @@ class _MiniMaxM3Parser(TaggedCallParser):
             self._end_call()
 
     def _tag(self, function: str) -> Reading[bool]:
-        """The next tag, and the text behind it; returns whether the call goes on."""
+        """Read the next tag, and the text after it; return false if the call has ended."""
         yield from self._space()
         if (yield from self._any_of(*self._ends)) is not None:
             return False
@@ -180,7 +179,6 @@ class _MiniMaxM3Parser(TaggedCallParser):
         return True
 
     def _close(self, at: int) -> None:
-        """Close the elements from this one on."""
         self._drop()
         for element in reversed(self._open[at:]):
             self._arguments("]" if element.is_list else "}")
@@ -188,7 +186,7 @@ class _MiniMaxM3Parser(TaggedCallParser):
         del self._open[at:]
 
     def _element(self, name: str) -> Reading[None]:
-        """An element, of which the begin tag is read: its value, or the beginning of that."""
+        """Read an element after its begin tag: its value, or the beginning of nested elements."""
         parent = self._open[-1]
         key = "" if parent.is_list else f"{json.dumps(name, ensure_ascii=False)}: "
         self._arguments(f"{'' if parent.is_empty else ', '}{key}")
@@ -201,13 +199,13 @@ class _MiniMaxM3Parser(TaggedCallParser):
         else:
             yield from self._argument_value(kinds)
         if self._open[-1] is parent:
-            # The value is over, and so should be the element.
+            # The value has ended, so the element should end too.
             yield from self._space()
             yield from self._any_of(f"{_CLOSES}{name}>")
         self._fits = len(self._open) == 1
 
     def _described_as(self, parent: _Element, name: str) -> tuple[Any, Kinds]:
-        """Find what the schema says of an element. Of one within another it may say nothing."""
+        """Find an element's schema and kinds; nested elements may have no schema."""
         schemas, of = self._known.schemas, parent.schema
         schema = schemas.items(of) if parent.is_list else schemas.member(of, name)
         if len(self._open) == 1:
@@ -215,7 +213,7 @@ class _MiniMaxM3Parser(TaggedCallParser):
         return schema, schemas.of(schema) or _UNKNOWN
 
     def _nested(self, name: str, schema: Any, kinds: Kinds) -> Reading[None]:
-        """An element in which there is no text: it has others within, or nothing."""
+        """Read an element without text: it has nested elements, or nothing."""
         if (yield from self._is_next(_CLOSES)):
             empty = {"array": "[]", "object": "{}", "null": "null"}
             found = (text for kind, text in empty.items() if kind in kinds)
@@ -231,8 +229,8 @@ class _MiniMaxM3Parser(TaggedCallParser):
         self._names[name] += 1
 
     def _is_next(self, text: str) -> Reading[bool]:
-        """Tell whether this stands here behind white space; the answer may be over before that
-        shows.
+        """Tell whether this text follows whitespace here. Raises `TextOver` if the answer ends
+        before that is known.
         """
         if (yield from self._follows(0, [text], or_nothing=False)):
             return True

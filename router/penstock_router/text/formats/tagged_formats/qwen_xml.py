@@ -1,5 +1,5 @@
 """Qwen3-Coder, Qwen 3.5 and later, Nemotron 3, Step 3.5, Granite 4.2: tags within `<tool_call>`;
-and MiMo V2, which writes the same without line breaks around values.
+and MiMo V2, which writes no line breaks around values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QWEN_XML = TaggedFormat(
 
 class _MimoFormat(TaggedFormat):
     def is_of(self, template: str) -> bool:
-        """The template has the signs, and writes values right between their tags."""
+        """Tell whether the template has the signs, and no line breaks around values."""
         return super().is_of(template) and are_rendered(template, self.tags)
 
 

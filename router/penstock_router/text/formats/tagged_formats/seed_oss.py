@@ -1,4 +1,6 @@
-"""Seed-OSS: tags as of Qwen3-Coder, values right between them, a name of its own around calls."""
+"""Seed-OSS: the tags of Qwen3-Coder without line breaks around values, and its own tag around
+calls.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Step 3: tags of its own within marks, of which each call and all of them have a pair."""
+"""Step 3: its own tags within marks. Each tool call has a pair of marks, and so have all calls
+together.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,9 @@ _INVOKE, _INVOKE_END = '<steptml:invoke name="', "</steptml:invoke>"
 
 @dataclass(frozen=True, kw_only=True)
 class Step3Format(TaggedFormat):
-    """The marks of a call are read apart from its tags: either may be missing."""
+    """The marks of a tool call are read apart from its tags: either may be missing."""
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
-        """A parser for one answer."""
         return TaggedCallParser(_READ, tools, marks)
 
 

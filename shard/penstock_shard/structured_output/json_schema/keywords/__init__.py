@@ -1,1 +1,1 @@
-"""Expresses each keyword that llguidance lacks, or handles in part, by others."""
+"""Rewrites keywords that llguidance lacks, or supports only in part, as other keywords."""

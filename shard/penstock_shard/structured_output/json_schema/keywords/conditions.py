@@ -1,8 +1,8 @@
-"""`if`, `then` and `else` as alternatives.
+"""Expresses `if`, `then` and `else` as alternatives.
 
-A condition by itself is two alternatives: it is met, or it is not. Several would be two to their
-number, most of them impossible where all conditions ask for values of the same property, as they
-do of a property that says what an object is. Such conditions are alternatives by its value.
+One condition has two alternatives, met or not met, so n conditions would have 2^n. Most of the 2^n
+are impossible if all conditions test the same property, such as a tag with an object's kind. Such
+conditions become one alternative for each value of the property.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Condition = tuple[Schema, Schema, Schema]
 
 
 def conditions(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    """Values that meet all conditions of a schema, as `modern` writes them."""
+    """The values that meet all conditions of a schema that `modern` has rewritten."""
     by_name: dict[str, list[_Tagged]] = {}
     others = []
     for condition in schema["if"]:
@@ -53,20 +53,20 @@ def _either(place: Place, condition: _Condition, base: str) -> Schema:
 
 @dataclass(frozen=True, slots=True)
 class _Tagged:
-    """A condition that asks for one of some values of a property."""
+    """A condition that tests whether a property has one of the listed values."""
 
     name: str
     values: dict[tuple[str, Any], Any]
-    # Whether objects without the property meet it, and what is no object.
+    # True if objects without the property meet the condition; and if values of other types do.
     if_absent: bool
     if_no_object: bool
-    # What holds, in keywords that llguidance knows, where it is met and where it is not.
+    # Schemas for values that meet the condition, and for others, in llguidance's keywords.
     then: Schema
     otherwise: Schema
 
 
 def _tagged(place: Place, condition: _Condition, base: str) -> _Tagged | None:
-    """The condition, if that is all it asks for."""
+    """The condition as `_Tagged`; None if it tests more than one property's values."""
     met, then, otherwise = condition
     met, inner = place.read(met, base)
     if isinstance(met, bool):
@@ -85,7 +85,9 @@ def _tagged(place: Place, condition: _Condition, base: str) -> _Tagged | None:
 
 
 def _by_value(place: Place, name: str, tagged: Sequence[_Tagged], base: str) -> Schema:
-    """Values that meet conditions on one property: by its value, without it, and no objects."""
+    """Express conditions on one property as cases: each value, objects without the property, and
+    other types.
+    """
     alike: dict[tuple[bool, ...], list[Any]] = {}
     for key, value in {key: value for each in tagged for key, value in each.values.items()}.items():
         alike.setdefault(tuple(key in each.values for each in tagged), []).append(value)
@@ -102,7 +104,7 @@ def _by_value(place: Place, name: str, tagged: Sequence[_Tagged], base: str) -> 
     )
     for met, case in others:
         cases.setdefault(met, []).append(case)
-    # What is demanded stands once for all cases that demand it: it may be a condition again.
+    # Cases with the same consequences share them, as consequences may be conditions again.
     return any_of(all_of([any_of(some), *_demands(tagged, met)]) for met, some in cases.items())
 
 

@@ -1,4 +1,4 @@
-"""contains, by cases: which of the first items meet its schema."""
+"""Expresses `contains` by cases: each case says which of the first items meet its schema."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock_shard.structured_output.json_schema.combine import Place, Schema, 
 from penstock_shard.structured_output.json_schema.values import same
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
-# Items that meet the schema are among this many first ones.
+# The items that meet the schema must be among the first 6.
 _WITHIN = 6
 
 
@@ -39,7 +39,7 @@ def contains(place: Place, schema: dict[str, Any], base: str) -> Schema:
 
 
 def _placed(positions: tuple[int, ...], met: Schema, unmet: Schema) -> Schema:
-    """Arrays whose items at these positions meet `met`, and all others `unmet`."""
+    """Arrays whose items at these positions meet `met`; all their other items meet `unmet`."""
     length = positions[-1] + 1 if positions else 0
     prefix = [met if index in positions else unmet for index in range(length)]
     if any(item is False for item in prefix):

@@ -1,8 +1,8 @@
-"""The supported names of `format`, each as keywords that llguidance handles right.
+"""The supported names of `format`, each as keywords that llguidance handles correctly.
 
-A pattern may allow less than the standard does: no leap seconds, years from 1000, addresses on the
-internet in ASCII only, of regular expressions what all dialects share. Names that are in no
-standard are annotations.
+A pattern may allow less than the standard: no leap seconds, no years before 1000, only internet
+addresses in ASCII, only regular expressions in the syntax that all dialects share. Formats that are
+in no standard are annotations.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _VARIABLE = r"(?:[A-Za-z0-9_]|%[0-9A-Fa-f]{2})+"
 _CHANGED = rf"{_VARIABLE}(?::[1-9][0-9]{{0,3}}|\*)?"
 _VARIABLES = rf"\{{[+#./;?&]?{_CHANGED}(?:,{_CHANGED})*\}}"
 
-# Regular expressions of the syntax that all dialects share: without counts, groups one deep.
+# Regular expressions in the syntax that all dialects share: no counts, and no nested groups.
 _PLAIN = r"[A-Za-z0-9 _,:;<>=!@#%&~/'\"-]|\\[dDwWsS.*+?^${}()|/\[\]\\]"
 _ATOM = rf"(?:{_PLAIN}|\.|\[\^?(?:a-z|A-Z|0-9|[A-Za-z0-9_ .]|\\[dws])+\])[*+?]?"
 _GROUP = rf"\((?:\?:)?(?:{_ATOM})+(?:\|(?:{_ATOM})+)*\)[*+?]?"

@@ -1,8 +1,8 @@
-"""patternProperties and propertyNames: as few patterns as there can be, no two for one name.
+"""Rewrites patternProperties and propertyNames with few patterns, so that no two match one name.
 
-A pattern of few names is listed as properties: a grammar then has each name once, and the object
-ends where none is left. A pattern of all names is what holds of every member. Patterns that match
-the same names are divided into ones that do not.
+A pattern of few names is listed as properties: the grammar then has each name once, and the object
+ends when no name is left. A pattern of all names applies to every member. Patterns that share names
+are divided into disjoint ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock_shard.structured_output.patterns.languages import NOTHING, Languag
 from penstock_shard.structured_output.patterns.reader import language_of, may_match
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
-# Names of a pattern that are listed, and patterns that are divided.
+# A pattern of more names is not listed; a set of more patterns is not divided.
 _MOST_LISTED = 64
 _MOST_DIVIDED = 5
 _COUNTED_TO = re.compile(r"\{(?:[0-9]*,)?([0-9]+)\}")
@@ -52,7 +52,7 @@ def simpler_patterns(schema: dict[str, Any]) -> dict[str, Any]:
             out["properties"] = {**properties, **listed}
         else:
             left[pattern] = of
-    # What is said of other names holds of those with line breaks, which `.` does not match.
+    # `.` matches no line breaks; names with line breaks then count as other names.
     is_open = out.get("additionalProperties", True) is True
     for pattern in [pattern for pattern in left if _matches_all(pattern, but_breaks=is_open)]:
         of = left.pop(pattern)
@@ -67,7 +67,9 @@ def simpler_patterns(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_property_names(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema of the same values with `propertyNames` said by its patterns, if it can be."""
+    """Rewrite `propertyNames` as `patternProperties` if that is possible. The values that the
+    schema allows stay the same.
+    """
     names, others = schema.get("propertyNames"), schema.get("additionalProperties", True)
     pattern = _plain_pattern(restricting(names)) if isinstance(names, dict) else None
     if pattern is None or not isinstance(others, bool):
@@ -87,9 +89,9 @@ def _without_property_names(schema: dict[str, Any]) -> dict[str, Any]:
 def _disjoint(
     listed: _Patterns, patterns: _Patterns, required: list[str]
 ) -> tuple[_Patterns, _Patterns]:
-    """Listed properties and patterns that match none of them.
+    """Listed properties, and patterns that match none of them.
 
-    llguidance would intersect both, which is without end where they are recursive.
+    llguidance would intersect both, which does not end if they are recursive.
     """
     kept: _Patterns = {}
     for pattern, of in patterns.items():
@@ -122,7 +124,7 @@ def _all(*schemas: Schema) -> Schema:
 
 @functools.lru_cache(1024)
 def listed_names(pattern: str) -> list[str] | None:
-    """The names that a pattern matches if they are few; None if they are not, or not known."""
+    """The names that a pattern matches; None if there are many, or if they are unknown."""
     if any(int(count) > _MOST_LISTED for count in _COUNTED_TO.findall(pattern)):
         return None
     languages = Languages()
@@ -134,7 +136,7 @@ def listed_names(pattern: str) -> list[str] | None:
 
 @functools.lru_cache(1024)
 def _matches_all(pattern: str, *, but_breaks: bool) -> bool:
-    """Tell whether a pattern is known to match every name, or all but those with line breaks."""
+    """True if a pattern is known to match every name, or all except those with line breaks."""
     languages = Languages()
     try:
         found = language_of(languages, pattern)
@@ -147,7 +149,9 @@ def _matches_all(pattern: str, *, but_breaks: bool) -> bool:
 
 
 def _divided(patterns: _Patterns) -> _Patterns:
-    """Patterns of which no two match the same name; as they are if none do, or they are many."""
+    """Return patterns of the same names, so that no two match one name. Return many patterns
+    unchanged.
+    """
     regions = _regions(tuple(patterns))
     if regions is None:
         return patterns
@@ -160,8 +164,8 @@ def _divided(patterns: _Patterns) -> _Patterns:
 
 @functools.lru_cache(256)
 def _regions(patterns: tuple[str, ...]) -> list[tuple[str, tuple[bool, ...]]] | None:
-    """Patterns of the names that each set of these match, and no others do, with the set; None if
-    no two match the same name, or it is not known.
+    """Divide the names by the `patterns` that match them. Return, for each part, a pattern, and for
+    each of `patterns` whether it matches; None if no two match one name, or if that is unknown.
     """
     languages = Languages()
     out = []
@@ -183,7 +187,6 @@ def _regions(patterns: tuple[str, ...]) -> list[tuple[str, tuple[bool, ...]]] | 
 
 
 def _bare(schema: Schema) -> Schema:
-    """The schema without its own annotations."""
     return restricting(schema) if isinstance(schema, dict) else schema
 
 
@@ -191,7 +194,7 @@ def _bare(schema: Schema) -> Schema:
 
 
 def property_names(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    """Objects of which all names meet the schema of `propertyNames`."""
+    """Objects whose names all meet the schema of `propertyNames`."""
     names, _ = place.read(schema["propertyNames"], base)
     if isinstance(names, bool):
         return True if names else unless("object", {"maxProperties": 0})
@@ -216,13 +219,12 @@ def property_names(place: Place, schema: dict[str, Any], base: str) -> Schema:
 
 
 def _listed_only(names: list[str]) -> Schema:
-    """Objects with no other names."""
     listed = {"properties": dict.fromkeys(names, True), "additionalProperties": False}
     return unless("object", listed)
 
 
 def _plain_pattern(said: dict[str, Any]) -> str | None:
-    """The pattern of names if that, a format or lengths are all that is said of them."""
+    """The pattern of names, if only a pattern, a format or lengths restrict them."""
     if said.get("type", "string") != "string":
         return None
     keys = said.keys() - {"type"}
@@ -243,8 +245,9 @@ def _named_by(place: Place, pattern: str, base: str) -> Schema:
 
 
 class _Texts:
-    """Makes the language of the texts that meet a schema, or of fewer unless it must be `exactly`
-    those: the patterns of formats are narrower than the formats. Methods raise ValueError.
+    """Computes the language of the texts that meet a schema. Unless `exactly`, the language may
+    lack some texts: the patterns of formats are narrower than the formats. Methods raise
+    ValueError.
     """
 
     def __init__(self, place: Place, languages: Languages, *, exactly: bool) -> None:
@@ -253,7 +256,6 @@ class _Texts:
         self._exactly = exactly
 
     def of(self, schema: Schema, base: str) -> int:
-        """The language of a schema."""
         if isinstance(schema, bool):
             return self._languages.anything if schema else NOTHING
         schema, base = self._place.read(schema, base)
@@ -328,7 +330,7 @@ _OF_TEXTS: dict[str, Callable[[_Texts, Any, str], int]] = {
     "oneOf": _Texts._one,
     "not": _Texts._not,
     "$ref": _Texts._reference,
-    # In `type` already, or of values that are no texts.
+    # `type` includes `nullable` already; the other keywords are for values that are not texts.
     **dict.fromkeys(("nullable", "minimum", "maximum", "multipleOf"), _Texts._nothing),
     **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _Texts._nothing),
     **dict.fromkeys(("properties", "required", "additionalProperties"), _Texts._nothing),

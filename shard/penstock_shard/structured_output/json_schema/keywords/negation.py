@@ -1,6 +1,6 @@
-"""The negation of a schema, as a schema of what it forbids, or of less where that is inexpressible.
+"""Negates a schema: makes a schema of the values that it forbids, or of fewer if necessary.
 
-Less is safe: the final schema then allows fewer texts.
+Fewer values are safe: the final schema then allows fewer texts.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from penstock_shard.structured_output.json_schema.values import type_of
 from penstock_shard.structured_output.patterns.automaton import all_texts_but
 from penstock_shard.structured_output.patterns.rust import any_text_but, rust_pattern
 
-# To break `items`, one of this many first items must break its schema.
+# A value that breaks `items` must do so in one of its first 5 items.
 _FIRST_ITEMS = 5
-# Numbers beyond are not exact in all readers.
+# Larger numbers are not exact in all readers.
 _LARGEST_EXACT = 2**53
 
 
@@ -45,7 +45,6 @@ def _type(place: Place, keyword: str, schema: dict[str, Any], base: str) -> Sche
 
 
 def _constants(place: Place, keyword: str, schema: dict[str, Any], base: str) -> Schema:
-    """Any value but those of `const` or `enum`."""
     by_type: dict[str, list[Any]] = {}
     for value in [schema["const"]] if keyword == "const" else schema["enum"]:
         by_type.setdefault(type_of(value), []).append(value)
@@ -60,7 +59,6 @@ def _constants(place: Place, keyword: str, schema: dict[str, Any], base: str) ->
 
 
 def _described(value: Any) -> dict[str, Any]:
-    """A schema of one array or object."""
     if isinstance(value, list):
         items = [{"const": item} for item in value]
         return {"prefixItems": items, "minItems": len(items), "maxItems": len(items)}
@@ -87,7 +85,7 @@ _BUT: dict[str, Callable[[list[Any]], Schema]] = {
 
 
 def _pattern(place: Place, keyword: str, schema: dict[str, Any], base: str) -> Schema:
-    """Texts in which a pattern is not found; none if that takes too much to say."""
+    """Texts in which a pattern is not found; no texts if the pattern is too complex."""
     try:
         return {"type": "string", "pattern": rust_pattern(all_texts_but(schema["pattern"]))}
     except ValueError:
@@ -95,7 +93,6 @@ def _pattern(place: Place, keyword: str, schema: dict[str, Any], base: str) -> S
 
 
 def _beyond(place: Place, keyword: str, schema: dict[str, Any], base: str) -> Schema:
-    """Values beyond a bound."""
     kind, opposite, step = _BOUNDS[keyword]
     if step is None:
         return place.positive({"type": kind, opposite: schema[keyword]}, base)
@@ -103,7 +100,7 @@ def _beyond(place: Place, keyword: str, schema: dict[str, Any], base: str) -> Sc
     return limit >= 0 and place.positive({"type": kind, opposite: limit}, base)
 
 
-# The type of a bound's values, its opposite, and, of counts, how far the next one is.
+# The type of a bound's values, the opposite keyword, and for counts the step to the next count.
 _BOUNDS: dict[str, tuple[str, str, int | None]] = {
     "minimum": ("number", "exclusiveMaximum", None),
     "maximum": ("number", "exclusiveMinimum", None),
@@ -118,7 +115,7 @@ _BOUNDS: dict[str, tuple[str, str, int | None]] = {
 
 
 def _more_properties(place: Place, keyword: str, schema: dict[str, Any], base: str) -> Schema:
-    # Two or more members of any names cannot be required: they may have the same name.
+    # Two or more members of unspecified names cannot be required: they may have the same name.
     if schema["maxProperties"] != 0:
         return False
     return {"type": "object", "minProperties": 1}
@@ -171,7 +168,6 @@ def _any(place: Place, keyword: str, schema: dict[str, Any], base: str) -> Schem
 
 
 def _one(place: Place, keyword: str, schema: dict[str, Any], base: str) -> Schema:
-    """Values that meet none of the alternatives, or two of them."""
     parts = schema["oneOf"]
     none = all_of(place.negative(part, base) for part in parts)
     if len(parts) > 8:
@@ -198,7 +194,7 @@ def _reference(place: Place, keyword: str, schema: dict[str, Any], base: str) ->
 
 
 _Opposite = Callable[[Place, str, dict[str, Any], str], Schema]
-# A keyword that is not here has no expressible opposite: it is treated as forbidding nothing.
+# The opposite of any other keyword cannot be expressed: the keyword counts as forbidding nothing.
 _OPPOSITES: dict[str, _Opposite] = {
     "type": _type,
     "const": _constants,

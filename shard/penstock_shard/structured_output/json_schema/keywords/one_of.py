@@ -1,8 +1,8 @@
-"""oneOf as anyOf: beside each alternative, what keeps the others from being met too.
+"""Expresses oneOf as anyOf, with additions to each alternative that exclude the others.
 
-Most alternatives exclude each other by the type of value, by the values that they list, by a
-property of which each lists others (a tag), or by properties that only one of them requires. Only
-the rest are held apart by negations, which cost time and memory by the pair.
+Most alternatives exclude each other by type, by listed values, by a property with different listed
+values in each (a tag), or by properties that only one of them requires. Only the rest need
+negations, which cost time and memory for each pair.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from penstock_shard.structured_output.json_schema.values import (
 from penstock_shard.structured_output.patterns.reader import may_match
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
-# Alternatives that only negations hold apart.
+# Bound of alternatives that only negations separate.
 _MOST_ALIKE = 64
-# Each is compared with each.
+# Bound of all alternatives: each pair is compared.
 _MOST_ALTERNATIVES = 1000
-# References and nested alternatives that are followed to find what a schema allows.
+# References and nested alternatives followed to find what a schema allows.
 _DEEPEST = 6
 _Listed = frozenset[tuple[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """Facts about the values that a schema allows; it may allow fewer.
+    """Facts about the values of a schema. Values with these facts may still break the schema.
 
-    `types` are theirs, `listed` all of them (None: they are not listed), `tags` the values of those
-    properties of objects that list theirs, `required` the properties that objects have, `known`
-    those that it speaks of. Objects have no others than `named` and those that `patterns` match,
-    unless `named` is None.
+    `types`: the values' types. `listed`: all values; None if they are not listed. `tags`: the
+    listed values of objects' properties. `required`: properties that objects must have. `known`:
+    properties that the schema mentions. `named` and `patterns`: the only properties that objects
+    may have, unless `named` is None.
     """
 
     types: frozenset[str] = frozenset(TYPES)
@@ -59,13 +59,13 @@ class _Facts:
     patterns: frozenset[str] = frozenset()
 
     def forbids(self, name: str) -> bool:
-        """Tell whether objects cannot have a property."""
+        """True if objects cannot have this property."""
         if self.named is None or name in self.named:
             return False
         return not any(may_match(pattern, name) for pattern in self.patterns)
 
     def and_(self, other: _Facts) -> _Facts:
-        """Combine what is known of values that both schemas allow."""
+        """Facts about values that both schemas allow."""
         shared = self.tags.keys() & other.tags
         of = other if self.named is None else self
         named = of.named
@@ -82,7 +82,7 @@ class _Facts:
         )
 
     def or_(self, other: _Facts) -> _Facts:
-        """Combine what is known of values that at least one of the schemas allows."""
+        """Facts about values that at least one of the schemas allows."""
         listed = _either(self.listed, other.listed)
         types = self.types | other.types
         objects = [one for one in (self, other) if "object" in one.types]
@@ -114,17 +114,17 @@ _NOTHING = _Facts(types=frozenset(), listed=frozenset())
 
 
 def one_of(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    """Values that meet exactly one alternative of a schema's `oneOf`."""
+    """Values that meet exactly one alternative of `oneOf`."""
     beside = apart(place, schema, base)
     return any_of(
-        # Nothing beside it: only a reference by itself may be recursive.
+        # Add nothing where nothing is needed: a recursive reference must stand alone.
         all_of([place.positive(part, base), *more])
         for part, more in zip(schema["oneOf"], beside, strict=True)
     )
 
 
 def apart(place: Place, schema: dict[str, Any], base: str) -> list[list[Schema]]:
-    """For each alternative of `oneOf`, the schemas that hold beside it where no other is met."""
+    """Schemas to add to each alternative of `oneOf`, so that a value meets only one of them."""
     if len(schema["oneOf"]) > _MOST_ALTERNATIVES:
         raise ConstraintRefused(f"oneOf: more than {_MOST_ALTERNATIVES} alternatives")
     parts, own = schema["oneOf"], _own_facts(place, schema, base)
@@ -144,8 +144,8 @@ def apart(place: Place, schema: dict[str, Any], base: str) -> list[list[Schema]]
 
 @dataclass(slots=True)
 class _Beside:
-    """Demands beside an alternative: properties that objects must have, or may not, types that
-    are left out, and the alternatives that are to be negated.
+    """Additions to an alternative: properties that objects must or must not have, types that are
+    left out, and alternatives that must be negated.
     """
 
     needed: set[str] = field(default_factory=set)
@@ -166,12 +166,12 @@ _Alternative = tuple[int, _Facts, _Beside]
 
 
 def _hold_apart(*pair: _Alternative) -> None:
-    """Add beside two alternatives what keeps each from meeting the other, if some value would."""
+    """Add restrictions to two alternatives, so that no value meets both."""
     (_, one, _), (_, other, _) = pair
     shared = one.types & other.types
     if one.listed is not None and other.listed is not None:
         shared &= {kind for kind, _ in one.listed & other.listed}
-    # What says nothing of other types than objects is met by each of their values.
+    # All values of other types meet a schema that only describes objects.
     is_untyped = set(TYPES) in (one.types, other.types)
     is_of_objects = "object" in shared and (shared == {"object"} or is_untyped)
     if not shared or (shared == {"object"} and _exclude(one, other)):
@@ -185,18 +185,18 @@ def _hold_apart(*pair: _Alternative) -> None:
 
 
 def _exclude(one: _Facts, other: _Facts) -> bool:
-    """Tell whether one requires a property that the other forbids."""
+    """True if one of the two requires a property that the other forbids."""
     return any(map(other.forbids, one.required)) or any(map(one.forbids, other.required))
 
 
 def _tag(*pair: _Alternative) -> bool:
-    """Require a property of which the two list different values, if there is one."""
+    """Require a property for which the two list different values. False if none exists."""
     (_, one, _), (_, other, _) = pair
     shared = one.tags.keys() & other.tags
     names = [name for name in shared if one.tags[name].isdisjoint(other.tags[name])]
     if not names:
         return False
-    # One that both require narrows nothing.
+    # A property that both require already needs no addition.
     tag = min(names, key=lambda name: (name not in one.required & other.required, name))
     for _, facts, beside in pair:
         beside.needed |= {tag} - facts.required
@@ -204,10 +204,10 @@ def _tag(*pair: _Alternative) -> bool:
 
 
 def _avoid(one: _Facts, other: _Facts, beside: _Beside) -> bool:
-    """Keep objects of the first schema from meeting the second, by a property, if there is one."""
+    """Use a property to keep objects of the first schema from meeting the second, if possible."""
     absent = other.required - one.required
     needed = frozenset(filter(other.forbids, one.known))
-    # Forbidding a property that the schema does not speak of costs the least.
+    # Cheapest first: to forbid a property that the schema does not mention.
     for names, into in (
         (absent - one.known, beside.absent),
         (needed, beside.needed),
@@ -237,7 +237,7 @@ def _facts(place: Place, schema: Schema, base: str, depth: int) -> _Facts:
 
 
 def _own_facts(place: Place, schema: dict[str, Schema], base: str) -> _Facts:
-    """Read what a schema's own keywords tell, not those of its parts."""
+    """Read the facts that a schema's own keywords state, without its parts."""
     named = schema.get("type", list(TYPES))
     types = {"number" if name == "integer" else name for name in _as_list(named)}
     facts = _Facts(types=frozenset(types), required=frozenset(schema.get("required", ())))

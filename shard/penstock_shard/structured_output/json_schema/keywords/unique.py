@@ -1,7 +1,7 @@
-"""uniqueItems: a mark, where the items of arrays are watched while they are written.
+"""Expresses uniqueItems by a mark, if arrays are watched during generation.
 
-They are not where a structural tag leaves open whether JSON begins. There few listed values become
-all arrays of them in any order; for others a grammar cannot remember what was written before.
+They are not watched where a structural tag leaves open whether JSON begins. In that case, a set of
+up to 4 listed values becomes a list of all its arrays, in any order; other sets are refused.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Changes to vLLM's scheduler: output that a request brings stays output, and constraints are
-penstock's. `scheduler.py` has the classes that vLLM imports.
+"""Changes to vLLM's scheduler: output in a request stays output, and penstock's constraints are
+used. `scheduler.py` has the classes that vLLM imports.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from penstock_shard.checkpoint.tokenizer_files import read_tokenizer_files
 from penstock_shard.config import ConstraintLimits
 from penstock_shard.structured_output.compiler import Compiler
 from penstock_shard.structured_output.following import compiling_threads
-from penstock_shard.vllm_engine.core_settings import CoreSettings, read_settings
-from penstock_shard.vllm_engine.grammars import Grammars
+from penstock_shard.vllm_engine.in_core.core_settings import CoreSettings, read_settings
+from penstock_shard.vllm_engine.in_core.grammars import Grammars
 from penstock_shard.vllm_engine.requests import OUTPUT_TOKENS
 
 
 def keep_output(request: Any) -> None:
-    """Move the output that a request brings from the end of its prompt to where vLLM has output
-    after a preemption, so that penalties and minimal lengths count it.
+    """Move a request's earlier output from the end of its prompt to where vLLM keeps output after a
+    preemption, so that penalties and minimal lengths count it.
     """
-    given = (request.sampling_params.extra_args or {}).get(OUTPUT_TOKENS, 0)
+    # None if the request asks for an embedding.
+    sampling = request.sampling_params
+    given = 0 if sampling is None else (sampling.extra_args or {}).get(OUTPUT_TOKENS, 0)
     if given:
         request._output_token_ids.extend(request.prompt_token_ids[-given:])
         request.prompt_token_ids = request.prompt_token_ids[:-given]
@@ -28,7 +30,7 @@ def keep_output(request: Any) -> None:
 
 
 class Continuing:
-    """Goes before a scheduler of vLLM's among the bases of a class."""
+    """A base class that is put before a scheduler class of vLLM."""
 
     def __init__(self, *arguments: Any, **fields: Any) -> None:
         super().__init__(*arguments, **fields)
@@ -39,12 +41,12 @@ class Continuing:
             self._grammars.install(fields["structured_output_manager"], threads)
 
     def add_request(self, request: Any) -> None:
-        """Take a request, its output before it apart from its prompt."""
+        """Add a request; its earlier output is kept apart from its prompt."""
         keep_output(request)
         super().add_request(request)  # type: ignore[misc]
 
     def update_from_output(self, *arguments: Any, **fields: Any) -> Any:
-        """Give the outputs of a step by client, each end with its reason."""
+        """Return the outputs of a step by client, with the reasons why requests ended."""
         given = super().update_from_output(*arguments, **fields)  # type: ignore[misc]
         if self._grammars is not None:
             for each in given.values():
@@ -61,6 +63,6 @@ def _grammars(settings: CoreSettings) -> Grammars | None:
         settings.eos_token_ids,
         ConstraintLimits(settings.timeout_s, settings.memory_bytes),
     )
-    # Now, when no request waits for it.
+    # Build the vocabulary now, when no request waits for it.
     _ = compiler.vocabulary
     return Grammars(compiler)

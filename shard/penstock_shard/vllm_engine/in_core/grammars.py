@@ -1,7 +1,7 @@
-"""Constraints in vLLM's core: penstock's compiler and matchers in the place of vLLM's own.
+"""Constraints in vLLM's core: penstock's compiler and matchers instead of vLLM's.
 
-A request brings its constraint, its stop ids and the output before as one text, which vLLM carries
-for a grammar. So what is valid, where it may end and what it may cost are the same with any engine.
+A request has its constraint, stop ids and earlier output in one text, which vLLM passes on as a
+grammar. So constraints have the same syntax, ends and limits with any engine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REQUESTS = msgspec.json.Decoder(Request)
 
 class Grammar:
     """The constraint of one request: vLLM's `StructuredOutputGrammar`. No drafts are served with
-    this engine, so nothing is ever taken back.
+    this engine, so nothing is ever rolled back.
     """
 
     def __init__(self, state: ConstraintState, request: Request, grammars: Grammars) -> None:
@@ -44,7 +44,7 @@ class Grammar:
         self._has_ended = False
 
     def accept_tokens(self, name: str, token_ids: Iterable[int]) -> bool:
-        """Take tokens that were drawn; False ends the request with an error."""
+        """Take tokens that were drawn; return False to end the request with an error."""
         state = self._state
         for token_id in token_ids:
             if state.error:
@@ -60,15 +60,16 @@ class Grammar:
         return not state.error
 
     def fill_bitmask(self, bitmask: Any, row: int) -> None:
-        """Write what may follow: int32 [rows, words of the vocabulary], a tensor in memory."""
+        """Write the mask of the next token: int32 [rows, words of the vocabulary], a tensor in
+        memory.
+        """
         if self._state.mask is None:
             fill_mask(self._state, self._grammars.vocab_size)
-        # Without a mask the constraint cannot go on, and the request ends with the next token.
+        # Without a mask the constraint has failed, and the request ends with the next token.
         mask = self._state.mask
         bitmask.numpy()[row] = -1 if mask is None else mask
 
     def is_terminated(self) -> bool:
-        """Tell whether nothing more follows."""
         return self._has_ended
 
 
@@ -78,19 +79,18 @@ class Grammars:
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
         self.vocab_size = compiler.tokenizer.vocab_size
-        # Reasons of requests that vLLM ends in its next step.
+        # The reasons for requests that vLLM will end in its next step.
         self._failures: dict[str, Error] = {}
 
     def install(self, manager: Any, threads: Executor) -> None:
-        """Have vLLM's `StructuredOutputManager` compile here."""
         manager.backend = self
         manager.executor = threads
 
     def compile_grammar(self, kind: object, spec: str, stop_token_ids: object = None) -> Grammar:
-        """Compile what `requests.grammar_of` made, and go to after the output before. Any thread
-        may call it.
+        """Compile the text of `requests.grammar_of`, and advance past the earlier output. Any
+        thread may call it.
 
-        Raises what `state_after_output` raises, whereupon vLLM ends the request.
+        Raises the errors of `state_after_output`; vLLM then ends the request.
         """
         request = _REQUESTS.decode(spec)
         try:
@@ -101,20 +101,20 @@ class Grammars:
         return Grammar(state, request, self)
 
     def allocate_token_bitmask(self, num_rows: int) -> Any:
-        """Masks of so many rows: int32 [rows, words of the vocabulary], a tensor in memory."""
+        """Allocate masks of `num_rows` rows: int32 [rows, words of the vocabulary], in memory."""
         import torch
 
         return torch.from_numpy(allocate_token_bitmask(num_rows, self.vocab_size))
 
     def destroy(self) -> None:
-        """Nothing is to be released."""
+        """Do nothing."""
 
     def fail(self, name: str, error: Error) -> None:
-        """Note why the core ends a request."""
+        """Record the reason why the core ends a request."""
         self._failures[name] = error
 
     def explain(self, outputs: Iterable[Any]) -> None:
-        """Write the reasons of requests that ended with an error into their outputs."""
+        """Write into outputs the reasons of requests that ended with an error."""
         for output in outputs:
             if output.finish_reason is not None:
                 error = self._failures.pop(output.request_id, None)

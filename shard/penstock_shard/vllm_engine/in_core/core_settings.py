@@ -1,4 +1,4 @@
-"""Settings of ours that vLLM's configuration carries to the process of its core."""
+"""Our settings that vLLM's configuration carries to the process of its core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ _NAME = "penstock"
 
 @dataclass(frozen=True, slots=True)
 class CoreSettings:
-    """Facts that constraints need there. Without a `tokenizer_dir` none are served."""
+    """Facts that constraints need in the core. Without a `tokenizer_dir`, constraints are not
+    served.
+    """
 
     tokenizer_dir: str = ""
     vocab_size: int = 0
@@ -26,10 +28,11 @@ _SETTINGS = msgspec.json.Decoder(CoreSettings)
 
 
 def add_settings(vllm_config: Any, settings: CoreSettings) -> None:
-    """Put them into vLLM's configuration, as text: vLLM hashes it as JSON."""
+    """Put the settings into vLLM's configuration, as text because vLLM hashes the configuration as
+    JSON.
+    """
     vllm_config.additional_config[_NAME] = msgspec.json.encode(settings).decode()
 
 
 def read_settings(vllm_config: Any) -> CoreSettings:
-    """Find them there."""
     return _SETTINGS.decode(vllm_config.additional_config[_NAME])

@@ -1,0 +1,97 @@
+"""Remembers prompts, to recognise the next turn of an unnamed session: that turn's prompt begins
+with the last turn's prompt.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock_client.load_balancing.base import Candidate
+
+# Bound of all known prompts, of some 100 bytes each.
+_MOST_KNOWN = 65_536
+# Bound of prompts that agree in all named pieces. If more sessions share a long system prompt, the
+# sessions with the oldest last turns count as new.
+_MOST_ALIKE = 256
+# After their named pieces, prompts are compared by this number of last tokens.
+_END_TOKENS = 32
+
+
+# Prompts that may continue a known one: those of subagents, then of the session itself. If more
+# prompts continue it, sessions begin with it, and it does not show where one session was.
+_MOST_FOLLOWERS = 4
+
+
+@dataclass(slots=True)
+class _Known:
+    num_tokens: int
+    end: int
+    instance_id: str
+    num_followers: int = 0
+
+
+class KnownPrompts:
+    """Prompts by the name of their last whole piece. The least recently sent is forgotten first."""
+
+    def __init__(self) -> None:
+        self._by_name: OrderedDict[int, list[_Known]] = OrderedDict()
+        self._num_known = 0
+
+    def note(self, names: Sequence[int], token_ids: Sequence[int], chosen: Candidate) -> None:
+        """Note a prompt sent to a shard, by the names of its pieces. A prompt without a whole piece
+        is ignored.
+        """
+        if not names:
+            return
+        self._follow(names, token_ids)
+        alike = self._by_name.setdefault(names[-1], [])
+        num_tokens, before = len(token_ids), len(alike)
+        end = _end(token_ids, num_tokens)
+        alike[:] = [each for each in alike if (each.num_tokens, each.end) != (num_tokens, end)]
+        alike.append(_Known(num_tokens, end, chosen.instance_id))
+        del alike[:-_MOST_ALIKE]
+        self._num_known += len(alike) - before
+        self._by_name.move_to_end(names[-1])
+        while self._num_known > _MOST_KNOWN:
+            self._num_known -= len(self._by_name.popitem(last=False)[1])
+
+    def longest_within(self, names: Sequence[int], token_ids: Sequence[int]) -> tuple[int, str]:
+        """The token count of the longest known prompt that this prompt continues, and the instance
+        that got the known one; 0 and "" if no prompt fits.
+        """
+        found = self._find(names, token_ids)
+        return (found[1].num_tokens, found[1].instance_id) if found is not None else (0, "")
+
+    def _find(
+        self, names: Sequence[int], token_ids: Sequence[int]
+    ) -> tuple[list[_Known], _Known] | None:
+        compared = 0
+        for name in reversed(names):
+            alike = self._by_name.get(name, [])
+            for each in sorted(alike, key=lambda known: known.num_tokens, reverse=True):
+                if each.num_tokens < len(token_ids):
+                    compared += 1
+                    if each.end == _end(token_ids, each.num_tokens):
+                        return alike, each
+            if compared > _MOST_ALIKE:
+                break
+        return None
+
+    def _follow(self, names: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Note that a prompt continues a known one, so that the known one is forgotten early."""
+        found = self._find(names, token_ids)
+        if found is None:
+            return
+        alike, known = found
+        alike.remove(known)
+        known.num_followers += 1
+        if known.num_followers < _MOST_FOLLOWERS:
+            alike.insert(0, known)
+        else:
+            self._num_known -= 1
+
+
+def _end(token_ids: Sequence[int], num_tokens: int) -> int:
+    return hash(tuple(token_ids[num_tokens - _END_TOKENS : num_tokens]))

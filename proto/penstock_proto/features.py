@@ -1,0 +1,129 @@
+"""Fields of requests that an engine may not honour, and how far it does: a router places requests
+and a shard refuses them by the same reading of what `GetInfo` tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from penstock_common.request_bounds import GREEDY_TEMPERATURE
+
+# Fields that need a capability of the same name unless they have this value, which changes nothing.
+# Filters that every shard has (temperature, top-k and the like) are not listed.
+_NEUTRAL: Mapping[str, object] = {
+    "typical_p": 1.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "penalty_window_tokens": None,
+    "min_tokens": 0,
+    "priority": 0,
+    "time_to_first_token_s": None,
+    "seconds_between_tokens": None,
+    "latency_sensitive": False,
+    "adapter": "",
+    "thinking_budget": None,
+    "logprobs": None,
+    "prompt_logprobs": None,
+}
+_NEUTRAL_WHEN_EMPTY = (
+    *("logit_bias", "bad_words", "allowed_token_ids", "logprob_token_ids", "images"),
+)
+# Numbers that came over the wire were rounded to 32 bits.
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class FieldBound:
+    """Bound of what an engine honours of a field, where that is less than the wire allows: a
+    number's least value beside 0 and its most, or the most entries of a list.
+    """
+
+    field: str
+    most: float
+    least: float = 0.0
+
+    def holds(self, value: object) -> bool:
+        """Tell whether the engine takes this value of the field."""
+        size = _size_of(value)
+        if size < GREEDY_TEMPERATURE:
+            return True
+        return self.least * (1 - _ROUNDING) <= size <= self.most * (1 + _ROUNDING)
+
+    def __str__(self) -> str:
+        return f"0, or {self.least:g} to {self.most:g}" if self.least else f"at most {self.most:g}"
+
+
+class Serves(Protocol):
+    """Facts that an engine tells of itself; `uncontinued` are fields that it honours only in
+    requests without output.
+    """
+
+    @property
+    def capabilities(self) -> frozenset[str]: ...
+
+    @property
+    def bounds(self) -> tuple[FieldBound, ...]: ...
+
+    @property
+    def uncontinued(self) -> frozenset[str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Unserved:
+    """A field that an engine does not honour; `bound` is empty if it never does."""
+
+    field: str
+    value: str
+    bound: str = ""
+
+    def text(self, by: str) -> str:
+        """The line that tells it, of the shard or shards that `by` names."""
+        if self.bound:
+            return f"{self.field}: {self.value} is not served by {by}: {self.bound}"
+        return f"{self.field} is not served by {by}"
+
+
+class Asked:
+    """Fields that a request asks an engine to honour. `value_of` gives its fields by name, None
+    where it says nothing; `constraint` is the kind of its constraint.
+    """
+
+    def __init__(
+        self, value_of: Callable[[str], Any], *, constraint: str, is_continued: bool
+    ) -> None:
+        self._value_of = value_of
+        self._is_continued = is_continued
+        self._fields: dict[str, object] = {constraint: "a constraint"} if constraint else {}
+        for name, neutral in _NEUTRAL.items():
+            value = value_of(name)
+            if value is not None and value != neutral:
+                self._fields[name] = value
+        for name in _NEUTRAL_WHEN_EMPTY:
+            if len(value := value_of(name)):
+                self._fields[name] = value
+
+    def unserved_by(self, engine: Serves) -> Unserved | None:
+        """A field of this request that the engine does not honour; None if it honours all."""
+        for name, value in self._fields.items():
+            if name not in engine.capabilities:
+                return Unserved(name, _told(value))
+            if self._is_continued and name in engine.uncontinued:
+                return Unserved(name, _told(value), "it does not go on from a request's output")
+        for bound in engine.bounds:
+            value = self._value_of(bound.field)
+            if value is not None and not bound.holds(value):
+                return Unserved(bound.field, _told(value), str(bound))
+        return None
+
+
+def _size_of(value: Any) -> float:
+    return len(value) if isinstance(value, Sized) else float(value)
+
+
+def _told(value: object) -> str:
+    if isinstance(value, Sized) and not isinstance(value, str):
+        return f"{len(value)} entries"
+    return str(value)

@@ -1,0 +1,1 @@
+"""Checks of a loaded vLLM by trial requests, before it serves requests."""

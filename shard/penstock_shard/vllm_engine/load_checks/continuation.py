@@ -1,0 +1,62 @@
+"""Tests at load that vLLM continues a request's earlier output as if vLLM had drawn it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.ipc.runner_info import RunnerInfo
+from penstock_shard.vllm_engine.load_checks.trials import (
+    CUT,
+    GREEDY,
+    CheckedCore,
+    bounded,
+    cut,
+    run_trials,
+    trial,
+)
+from penstock_shard.vllm_engine.requests import COUNTED
+
+logger = logging.getLogger(__name__)
+
+
+async def find_uncontinued(core: CheckedCore, info: RunnerInfo, adapter: int = 0) -> frozenset[str]:
+    """Find fields with which requests do not continue exactly; takes about 40 steps if output stays
+    output. `adapter` is the number of a loaded adapter, 0 without any. Raises ModelError if trials
+    never end, and vLLM's error if its core dies.
+    """
+    if info.embedding is not None:
+        return frozenset()
+    if not core.keeps_output:
+        return COUNTED
+    async with bounded():
+        plain = await run_trials(core, {"": trial(info, "plain", GREEDY)})
+        trials = _trials(info, plain[""])
+        if not adapter:
+            del trials["adapter"]
+        wholes = await run_trials(core, trials, adapter)
+        cuts = {name: cut(request, wholes[name]) for name, request in trials.items()}
+        rests = await run_trials(core, cuts, adapter, preempts=True)
+    failed = frozenset(name for name in trials if wholes[name][CUT:] != rests[name])
+    if failed:
+        told = ", ".join(sorted(failed))
+        logger.warning("requests with %s do not go on exactly from output", told)
+    return failed
+
+
+def _trials(info: RunnerInfo, plain: list[int]) -> dict[str, Request]:
+    """Return requests by the field that each tries; `plain` is the output without these fields. The
+    bad word and the minimal length span the cut.
+    """
+    across = (tuple(plain[CUT - 1 : CUT + 1]),)
+    fields: Mapping[str, tuple[SamplingParams, dict[str, Any]]] = {
+        "presence_penalty": (SamplingParams(temperature=0.0, presence_penalty=2.0), {}),
+        "frequency_penalty": (SamplingParams(temperature=0.0, frequency_penalty=2.0), {}),
+        "bad_words": (SamplingParams(temperature=0.0, bad_words=across), {}),
+        "seed": (SamplingParams(temperature=1.0, seed=7), {}),
+        "adapter": (GREEDY, {"adapter": "any"}),
+        "min_tokens": (GREEDY, {"min_tokens": CUT + 4, "stop_token_ids": frozenset(plain)}),
+    }
+    return {name: trial(info, name, each, **more) for name, (each, more) in fields.items()}

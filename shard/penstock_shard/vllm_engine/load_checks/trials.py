@@ -1,0 +1,103 @@
+"""Trial requests for a core at load, before it gets other requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from array import array
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from penstock_shard.errors import ModelError
+from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.ipc.runner_info import RunnerInfo
+from penstock_shard.vllm_engine.adapters import AdaptedCore
+from penstock_shard.vllm_engine.bridge import Core
+from penstock_shard.vllm_engine.requests import core_id, core_request
+
+GREEDY = SamplingParams(temperature=0.0)
+# The number of tokens of a trial, and the number after which it is cut. Its prompt is longer than a
+# block, so the part after the cut finds a cached prefix.
+LENGTH, CUT = 16, 7
+# The time limit in seconds, with compilation of kernels.
+_MOST_S = 300.0
+
+
+class CheckedCore(Core, AdaptedCore, Protocol):
+    """A core whose requests can be preempted, and that takes adapters."""
+
+    async def preempt_all(self) -> None: ...
+
+
+@contextlib.asynccontextmanager
+async def bounded() -> AsyncIterator[None]:
+    """Raise ModelError if the trials inside the context never end."""
+    try:
+        async with asyncio.timeout(_MOST_S):
+            yield
+    except TimeoutError:
+        raise ModelError(f"vLLM: trial requests did not end within {_MOST_S:g} s") from None
+
+
+def trial(
+    info: RunnerInfo, name: str, sampling: SamplingParams, num_more: int = 8, **more: Any
+) -> Request:
+    """Return a request whose prompt is `num_more` tokens longer than a block."""
+    size = min(info.block_size + num_more, info.max_model_len - LENGTH - 1)
+    prompt = array("I", [(7 * i) % min(info.vocab_size, 97) for i in range(size)])
+    return Request(
+        request_id=f"check-{name}",
+        attempt=0,
+        prompt=prompt.tobytes(),
+        sampling=sampling,
+        max_tokens=LENGTH,
+        **more,
+    )
+
+
+def cut(request: Request, token_ids: list[int]) -> Request:
+    """Return the request that continues `request` after its first `CUT` tokens."""
+    output = array("I", token_ids[:CUT]).tobytes()
+    return msgspec.structs.replace(request, attempt=1, output=output)
+
+
+async def run_trials(
+    core: CheckedCore, requests: Mapping[str, Request], adapter: int = 0, *, preempts: bool = False
+) -> dict[str, list[int]]:
+    """Return the tokens of each request; with `preempts`, all requests are preempted after their
+    first token.
+    """
+    scored = await run_scored(core, requests, adapter, preempts=preempts)
+    return {name: [token_id for token_id, _ in each] for name, each in scored.items()}
+
+
+async def run_scored(
+    core: CheckedCore, requests: Mapping[str, Request], adapter: int = 0, *, preempts: bool = False
+) -> dict[str, list[tuple[int, bytes]]]:
+    """Run requests like `run_trials`; return each token with the bits of its log-probability, if
+    the request asks for it.
+    """
+    news: dict[str, list[tuple[int, bytes]]] = {name: [] for name in requests}
+    left = {core_id(each.request_id, each.attempt): name for name, each in requests.items()}
+    for each in requests.values():
+        await core.add(core_request(each, as_output=True), adapter if each.adapter else 0)
+    while left:
+        for output in (await core.step()).outputs:
+            news[left[output.request_id]] += _scored(output)
+            if output.finish_reason is not None:
+                del left[output.request_id]
+        if preempts and all(news.values()):
+            await core.preempt_all()
+            preempts = False
+    return news
+
+
+def _scored(output: Any) -> list[tuple[int, bytes]]:
+    token_ids = output.new_token_ids
+    if output.new_logprobs is None:
+        return [(token_id, b"") for token_id in token_ids]
+    chosen = np.asarray(output.new_logprobs[1])[:, 0].astype("<f4")
+    return [(token_id, chosen[i].tobytes()) for i, token_id in enumerate(token_ids)]

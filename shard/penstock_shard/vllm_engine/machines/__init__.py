@@ -1,0 +1,3 @@
+"""A model over several machines: their connections, and the process on machines other than
+machine 0.
+"""

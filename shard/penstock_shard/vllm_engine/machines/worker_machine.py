@@ -1,0 +1,70 @@
+"""The process of a machine, other than machine 0, with some of vLLM's workers. It serves no
+requests.
+
+`server/vllm_node.py` starts it with one end of a socket pair. It ends with its starter, with
+machine 0's engine and with its workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import NoReturn
+
+from penstock_common.logs import set_up_logging
+from penstock_shard.checkpoint.model_source import resolve_model
+from penstock_shard.config import ShardConfig
+from penstock_shard.ipc.messages import EngineEnd, Start
+from penstock_shard.ipc.process_group import end_own_group
+from penstock_shard.vllm_engine.core import run_workers
+from penstock_shard.vllm_engine.engine_arguments import engine_arguments
+from penstock_shard.vllm_engine.machines.connections import hold_connection, listening_port
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Compute for machine 0 until a worker ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    link = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
+    start = link.receive()
+    if isinstance(start, Start):
+        set_up_logging(start.config.log_format, start.config.log_level)
+        threading.Thread(target=_end_with, args=(link,), daemon=True).start()
+        _compute(start.config)
+
+
+def _compute(config: ShardConfig) -> None:
+    source = resolve_model(config, progress=logger.info)
+    assert config.master_addr is not None
+    port = listening_port(config.master_port)
+    logger.info("waiting for machine 0 at %s port %d", config.master_addr, port)
+    hold_connection(config.master_addr, port, _lose_machine_0)
+    run_workers(engine_arguments(config, source.path), is_exact=config.exact)
+
+
+def _lose_machine_0() -> NoReturn:
+    logger.warning("machine 0's engine ended, so its workers here end")
+    logging.shutdown()
+    end_own_group()
+
+
+def _end_with(link: EngineEnd) -> NoReturn:
+    while link.receive() is not None:
+        continue
+    end_own_group()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    finally:
+        if sys.exc_info()[0] is not None:
+            logger.critical("workers of this machine cannot be started", exc_info=True)
+        logging.shutdown()
+        os._exit(1)

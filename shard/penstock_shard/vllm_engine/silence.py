@@ -1,0 +1,75 @@
+"""Bounds the silence of vLLM's core, after which it counts as hung, because vLLM does not report
+when a step begins.
+"""
+
+from __future__ import annotations
+
+import time
+
+# Twice the seconds of a step with only decodes, on any device.
+BASE_S = 30.0
+# Seconds for a step of a new size, whose kernels may be compiled first.
+FIRST_S = 300.0
+# A prompt may be this many times slower beside many decodes than when it is measured alone.
+_SLOWER = 4.0
+# Seconds within which the core begins a step after the previous one, if it has work.
+_BEGINS_S = 1.0
+
+
+class Silence:
+    """Computes the allowed silence from the waiting prompt tokens. A step computes up to
+    `max_step_tokens` of them, at the rate of the steps so far.
+    """
+
+    def __init__(self, max_step_tokens: int) -> None:
+        self._most = max_step_tokens
+        self._waiting = 0
+        self._is_busy = False
+        self._last_s = time.monotonic()
+        self._sizes: set[int] = set()
+        self._computed = 0
+        self._seconds = 0.0
+
+    def begin(self, waiting_tokens: int) -> None:
+        """Record a new request; `waiting_tokens` are prompt tokens that are not computed yet. A
+        step that has run for some time began before this request.
+        """
+        now_s = time.monotonic()
+        if not self._is_busy:
+            self._last_s = now_s
+        self._is_busy = True
+        if now_s - self._last_s < _BEGINS_S:
+            self._waiting = waiting_tokens
+
+    def note_step(self, prompt_tokens: int, waiting_tokens: int, *, is_busy: bool) -> None:
+        """Record a finished step: the prompt tokens that it computed, and the prompt tokens
+        left.
+        """
+        now_s = time.monotonic()
+        self._sizes.add(self._size)
+        self._computed += prompt_tokens
+        if self._waiting:
+            self._seconds += now_s - self._last_s
+        self._last_s = now_s
+        self._waiting = waiting_tokens
+        self._is_busy = is_busy
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which the core has been silent while it had work."""
+        return time.monotonic() - self._last_s if self._is_busy else 0.0
+
+    @property
+    def allowed_s(self) -> float:
+        """Seconds for which the core may be silent."""
+        if self._size not in self._sizes:
+            return FIRST_S
+        if not self._computed:
+            return BASE_S
+        tokens = min(self._waiting, self._most)
+        return BASE_S + _SLOWER * tokens * self._seconds / self._computed
+
+    @property
+    def _size(self) -> int:
+        """The size of the next step, in powers of two."""
+        return min(self._waiting, self._most).bit_length()
