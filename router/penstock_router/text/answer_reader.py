@@ -1,7 +1,7 @@
-"""Reads one answer's text into pieces, by its model's formats: reasoning, content and tool calls.
+"""Splits one answer's text into reasoning, content and tool calls, by its model's formats.
 
-Reasoning is separated first. Tool calls are looked for in the rest and, if reasoning never ends,
-within the reasoning (`calls_in_reasoning`). Channel formats read the whole answer themselves.
+Reasoning is separated first. Tool calls are parsed from the rest or, if reasoning never ends, from
+the reasoning (`calls_in_reasoning`). Channel formats read the whole answer themselves.
 """
 
 from __future__ import annotations

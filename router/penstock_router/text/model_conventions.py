@@ -1,7 +1,4 @@
-"""A model's formats of tool calls and reasoning.
-
-They are chosen once for each model, by its chat template or by the operator.
-"""
+"""A model's formats of tool calls and reasoning, chosen by its chat template or by the operator."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class Conventions:
 
     tool_format: CallFormat | None = None
     reasoning: ReasoningStyle | None = None
-    # The requested names, from which `conventions_of` makes the same conventions again.
+    # The requested names, which make the same conventions again.
     asked: tuple[str, str] = field(default=(AUTO, AUTO), compare=False)
 
     @property
