@@ -24,7 +24,6 @@ class _EnlargedFirst:
 
 
 def read(files: ModelFiles) -> ImageTokens:
-    """Read the family's settings. Raises `ImagesUnusable`."""
     token, token_id = files.image_token()
     images, size = files.image_processor, files.image_processor.part("size")
     grid = Grid(
