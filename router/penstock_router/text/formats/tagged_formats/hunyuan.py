@@ -1,4 +1,4 @@
-"""HY3, HY4: pairs of tags, a mark after the name, and a suffix in all of them."""
+"""HY3 and HY4: pairs of tags, and a mark after the name, all with a suffix."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ HUNYUAN = _HunyuanFormat(
     name="hy_v3",
     tags=_tags(""),
     spaces=Spaces(key="\n"),
-    # A template may not contain the whole marks, because it adds the suffix when it writes them.
+    # A template may not contain whole marks, because it adds the suffix when it writes them.
     signs=("<tool_calls", "<tool_sep", "<arg_key"),
 )
