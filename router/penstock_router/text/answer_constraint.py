@@ -141,7 +141,6 @@ def _with_calls(
 
 
 def _text_of(constraint: Constraint, tool_format: CallFormat | None) -> Any:
-    """The format of a text answer that obeys this constraint."""
     text = format_of(constraint)
     return tool_format.said(text) if isinstance(tool_format, ChannelFormat) else text
 
@@ -162,7 +161,6 @@ def _reasoning(style: ReasoningStyle, begun: bool) -> list[JsonObject]:
 class _Structure(msgspec.Struct, forbid_unknown_fields=True):
     begin: str
     end: str | list[str]
-    # Named "schema" in JSON.
     content: msgspec.Raw = msgspec.field(name="schema", default=msgspec.Raw(b"true"))
 
 

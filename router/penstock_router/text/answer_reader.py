@@ -21,7 +21,7 @@ from penstock_router.text.reasoning import ReasoningSplitter
 class AnswerReader(Protocol):
     @property
     def is_open(self) -> bool:
-        """Tell whether the latest tool call has not ended."""
+        """True if a tool call is unfinished."""
 
     @property
     def has_reasoning(self) -> bool:
@@ -32,7 +32,7 @@ class AnswerReader(Protocol):
         """Tell whether no more reasoning can come."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Return the pieces that can be shown now."""
+        """Return pieces to show now."""
 
     def flush(self, *, was_cut: bool = False) -> list[Piece]:
         """End the text, and return the remaining pieces."""

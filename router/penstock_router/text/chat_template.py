@@ -27,7 +27,7 @@ from penstock_router.text.template_fit.scenes import TOOL, with_image
 from penstock_router.text.template_fit.thinking import fit_thinking
 from penstock_router.text.template_fit.traits import TemplateTraits
 
-# The space at the end shows whether the template strips trailing whitespace.
+# Its last space shows whether the template strips trailing whitespace.
 _CONTINUE_HERE = "\ue000continue-here\ue001 "
 
 # SmolLM3 uses xml_tools.
@@ -122,7 +122,7 @@ def _variables(environment: jinja2.Environment, source: str) -> set[str]:
     return jinja2.meta.find_undeclared_variables(environment.parse(source))
 
 
-# Jinja compiles a template to Python code, and Python refuses some code that jinja accepts.
+# Jinja compiles templates to Python, which refuses some code that jinja accepts.
 _UNCOMPILED = (
     jinja2.exceptions.TemplateError,
     SyntaxError,
@@ -142,7 +142,7 @@ def _why(error: BaseException) -> str:
 
 
 class TemplateUnusable(Exception):
-    """A model's or a user's template does not parse; the text says which and why."""
+    """A template or its configuration does not parse; the text says which and why."""
 
 
 class ChatTemplate:
@@ -230,7 +230,7 @@ class ChatTemplate:
         return is_named or level in ("low", "medium", "high")
 
     def traits(self, *, with_tools: bool) -> TemplateTraits:
-        """Return the form of messages that the template expects. It is probed once."""
+        """Return the form of messages that the template expects; the template is probed once."""
         named = "tool_use" in self._templates
         with_tools = with_tools and named
         if with_tools not in self._traits:

@@ -176,7 +176,7 @@ class ByteTable:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Map the printable characters of byte-level BPE (the byte's own, or U+0100 on) to bytes."""
+    """Map byte-level BPE's printable characters (a byte's own, or one from U+0100 on) to bytes."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     characters = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)
@@ -209,7 +209,8 @@ class ByteDetokenizer:
         # A prompt longer than the searched tail is assumed to have text before it.
         begins_text = not tail and len(prompt_ids) <= _PROMPT_TAIL_TOKENS
         self._strip = table.strip_left if begins_text else 0
-        # U+FFFD in the prompt's text for an unfinished character. The answer drops them.
+        # The number of U+FFFD that the prompt shows for an unfinished character. The answer drops
+        # them.
         self._drop = len(self._decoder.getstate()[0].decode("utf-8", errors))
 
     def _prompt_tail(self, prompt_ids: Sequence[int]) -> bytes:
@@ -403,7 +404,7 @@ class WindowDetokenizer:
         return _without_first(new, self.reopen_prompt()) if new and self._drop else new
 
     def _remember(self, context: Sequence[int]) -> None:
-        """Begin a window with `context`, whose text was emitted, before the next tokens."""
+        """Begin a window with `context`, which is already emitted; the next tokens follow it."""
         self._held = []
         self._context = list(context)
         self._context_text = self._table.decode(self._context, skip_special=self._skip)

@@ -20,7 +20,7 @@ class Conventions:
 
     tool_format: CallFormat | None = None
     reasoning: ReasoningStyle | None = None
-    # The requested names, which make the same conventions again.
+    # The requested names, to choose the same conventions again.
     asked: tuple[str, str] = field(default=(AUTO, AUTO), compare=False)
 
     @property
@@ -30,7 +30,7 @@ class Conventions:
 
 
 def _can_be_asked_for(tool_format: CallFormat | None) -> bool:
-    """Tell whether models whose templates take no tools can be told to write this format."""
+    """Tell whether models without tools in their templates can be told to write this format."""
     if tool_format is None or isinstance(tool_format, ChannelFormat):
         return tool_format is not None
     return tool_format.calls_in_words([("f", "{}")]) is not None

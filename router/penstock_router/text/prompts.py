@@ -84,11 +84,10 @@ class PreparedPrompts:
     conversation: bytes = b""
     # Fields of the request that the answer repeats, as JSON.
     repeated: Mapping[str, bytes] = field(default_factory=dict)
-    # The constraint on every answer.
     constraint: Constraint | None = None
     # True if the prompt ends within reasoning.
     reasoning_begun: bool = False
-    # A line for each part of the request that has no effect with this model.
+    # A line for each part of the request without effect.
     warnings: tuple[str, ...] = ()
     # Tools whose grammars are shown to the model but not enforced.
     unenforced: tuple[str, ...] = ()
@@ -160,8 +159,8 @@ def _warnings(request: Options, model: TextModel) -> tuple[str, ...]:
 
 
 def _separators(model: TextModel) -> tuple[str, str] | None:
-    """Return the template's separators in tool arguments. If the model writes the same, the next
-    turn finds the answer in the prefix cache.
+    """Return the template's separators in tool arguments. If the model writes the same ones, the
+    next turn finds the answer in the prefix cache.
     """
     template = model.chat_template
     return None if template is None else template.traits(with_tools=True).argument_separators

@@ -191,8 +191,6 @@ def reasoning_over(prompt_text: str, style: ReasoningStyle) -> bool:
 
 
 class ReasoningSplitter:
-    """Splits one answer into reasoning and content."""
-
     is_open = False
 
     __slots__ = (
@@ -288,7 +286,6 @@ class ReasoningSplitter:
         return self._reasoning(text[:sure])
 
     def _without_begin(self, text: str) -> str:
-        """Drop repeated begin marks, and the title, at the beginning of reasoning."""
         while True:
             text = text.lstrip()
             if self._title and text.startswith(self._title):
@@ -299,7 +296,7 @@ class ReasoningSplitter:
                 return text
 
     def _reasoning(self, text: str) -> list[Piece]:
-        """Show text of reasoning; whitespace at its end is held back until more text follows."""
+        """Show reasoning; whitespace at its end is held back until more text follows."""
         if self._space is None:
             text = text.lstrip()
             if not text:

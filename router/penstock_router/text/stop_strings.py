@@ -78,10 +78,8 @@ class _Automaton:
         return after
 
     def advance(self, state: int, piece: str, may_stop: bool) -> tuple[int, int, str | None]:
-        """Match `piece` up to its end, or up to the end of a stop string. Return the state, the
-        position and the stop string.
-
-        Unless `may_stop`, matching goes on after each complete stop string.
+        """Match `piece`, up to the end of a stop string if `may_stop`. Return the state, the
+        position, and the stop string or None.
         """
         position, end = 0, len(piece)
         while position < end:
@@ -108,8 +106,8 @@ def compile_stops(stops: tuple[str, ...]) -> _Automaton:
 
 
 def beginning(text: str, marks: Sequence[str], start: int = 0) -> int:
-    """Return where the longest suffix of `text` that begins a mark starts; the text's length if
-    there is none. The search begins at `start`; no whole mark may be in `text`.
+    """Return where the longest suffix of `text` that begins a mark starts, or else the text's
+    length. The search begins at `start`; no whole mark may be in `text`.
     """
     found = len(text)
     for mark in marks:

@@ -23,8 +23,8 @@ class TooLong(Exception):
 def encoded(form: JsonObject) -> str:
     """Encode a format's structural tag as JSON. Raises `TooLong`.
 
-    The JSON repeats parts that are shared in memory, such as definitions. So its size is counted
-    before it is written.
+    The JSON repeats parts that are shared in memory, such as definitions, so its size is counted
+    first.
     """
     if _is_longer(form, MAX_BUILT_CONSTRAINT_BYTES):
         raise TooLong

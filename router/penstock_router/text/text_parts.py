@@ -25,7 +25,7 @@ MAX_UNCUT_BYTES = 1024 * 1024
 # A cut has at most one space or line break, because normalizers and patterns look far ahead only in
 # runs of whitespace.
 _PLACE = re.compile(r"(?<=\S)[ \n]?(?=\S)")
-# Guessed characters per kept token (texts have about 4), the minimum, and the growth factor.
+# Guessed characters per kept token (most texts have about 4), the minimum, and the growth factor.
 _CHARS_A_TOKEN = 12
 _LEAST_CHARS = 1024
 _GROWTH = 4
@@ -90,8 +90,8 @@ class TextParts:
     def end_of(self, text: str, num_tokens: int, side: str) -> list[int] | None:
         """Return the tokens of one end of the text; None if the whole text is needed.
 
-        `side` is the side that is cut off. If it is "left", the last `num_tokens` equal the whole
-        text's tokens; if "right", the first.
+        `side` is cut off: if "left", the last `num_tokens` equal the whole text's tokens; if
+        "right", the first.
         """
         num_chars = max(_LEAST_CHARS, num_tokens * _CHARS_A_TOKEN)
         of_end = self._first if side == "right" else self._last
@@ -116,8 +116,8 @@ class TextParts:
     # ---- places ----
 
     def _next(self, text: str, begin: int) -> tuple[int, int] | None:
-        """Return where the text before the next part begins, and where that part begins; None if
-        there is no next part.
+        """Return two beginnings: of the text before the next part, and of that part; None: no next
+        part.
         """
         num_chars = PART_CHARS
         while self._is_usable and begin + 2 * num_chars < len(text):
@@ -128,7 +128,7 @@ class TextParts:
 
     def _places(self, text: str, begin: int) -> tuple[int, int] | None:
         """Return a place from `begin` on where the text may be cut, and a later place where the
-        text after the first may be cut too.
+        text from there on may be cut too.
         """
         first = self._place(text, begin)
         second = None if first is None else self._place(text, first + _BEFORE_CHARS)
@@ -184,7 +184,6 @@ class TextParts:
 
 
 def _check_uncut(text: str, begin: int, end: int) -> None:
-    """Raise `BadRequest` if the text between has too many bytes."""
     if end - begin <= MAX_UNCUT_BYTES // 4:
         return
     num_bytes = len(text[begin:end].encode("utf-8", "surrogatepass"))

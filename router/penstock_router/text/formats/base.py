@@ -21,10 +21,10 @@ class ToolParser(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Tell whether the latest tool call has not ended."""
+        """True if a tool call is unfinished."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Return the pieces that can be shown now."""
+        """Return pieces to show now."""
 
     def flush(self, *, was_cut: bool = False) -> list[Piece]:
         """End the text, and return the remaining pieces.

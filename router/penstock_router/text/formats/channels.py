@@ -19,7 +19,7 @@ class ChannelParser(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Tell whether the latest tool call has not ended."""
+        """True if a tool call is unfinished."""
 
     @property
     def has_reasoning(self) -> bool:
@@ -34,7 +34,7 @@ class ChannelParser(Protocol):
         """Tell whether the next text is, or may be, reasoning."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Return the pieces that can be shown now."""
+        """Return pieces to show now."""
 
     def flush(self, *, was_cut: bool = False) -> list[Piece]:
         """End the text, and return the remaining pieces."""

@@ -24,8 +24,8 @@ class ImageTokens:
     token_id: int
     # Texts that mean images or videos; in users' messages they are plain text.
     reserved: frozenset[str]
-    # Makes the ids that replace `token_id`, from an image's width and height in pixels. Raises
-    # `ImageUnusable` if the model does not take these proportions.
+    # Makes the ids that replace `token_id`, from width and height in pixels. Raises `ImageUnusable`
+    # for unsuitable proportions.
     token_ids: Callable[[int, int], Sequence[int]]
 
     def is_spelled_in(self, text: str) -> bool:

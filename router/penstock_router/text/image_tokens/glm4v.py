@@ -16,7 +16,6 @@ class _EnlargedFirst:
     grid: Grid
 
     def token_ids(self, width: int, height: int) -> list[int]:
-        """Enlarge the image until each side has at least one square, then use the grid."""
         if min(width, height) < (side := self.grid.side):
             scale = max(side / height, side / width)
             width, height = int(width * scale), int(height * scale)

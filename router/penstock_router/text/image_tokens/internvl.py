@@ -21,7 +21,6 @@ class _Tiles:
     grids: tuple[tuple[int, int], ...]
 
     def token_ids(self, width: int, height: int) -> list[int]:
-        """Return the ids of the tiles, and of the whole image if there are several tiles."""
         columns, rows = self._grid(width, height)
         tiles = columns * rows
         return [self.token_id] * (self.tokens_per_tile * (tiles + 1 if tiles > 1 else 1))

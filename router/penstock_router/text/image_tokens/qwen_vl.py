@@ -17,8 +17,8 @@ _DEFAULT_SIZE = Settings("size", {"shortest_edge": 56 * 56, "longest_edge": 28 *
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A token for each square of `side` pixels. The image has `min_pixels` to `max_pixels`, each
-    counted `frames` times.
+    """A token for each square of `side` pixels. The image has `min_pixels` to `max_pixels`; each
+    pixel counts `frames` times.
     """
 
     token_id: int

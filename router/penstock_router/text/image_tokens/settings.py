@@ -28,7 +28,6 @@ class Settings:
     values: Mapping[str, Any] = field(repr=False)
 
     def get(self, name: str) -> Any:
-        """Return the value; None if it is null or missing."""
         return self.values.get(name)
 
     def part(self, name: str) -> Settings:

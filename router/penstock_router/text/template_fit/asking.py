@@ -125,7 +125,9 @@ class Asker:
         self._notes.append(f"the chat template {what}")
 
     def names(self, word: str) -> bool:
-        """Tell whether the template has this word in quotes, as it has the roles that it knows."""
+        """Tell whether the template has this word in quotes; templates quote the roles that they
+        know.
+        """
         return re.search(rf"""(["']){word}\1""", self._source) is not None
 
     def reads(self, key: str) -> bool:

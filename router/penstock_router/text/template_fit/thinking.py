@@ -1,7 +1,7 @@
 """Tells a chat template whether, and how much, its model should think.
 
-Requests and templates have different variables for this. The request's wish is passed under every
-name that the template reads.
+Requests and templates have different variables for this, so the request's wish is passed under
+every name that the template reads.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def _switch(given: Mapping[str, Any]) -> bool | None:
 
 
 def _level(wanted: Any, name: str, takes: Callable[[str, str], bool]) -> Any:
-    """Return the template's level nearest to the wanted level, which is returned if there is
-    none.
+    """Return the level nearest to the wanted one that the template knows, or else the wanted
+    one.
     """
     if wanted not in _LEVELS:
         return wanted

@@ -17,8 +17,6 @@ from penstock_router.text.stop_strings import beginning
 
 
 class ChannelReader(CallParser):
-    """Reads reasoning, content and tool calls, each in its own channels."""
-
     # A reasoning channel may follow any other channel.
     is_over = False
 

@@ -107,10 +107,8 @@ def _message(channel: str, text: JsonObject, end: str) -> JsonObject:
 
 
 class _HarmonyReader(MessageReader, JsonCallParser):
-    """Reads one message after another.
-
-    Tolerates headers without `<|start|>`, `<|message|>` or `<|constrain|>`, repeated parts, parts
-    in another order, and missing ends before the next message.
+    """Tolerates headers without `<|start|>`, `<|message|>` or `<|constrain|>`, repeated parts,
+    parts in another order, and missing ends before the next message.
     """
 
     _openers = (_START, _CHANNEL)
@@ -138,7 +136,7 @@ class _HarmonyReader(MessageReader, JsonCallParser):
         self._drop()
 
     def _function_of(self, header: Header) -> str | None:
-        """Return the function that the message is addressed to; None: the message is text."""
+        """Return the function that the message calls; None: the message is text."""
         recipient = header.recipient
         name = recipient.removeprefix(_NAMESPACE)
         for known in (recipient, name):

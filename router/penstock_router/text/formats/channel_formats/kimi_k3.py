@@ -54,8 +54,8 @@ _TAGS = Tags(
     argument=(f'{_OPEN}argument key="', f'"{_SEP}', f"{_CLOSE}argument{_SEP}"),
 )
 _JSON = f'{_OPEN}json type="object"{_SEP}', f"{_CLOSE}json{_SEP}"
-# The attribute after a name, and its value, a word; other text belongs to the name. Whitespace
-# matches only from its beginning, so that a long run is not tried from each place.
+# The attribute after a name, with a word as its value; other text belongs to the name. Whitespace
+# matches only from its beginning, for linear time.
 _ATTRIBUTE = re.compile(r"""(?:["']|(?<!\s))\s+(?:type|index)\s*=\s*["']?(\w*)$""")
 _TYPES: dict[str, Kinds] = {kind: frozenset({kind}) for kind in ANY} | {
     "number": frozenset({"number", "integer"})
@@ -113,7 +113,6 @@ def _perhaps(text: str) -> JsonObject:
 
 
 def _function(tool: Tool, rule: CallRule) -> JsonObject:
-    """Match a tool call: its number, and its arguments with their types."""
     begin, behind, end = _TAGS.function
     number = sequence(regex("[1-9][0-9]?"), literal(behind))
     if not tool.parameters:
@@ -175,7 +174,7 @@ def _unescaped(value: str) -> str:
 
 
 class _KimiK3Reader(TaggedCallParser, ChannelReader):
-    """Reads one channel after another; a mark that opens a channel ends the one before."""
+    """A mark that opens a channel ends the one before."""
 
     def __init__(self, tools: Sequence[Tool], marks: Marks, *, begun: bool) -> None:
         super().__init__((_TAGS,), tools, marks)

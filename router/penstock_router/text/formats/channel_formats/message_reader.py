@@ -1,4 +1,4 @@
-"""The base class of readers of answers that are several messages, each with a header.
+"""The base class of readers of answers that consist of messages with headers.
 
 A message's text is between a mark after its header and an end mark. If marks are plain text, a mark
 within a text counts only if the rest of a header or the answer's end follows. Text without a header
@@ -19,8 +19,6 @@ from penstock_router.text.marks import NO_MARKS, Marks
 
 @dataclass(slots=True)
 class Header:
-    """The facts about a message that its header gives."""
-
     channel: str = ""
     recipient: str = ""
     # The type of the message's text: "json", "code".

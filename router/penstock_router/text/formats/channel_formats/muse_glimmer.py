@@ -61,9 +61,6 @@ class MuseGlimmerFormat(TaggedFormat, ChannelFormat):
     def channels(
         self, tools: Sequence[Tool], marks: Marks = NO_MARKS, *, begun: bool = False
     ) -> ChannelParser:
-        """Make a parser for one answer; with `begun`, the prompt ends within a message to
-        `self`.
-        """
         return _MuseGlimmerReader(tools, marks, begun=begun)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
@@ -95,7 +92,7 @@ class MuseGlimmerFormat(TaggedFormat, ChannelFormat):
 
 
 class _MuseGlimmerReader(TaggedCallParser, MessageReader):
-    """Reads one message after another; tool calls count in all messages except those to `self`."""
+    """Reads tool calls in all messages except those to `self`."""
 
     _openers = (_START,)
     _closers = (_EOM, _EOT)

@@ -50,9 +50,6 @@ class DeepSeekFormat(CallFormat):
     marks: tuple[str, ...] = _MARKS
 
     def is_of(self, template: str) -> bool:
-        """Tell whether the template has the marks, and a code block exactly if this form has
-        one.
-        """
         return _CALL in template and (f"{_FENCE}json" in template) == self._fenced
 
     def begins(self) -> tuple[str, ...]:

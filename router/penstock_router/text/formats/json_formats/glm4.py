@@ -41,7 +41,6 @@ class Glm4Format(CallFormat):
         return _ASSISTANT.join([f"{name}\n{arguments}" for name, arguments in calls])
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Match a name and arguments; if no call is required, also any text."""
         tags = [tag(f"{tool.name}\n", arguments_format(tool, rule), "") for tool in tools]
         calls = one_or_more(tags, _ASSISTANT, parallel=rule.parallel)
         if rule.required:

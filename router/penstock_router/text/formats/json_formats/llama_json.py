@@ -1,7 +1,8 @@
 """Llama 3: `{"name": .., "parameters": {..}}` as the answer, or after `<|python_tag|>`.
 
-Several are separated by `;`, a comma or whitespace. JSON later in the text is not a tool call.
-After the mark, `name.call(a="b")` is also a tool call, by which Llama 3.1 calls built-in tools.
+Several objects are separated by `;`, a comma or whitespace. JSON later in the text is not a tool
+call. After the mark, `name.call(a="b")` is also a tool call, by which Llama 3.1 calls built-in
+tools.
 """
 
 from __future__ import annotations
@@ -37,7 +38,6 @@ class LlamaJsonFormat(CallFormat):
         return _CallParser(tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Match objects in the template's order and spacing, separated by `; `."""
         tags = [call_tag(tool, '{"name": ', ', "parameters": ', "}", rule) for tool in tools]
         calls = one_or_more(tags, "; ", parallel=rule.parallel)
         return calls if rule.required else calls_or_text(calls, "[{")

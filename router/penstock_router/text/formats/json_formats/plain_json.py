@@ -1,4 +1,4 @@
-"""Models with templates without tools: a system message asks for answers in JSON.
+"""Models without tools in their templates: a system message asks for answers in JSON.
 
 An answer is an object or a list of objects, perhaps in a code fence. JSON later in the text is not
 a tool call.
@@ -33,7 +33,6 @@ class PlainJsonFormat(CallFormat):
         return _CallParser(tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Match one object or, if several are allowed, a list."""
         tags = [call_tag(tool, '{"name": ', ', "arguments": ', "}", rule) for tool in tools]
         calls = one_or_more(tags, "", parallel=False)
         if rule.parallel:
@@ -43,8 +42,8 @@ class PlainJsonFormat(CallFormat):
 
 
 def instructions(tools: Iterable[Tool], tool_format: CallFormat | None = None) -> str:
-    """Write a system message that describes the tools to a model without a template for tools. It
-    asks for calls in the format's own syntax, if the format defines it.
+    """Write a system message that describes the tools, for models without tools in their templates.
+    It asks for calls in the format's own syntax, if the format defines it.
     """
     described = "\n".join([json.dumps(_described(tool), ensure_ascii=False) for tool in tools])
     return (

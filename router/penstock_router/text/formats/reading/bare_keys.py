@@ -35,7 +35,7 @@ _SEPARATORS = ":="
 
 
 class BareKeyParser(LiteralParser):
-    """Reads tool calls that have such an object as arguments."""
+    """Reads tool calls with arguments in this notation."""
 
     _separators = _SEPARATORS
 
@@ -70,9 +70,7 @@ class BareKeyParser(LiteralParser):
         self._missing = ": null"
 
     def _bare_object(self) -> Reading[None]:
-        """Read a tool call's arguments in brackets, and consume the last bracket. The call is shown
-        with its first value.
-        """
+        """Read a tool call's arguments in brackets. The call is shown with its first value."""
         yield from self._expect("{")
         self._closers, self._elements_begin = [], []
         self._enter("}", self._key_begun)

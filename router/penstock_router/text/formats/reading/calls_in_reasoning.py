@@ -24,8 +24,6 @@ _MAX_LINE, _PART = 400, 100
 
 
 class CallsInReasoning:
-    """Reads the reasoning of one answer as it arrives."""
-
     def __init__(self, tool_format: CallFormat, tools: Sequence[Tool], marks: Marks) -> None:
         self._format, self._tools, self._marks = tool_format, OfferedTools(tools), marks
         self._begins = tuple(map(marks.spelled, tool_format.begins()))

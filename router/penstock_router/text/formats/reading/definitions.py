@@ -28,7 +28,6 @@ class Definitions:
         self._left = _MAX_LOOKUPS
 
     def given_to(self, part: JsonObject) -> JsonObject:
-        """Add the definitions that the part reaches."""
         if not self._all:
             return part
         begins = _references(part)

@@ -24,10 +24,8 @@ class KeyedFormat(TaggedFormat):
 
 
 class KeyedCallParser(TaggedCallParser):
-    """Reads tool calls with pairs of tags.
-
-    Tolerates a missing tag before or after a name or before a value, and all arguments as one JSON
-    object after the function's name.
+    """Tolerates a missing tag before or after a name or before a value, and all arguments as one
+    JSON object after the function's name.
     """
 
     # An argument's name that was read before its turn.

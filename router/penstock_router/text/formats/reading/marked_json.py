@@ -31,8 +31,6 @@ from penstock_router.text.structural_tag_builder import (
 
 @dataclass(frozen=True, kw_only=True)
 class MarkedJson(CallFormat):
-    """Objects, or a list of them, between two marks."""
-
     name: str
     # The marks; `end` is "" if the family writes none.
     begin: str

@@ -214,8 +214,8 @@ def _some_of(alone: Sequence[Any], before: Sequence[Any]) -> Any:
     """Match one or more parts, each given alone and before another: some of the first block, or any
     of the first block and then some of the others.
 
-    A part occurs at most once per level of blocks, and once alone. With one way for each possible
-    first part, the size would grow with the square of their number.
+    A part occurs at most once per level of blocks, and once alone, so the size does not grow with
+    the square of their number.
     """
     if len(alone) == 1:
         return alone[0]

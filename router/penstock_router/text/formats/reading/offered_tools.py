@@ -1,6 +1,6 @@
-"""Finds a request's tools by name, with facts about their arguments, for readers of answers.
+"""Finds a request's tools by name, and facts about their arguments.
 
-Each tool's schema is read only once, at the tool's first call.
+Each tool's schema is read once, at the tool's first call.
 """
 
 from __future__ import annotations

@@ -324,7 +324,7 @@ class LiteralParser(CallParser):
             if len(behind) == _MAX_AHEAD:
                 return True
             if self._over and self._was_cut:
-                # The text does not show it.
+                # This is unknown, because the text was cut off.
                 self._at = len(self._text)
             elif self._over:
                 return True

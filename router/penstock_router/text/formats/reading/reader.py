@@ -124,7 +124,9 @@ class CallParser(ABC):
         self.is_open = False
 
     def _is_callable(self, name: object) -> bool:
-        """Tell whether a call may have this name: after a mark any name, otherwise a tool's."""
+        """Tell whether a call may have this name: after a mark any name, otherwise only a
+        tool's.
+        """
         return name in self._tools or (self._is_marked and isinstance(name, str) and name != "")
 
     def _drop(self) -> None:

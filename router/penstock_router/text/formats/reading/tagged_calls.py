@@ -68,8 +68,6 @@ _LONG: Kinds = frozenset({"object", "array"})
 
 @dataclass(frozen=True, kw_only=True)
 class TaggedFormat(CallFormat):
-    """A family that writes tool calls with `tags`."""
-
     writes_plain_strings = True
 
     name: str
@@ -106,7 +104,6 @@ class TaggedFormat(CallFormat):
         return TaggedCallParser((self.tags, *self.others), tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Match tool calls as the family writes them, arguments in the schema's order."""
         wrap, inside = self.tags.wrap, self.spaces.inside
         around = (f"{wrap[0]}{inside}", f"{inside}{wrap[1]}") if wrap[0] else ("", "")
         between = self.spaces.between
@@ -165,10 +162,8 @@ def _each(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 class TaggedCallParser(CallParser):
-    """Reads tool calls with tags around each argument.
-
-    Tolerates missing tags around a call or at its end, repeated ends, names with any or no quotes,
-    a missing `>`, and a missing end of an argument before the next one.
+    """Tolerates missing tags around a call or at its end, repeated ends, names with any or no
+    quotes, a missing `>`, and a missing end of an argument before the next one.
     """
 
     def __init__(self, tags: Sequence[Tags], tools: Sequence[Tool], marks: Marks) -> None:
@@ -497,7 +492,6 @@ class TaggedCallParser(CallParser):
             yield from self._more()
 
     def _is_name_at(self, at: int, names: AwaitedNames, *, quoted: bool) -> bool | None:
-        """Tell whether one of the names stands there, with the text that follows names."""
         behind = self._marks.spelled(self._tags.argument[1].lstrip('"'))
         return names.stand_at(self._text, at, behind, quoted=quoted)
 

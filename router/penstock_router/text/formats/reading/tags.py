@@ -81,7 +81,6 @@ def rendered_spaces(template: str, tags: Tags, spaces: Spaces) -> Spaces:
 
 
 def are_rendered(template: str, tags: Tags) -> bool:
-    """Tell whether the template writes tool calls with these tags."""
     return _pattern(tags).search(rendered_calls(template)) is not None
 
 
@@ -114,7 +113,6 @@ def _argument(tags: Tags, key: str, value: str) -> str:
 
 
 def is_python_rendered(template: str) -> bool:
-    """Tell whether the template writes values as Python literals."""
     return re.search(r"\bTrue\b", rendered_calls(template, {"probe_left": True})) is not None
 
 

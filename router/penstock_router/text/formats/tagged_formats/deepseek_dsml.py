@@ -28,9 +28,9 @@ from penstock_router.text.structural_tag_builder import either, json_format, tag
 
 _MARK = "｜DSML｜"
 # A parameter's name, and whether its value is a string. Whitespace matches only from its beginning,
-# so that a long run is not tried from each place.
+# for linear time.
 _NAMED = re.compile(r"""(.*?)(?:["']|(?<!\s))\s+string\s*=\s*["']?(true|false)["']?\s*""")
-# Names of an object of all arguments, unless the function has an argument of this name.
+# Arguments that may hold an object of all arguments, unless the function has this argument.
 _ALL = ("arguments", "input")
 
 
@@ -110,7 +110,6 @@ class _DsmlParser(TaggedCallParser):
         return name, None
 
     def _kinds(self, known: KnownArguments, key: str) -> Kinds:
-        """Return the kinds in the schema, if it describes the argument; otherwise all kinds."""
         return super()._kinds(known, key) if key in known.names else ANY
 
     def _show_argument(

@@ -15,7 +15,6 @@ _SUFFIX = re.compile(r"<tool_calls(:[\w.-]+)?>\s*<tool_call(?(1)\1)>")
 
 class _HunyuanFormat(KeyedFormat):
     def for_template(self, template: str) -> CallFormat:
-        """Return the format with the suffix and the whitespace that the template writes."""
         found = _SUFFIX.search(rendered_calls(template))
         suffix = (found and found.group(1)) or ""
         return replace(self, tags=_tags(suffix))._spaced(template)
@@ -44,6 +43,6 @@ HUNYUAN = _HunyuanFormat(
     name="hy_v3",
     tags=_tags(""),
     spaces=Spaces(key="\n"),
-    # A template may not contain whole marks, because it adds the suffix when it writes them.
+    # A template may lack whole marks, because it adds the suffix when it writes them.
     signs=("<tool_calls", "<tool_sep", "<arg_key"),
 )
