@@ -1,8 +1,7 @@
-"""The constraint that shards get: the request's own, combined with its tools and with reasoning
-before the answer.
+"""Builds the constraint that shards enforce on an answer.
 
-A request's constraint is sent unchanged if there is nothing to combine it with. Otherwise the
-result is one structural tag: reasoning up to its end mark, then tool calls or the requested format.
+A request's own constraint is sent unchanged if there is nothing to combine it with. Otherwise one
+structural tag is sent: reasoning up to its end mark, then tool calls or the requested format.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from penstock_router.text.structural_tag_builder import (
     tag,
 )
 
-# The whitespace that models write after their reasoning. Unbounded, it might never end.
+# Whitespace that models write after reasoning. It is bounded, because it might never end.
 _SPACE = regex("[ \\n]{0,2}")
 
 # The number of tools that an error names.
@@ -53,9 +52,9 @@ def answer_constraint(
 ) -> Constraint | None:
     """Build the constraint on the request's answers; None allows any text.
 
-    `style` is the form of possible reasoning. With `begun`, the prompt ends within reasoning.
-    `separators` stand between items and after keys in the arguments of tool calls. Raises
-    `BadRequest` if the request demands tool calls and the model has no known format for them.
+    `style` is None if no reasoning can come. With `begun`, the prompt ends within reasoning.
+    `separators` stand between items and after keys in tool arguments. Raises `BadRequest` if the
+    request demands tool calls but the model's call format is unknown.
     """
     if not isinstance(request, ChatRequest):
         return request.constraint
@@ -131,7 +130,7 @@ def _with_calls(
     if choice.mode == "named":
         tools, parallel = tools_held_to(request, tool_format), False
     if choice.forces:
-        # The answer is tool calls only: there is no content for the request's own constraint.
+        # There are only tool calls, and no content for the request's own constraint.
         return tool_format.calls(tools, CallRule(True, parallel, separators))
     if request.constraint is not None:
         calls = tool_format.calls(tools, CallRule(True, parallel, separators))
@@ -142,7 +141,6 @@ def _with_calls(
 
 
 def _text_of(constraint: Constraint, tool_format: CallFormat | None) -> Any:
-    """The format of an answer that is text and obeys this constraint."""
     text = format_of(constraint)
     return tool_format.said(text) if isinstance(tool_format, ChannelFormat) else text
 
@@ -151,7 +149,7 @@ def _text_of(constraint: Constraint, tool_format: CallFormat | None) -> Any:
 
 
 def _reasoning(style: ReasoningStyle, begun: bool) -> list[JsonObject]:
-    """The formats before the answer: its reasoning, which is optional unless it has begun."""
+    """The formats of reasoning, which is optional unless it has begun."""
     mark = "" if begun else style.begin
     parts = [tag(mark, ANY_TEXT, style.end), _SPACE]
     return parts if begun else [either([sequence(*parts), literal("")])]
@@ -163,7 +161,6 @@ def _reasoning(style: ReasoningStyle, begun: bool) -> list[JsonObject]:
 class _Structure(msgspec.Struct, forbid_unknown_fields=True):
     begin: str
     end: str | list[str]
-    # "schema" in JSON.
     content: msgspec.Raw = msgspec.field(name="schema", default=msgspec.Raw(b"true"))
 
 
@@ -180,7 +177,7 @@ _STRUCTURAL_TAGS = msgspec.json.Decoder(_StructuralTag)
 
 
 def format_of(constraint: Constraint) -> Any:
-    """The constraint as a structural tag's format; JSON in the constraint stays unchanged."""
+    """Return the constraint as a structural tag's format; its JSON stays unchanged."""
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
             return json_format(msgspec.Raw(constraint.value.encode()))

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 class PieceKind(enum.Enum):
     REASONING = "reasoning"
     CONTENT = "content"
-    # The beginning of a tool call; its text is the function's name.
+    # Begins a tool call; the text is the function's name.
     CALL = "call"
-    # A part of a tool call's arguments. Joined, the pieces of one tool call are JSON.
+    # Part of a tool call's arguments. The joined pieces of one call are JSON.
     ARGUMENTS = "arguments"
 
 

@@ -1,7 +1,7 @@
-"""Reads one answer's text into pieces, by its model's formats: reasoning, content and tool calls.
+"""Splits one answer's text into reasoning, content and tool calls, by its model's formats.
 
-Reasoning is separated first. Tool calls are looked for in the rest and, if reasoning never ends,
-within the reasoning (`calls_in_reasoning`). Channel formats read the whole answer themselves.
+Reasoning is separated first. Tool calls are parsed from the rest or, if reasoning never ends, from
+the reasoning (`calls_in_reasoning`). Channel formats read the whole answer themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock_router.text.reasoning import ReasoningSplitter
 class AnswerReader(Protocol):
     @property
     def is_open(self) -> bool:
-        """Tell whether the latest tool call has not ended."""
+        """True if a tool call is unfinished."""
 
     @property
     def has_reasoning(self) -> bool:
@@ -32,7 +32,7 @@ class AnswerReader(Protocol):
         """Tell whether no more reasoning can come."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Return the pieces that can be shown now."""
+        """Return pieces to show now."""
 
     def flush(self, *, was_cut: bool = False) -> list[Piece]:
         """End the text, and return the remaining pieces."""

@@ -1,8 +1,7 @@
-"""Renders messages as the prompt's text, by the model's own jinja template, in a sandbox.
+"""Renders messages with the model's own jinja template, in a sandbox.
 
-The text equals that of `transformers`, also for a continued final message. A template is foreign
-code from a model's repository. It has no access to Python's internals, and its exceptions become
-errors for the client, never a crash.
+The text equals that of `transformers`, also for a continued final message. A template is untrusted
+code: it cannot reach Python's internals, and its exceptions become errors for the client.
 """
 
 from __future__ import annotations
@@ -28,20 +27,19 @@ from penstock_router.text.template_fit.scenes import TOOL, with_image
 from penstock_router.text.template_fit.thinking import fit_thinking
 from penstock_router.text.template_fit.traits import TemplateTraits
 
-# It ends in a space, which shows whether the template strips trailing whitespace of messages.
+# Its last space shows whether the template strips trailing whitespace.
 _CONTINUE_HERE = "\ue000continue-here\ue001 "
 
-# SmolLM3 calls them xml_tools.
+# SmolLM3 uses xml_tools.
 _TOOL_VARIABLES = frozenset({"tools", "xml_tools"})
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-# The folder of named templates besides the default template; the file's name is the template's
-# name.
+# The folder of further templates, named by their files.
 _MORE_TEMPLATES = "additional_chat_templates/"
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """Renders the text in `{% generation %}...{% endgeneration %}`, tags for training."""
+    """Renders the text inside `{% generation %}` tags, which matter only in training."""
 
     tags = {"generation"}  # noqa: RUF012 - the attribute jinja declares
 
@@ -51,7 +49,7 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict` for templates: makes dictionaries, without the class's other attributes."""
+    """`dict` for templates, without the class's other attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -64,7 +62,7 @@ class _Namespace(jinja2.utils.Namespace):
     """`namespace` for templates, without underscore names."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # A template may use namespace(self=...), so this method must have no named parameters.
+        # A template may use namespace(self=...), so no parameter may have a name.
         self, rest = args[0], args[1:]
         attributes = dict(*rest, **kwargs)
         for name in attributes:
@@ -124,7 +122,7 @@ def _variables(environment: jinja2.Environment, source: str) -> set[str]:
     return jinja2.meta.find_undeclared_variables(environment.parse(source))
 
 
-# Jinja compiles a template to Python code, and Python refuses some code that jinja accepts.
+# Jinja compiles templates to Python, which refuses some code that jinja accepts.
 _UNCOMPILED = (
     jinja2.exceptions.TemplateError,
     SyntaxError,
@@ -144,24 +142,22 @@ def _why(error: BaseException) -> str:
 
 
 class TemplateUnusable(Exception):
-    """A template, of a model or a user, that does not parse; the text says which and why."""
+    """A template or its configuration does not parse; the text says which and why."""
 
 
 class ChatTemplate:
-    """A model's chat template or its named templates, compiled."""
+    """A model's compiled chat templates."""
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         environment = _environment()
-        # The special tokens as template variables, by their names in tokenizer_config.json.
+        # Template variables for special tokens, named as in tokenizer_config.json.
         self.special_tokens = dict(special_tokens)
-        # The text of the default template.
         self.source = sources.get("default", "")
         self._sources = dict(sources)
         self._templates: dict[str, jinja2.Template] = {}
         self._traits: dict[bool, TemplateTraits] = {}
         self._takes_images: dict[tuple[str, bool, bool], bool] = {}
-        # The variables that the template for tools reads, and the variables among them that hold
-        # tools.
+        # The variables that the tools template reads, then those that hold tools.
         self._variables: set[str] = set()
         self._tool_variables: set[str] = set()
         self._levels: dict[tuple[str, str], bool] = {}
@@ -176,7 +172,7 @@ class ChatTemplate:
 
     @property
     def takes_tools(self) -> bool:
-        """Tell whether the template for requests with tools reads tools."""
+        """Tell whether the tools template reads tools."""
         return bool(self._tool_variables)
 
     @property
@@ -185,7 +181,7 @@ class ChatTemplate:
 
     @property
     def tools_source(self) -> str:
-        """The text of the template for requests with tools."""
+        """The source of the template for requests with tools."""
         return self._sources.get("tool_use", self.source)
 
     def render(
@@ -214,12 +210,12 @@ class ChatTemplate:
         return _cut_at_mark(text) if continue_final_message else text
 
     def thinking(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add the variables by which this template reads the request's wish for thinking."""
+        """Add this template's own variables for the requested thinking."""
         return fit_thinking(kwargs, self._variables, self._takes_level)
 
     def _takes_level(self, name: str, level: str) -> bool:
-        """Tell whether the template knows a level of thinking. It must render with the level and,
-        except for low, medium and high, contain the level's name. The result is cached.
+        """Tell whether the template renders with this thinking level and names it. Low, medium and
+        high need not be named.
         """
         if (name, level) not in self._levels:
             self._levels[name, level] = self._shows_level(name, level)
@@ -234,7 +230,7 @@ class ChatTemplate:
         return is_named or level in ("low", "medium", "high")
 
     def traits(self, *, with_tools: bool) -> TemplateTraits:
-        """Return the form of messages that the template expects. The template is probed once."""
+        """Return the form of messages that the template expects; the template is probed once."""
         named = "tool_use" in self._templates
         with_tools = with_tools and named
         if with_tools not in self._traits:
@@ -244,8 +240,8 @@ class ChatTemplate:
         return self._traits[with_tools]
 
     def takes_images(self, role: str, anchor: str, *, with_tools: bool) -> bool:
-        """Tell whether messages of this role may have images: the template then writes `anchor` for
-        an image. The result is cached.
+        """Tell whether the template writes `anchor` for an image in messages of this role. The
+        result is cached.
         """
         is_result, with_tools = role == "tool", with_tools and "tool_use" in self._templates
         key = anchor, is_result, with_tools
@@ -277,7 +273,7 @@ def _rendered(template: jinja2.Template, variables: dict[str, Any]) -> str:
         text = f"the chat template refused the messages: {error}"
         raise TemplateFailed(text, param="messages") from None
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-        # A template that adds a string to a missing value raises Python's exceptions.
+        # For example, the template adds a string to a missing value.
         text = f"the chat template cannot render these messages: {error}"
         raise TemplateFailed(text, param="messages") from None
     except (ArithmeticError, AssertionError, LookupError, NameError, RuntimeError):
@@ -306,14 +302,14 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_at_mark(text: str) -> str:
-    """Cut the rendered text at the mark, before the template's ending of the last message."""
+    """Cut the text at the mark, without the template's ending of the last message."""
     head, mark, tail = text.rpartition(_CONTINUE_HERE.strip())
     if not mark:
         raise BadRequest(
             "continue_final_message: the chat template does not show the last message",
             param="continue_final_message",
         )
-    # A template that stripped the mark's space would also have stripped the message's own space.
+    # A template that strips the mark's space would also strip the message's own.
     return head if tail.startswith(" ") else head.rstrip()
 
 
@@ -329,12 +325,12 @@ def with_template(files: Mapping[str, bytes], source: str) -> dict[str, bytes]:
 def load_chat_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
     """Load the model's templates; None if it has none.
 
-    The default is `CHAT_TEMPLATE_FILE` or else the entry in tokenizer_config.json, a string or a
-    list of named templates. Named templates in files are added.
+    The default is `CHAT_TEMPLATE_FILE`, or else the entry in tokenizer_config.json: a string or a
+    list of named templates. Named files are added.
     """
     config = _decoded(files, "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
-        # With the older form of tokenizer_config.json, transformers reads this file too.
+        # As transformers does with older tokenizer_config.json files.
         config |= _decoded(files, "special_tokens_map.json")
     special_tokens = _special_tokens(config)
     if CHAT_TEMPLATE_FILE in files:
@@ -374,7 +370,7 @@ def _configured_sources(value: object) -> dict[str, str]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and the like; each is a string or an object with the text."""
+    """Return bos_token, eos_token and others; an entry is a string or an object."""
     tokens: dict[str, str] = {}
     extra = config.get("extra_special_tokens")
     entries = {**(extra if isinstance(extra, dict) else {}), **config}

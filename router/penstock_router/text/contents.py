@@ -1,4 +1,4 @@
-"""Contents of messages: a text, or parts in their order.
+"""Contents of messages: a text, or a list of parts.
 
 A part is `{"type": "text", "text": ...}` or `{"type": "image"}`.
 """
@@ -39,7 +39,7 @@ def join_all(contents: Sequence[Content], between: str) -> Content:
     if len(texts) == len(contents):
         return between.join(texts)
     parts: list[Part] = []
-    # The texts of the part that is still growing.
+    # Texts of the unfinished part.
     open_text: list[str] = []
 
     def end_text() -> None:

@@ -1,25 +1,24 @@
 """Turns token ids into text, a few at a time. The joined pieces equal the text of all ids.
 
-The text of a token can depend on earlier tokens: the first word may have no leading space, and the
-bytes of a character may span several tokens. So a detokenizer is primed with the end of the prompt,
-and emits a character when its last byte has arrived.
+A token's text can depend on earlier tokens: the first word may lose its leading space, and a
+character's bytes may span several tokens. So a detokenizer starts with the prompt's end, and emits
+a character after its last byte.
 
-There are two implementations. Nearly every tokenizer decodes token by token into bytes (byte-level
-BPE, and sentencepiece with byte fallback). For such tokenizers a table from id to bytes and an
-incremental UTF-8 decoder suffice, at a fraction of a microsecond per token. The result is exact
-except in one case: if a run of sentencepiece's byte tokens is not valid UTF-8, `tokenizers` shows
-U+FFFD also for the complete characters within the run; here those characters are shown. To match
-`tokenizers`, a whole run would be held back, which may be a whole answer in a script that the
-vocabulary lacks. The other decoders (WordPiece and others that look at neighbours) decode a small
-window again at each token.
+Nearly every tokenizer decodes token by token into bytes (byte-level BPE, and sentencepiece with
+byte fallback). For these, a table from id to bytes and an incremental UTF-8 decoder suffice, in a
+fraction of a microsecond per token. One result differs from `tokenizers`: in a run of
+sentencepiece's byte tokens that is not valid UTF-8, `tokenizers` replaces even complete characters
+by U+FFFD; here they are shown. To match, a whole run would be held back, perhaps a whole answer in
+a script that the vocabulary lacks. Other decoders (WordPiece and others that look at neighbours)
+decode a small window again at each token.
 
-The text of an answer is the decoded text of prompt and answer together, minus the prompt's own. If
-the prompt ends within a character, the character belongs to the prompt's text, as U+FFFD. If the
-prompt is echoed, `reopen_prompt` moves the character to the answer, so that it is shown. At the end
-of a text, bytes of an unfinished character or of a surrogate are left out.
+An answer's text is the text of prompt and answer minus the prompt's. A character that is unfinished
+at the prompt's end belongs to the prompt, as U+FFFD. If the prompt is echoed, `reopen_prompt` moves
+it to the answer. At the end of a text, bytes of an unfinished character or a surrogate are left
+out.
 
-`tokenizers` has a DecodeStream. It raises ("Invalid prefix") if a run of byte tokens is not valid
-UTF-8, and emits nothing while a window ends in U+FFFD. The implementations below do neither.
+`tokenizers` has a DecodeStream, which is not used: it raises ("Invalid prefix") if a run of byte
+tokens is not valid UTF-8, and emits nothing while a window ends in U+FFFD.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from tokenizers import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# The last bytes of a text show whether it ends within a character: UTF-8 has at most four.
+# Enough bytes to see whether a text ends within a UTF-8 character.
 _UTF8_TAIL_BYTES = 4
 
-# The number of tokens at a prompt's end that are searched for text: hidden tokens have no text.
+# Tokens searched for text at a prompt's end; hidden tokens have none.
 _PROMPT_TAIL_TOKENS = 256
 
-# The context of a window, in tokens; neighbours matter at most one token away.
+# Tokens of context in a window; only direct neighbours matter.
 _WINDOW_TOKENS = 6
-# If a window still ends in U+FFFD after this many tokens, the text itself has that character.
+# A window that still ends in U+FFFD after this many tokens really has that character.
 _MAX_HELD_TOKENS = 16
 
 
@@ -58,14 +57,15 @@ class Detokenizer(Protocol):
     def feed(self, token_ids: Sequence[int]) -> str: ...
 
     def reopen_prompt(self) -> int:
-        """Return the number of U+FFFD at the prompt's end that stand for an unfinished character.
+        """Move an unfinished character from the prompt's end to the answer, which emits it when
+        complete.
 
-        From now on the character belongs to the answer, and is emitted when it is complete.
+        Return the number of U+FFFD that stand for it in the prompt's text.
         """
 
 
 class DetokenizerFactory(Protocol):
-    """A tokenizer's decoder: for single tokens, and for sequences as they grow."""
+    """A tokenizer's decoder, of single tokens and of growing sequences."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """The token's own bytes in running text; b"" for an id outside the vocabulary."""
@@ -80,9 +80,8 @@ class DetokenizerFactory(Protocol):
     ) -> Detokenizer:
         """Make a detokenizer for the tokens after the prompt.
 
-        Without `spaces_between_special_tokens` there is no space between two special tokens, even
-        if the decoder puts spaces between tokens. Tokens in `shown_ids` are shown even if special
-        tokens are skipped.
+        Without `spaces_between_special_tokens`, two special tokens have no space between them, even
+        if the decoder puts spaces between tokens. Tokens in `shown_ids` are always shown.
         """
 
 
@@ -92,9 +91,8 @@ class DetokenizerFactory(Protocol):
 class ByteTable:
     """The bytes of every token, filled in as tokens appear.
 
-    With `per_byte`, each invalid byte shows a U+FFFD, as in sentencepiece; otherwise each run of
-    invalid bytes shows one. `strip_left` is the number of spaces that the decoder strips from the
-    beginning of a text.
+    With `per_byte`, each invalid byte becomes a U+FFFD, as in sentencepiece; otherwise each run of
+    them. `strip_left` is the number of spaces that the decoder strips from a text's beginning.
     """
 
     def __init__(
@@ -111,8 +109,7 @@ class ByteTable:
         self._special_ids = special_ids(tokenizer)
         self._bytes: dict[int, bytes] = {}
         self._shown_bytes: dict[int, bytes] = {}
-        # Keyed by the shown special tokens. There are few such sets: a model's marks of reasoning
-        # or calls.
+        # Keyed by the shown special tokens: a model's few sets of marks.
         self._showing: dict[frozenset[int], Callable[[int], bytes]] = {}
         self.per_byte = not byte_level
         self.strip_left = strip_left
@@ -179,7 +176,7 @@ class ByteTable:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The printable character for each byte in byte-level BPE: itself, or one from U+0100 on."""
+    """Map byte-level BPE's printable characters (a byte's own, or one from U+0100 on) to bytes."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     characters = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)
@@ -212,8 +209,8 @@ class ByteDetokenizer:
         # A prompt longer than the searched tail is assumed to have text before it.
         begins_text = not tail and len(prompt_ids) <= _PROMPT_TAIL_TOKENS
         self._strip = table.strip_left if begins_text else 0
-        # The number of U+FFFD that the prompt alone shows for an unfinished character. They are
-        # part of the prompt's text, so the answer drops them.
+        # The number of U+FFFD that the prompt shows for an unfinished character. The answer drops
+        # them.
         self._drop = len(self._decoder.getstate()[0].decode("utf-8", errors))
 
     def _prompt_tail(self, prompt_ids: Sequence[int]) -> bytes:
@@ -259,7 +256,7 @@ def _without_first(text: str, shown: int) -> str:
 
 
 class WindowTable:
-    """Calls the tokenizer itself, with a few tokens of context each time. It suits any decoder."""
+    """Suits any decoder: calls the tokenizer with a few tokens of context."""
 
     def __init__(self, tokenizer: Tokenizer, *, has_bytes: bool) -> None:
         self.tokenizer = tokenizer
@@ -267,8 +264,7 @@ class WindowTable:
         self.has_bytes = has_bytes
         self._bytes: dict[int, bytes] = {}
         self._special_ids = special_ids(tokenizer)
-        # A word that stands before a token, so that the token is not decoded as the first token of
-        # a text.
+        # A word put before a token, so that the token is not decoded as a text's first.
         self._anchor = list(tokenizer.encode("a", add_special_tokens=False).ids)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -314,7 +310,7 @@ class WindowTable:
 class WindowDetokenizer:
     """Decodes a window that ends with the new token, and emits the text beyond the known text.
 
-    It takes one token at a time, so that the text does not depend on how tokens were bundled.
+    It takes single tokens, so that the text does not depend on how tokens were bundled.
     """
 
     __slots__ = (
@@ -408,16 +404,14 @@ class WindowDetokenizer:
         return _without_first(new, self.reopen_prompt()) if new and self._drop else new
 
     def _remember(self, context: Sequence[int]) -> None:
-        """Note that all text up to the end of `context` is emitted. `context` precedes the next
-        tokens.
-        """
+        """Begin a window with `context`, which is already emitted; the next tokens follow it."""
         self._held = []
         self._context = list(context)
         self._context_text = self._table.decode(self._context, skip_special=self._skip)
 
 
 def _common_length(known: str, text: str) -> int:
-    """Count the characters of `text` that were emitted before, up to the first changed one."""
+    """Count the characters of `text` that were already emitted."""
     if text.startswith(known):
         return len(known)
     return next(

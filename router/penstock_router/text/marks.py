@@ -1,8 +1,8 @@
 """Finds the marks that a model wrote as one token, in an answer's text.
 
-If a tokenizer has a token for a mark, only that token is the mark; the same characters from other
-tokens are text. To tell them apart, the token's text begins with `TOKEN`, half of a surrogate pair,
-which no decoded text has. Text goes through `plain` before it is shown.
+If a mark is one token, only that token is the mark; the same characters from other tokens are text.
+To tell them apart, the token's text begins with `TOKEN`, half of a surrogate pair, which no decoded
+text has. `plain` removes it before text is shown.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ def plain(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The marks of a format that are tokens of a tokenizer."""
+    """A format's marks that are single tokens."""
 
-    # The text of each such token, by its id.
+    # Texts by token id.
     tokens: Mapping[int, str] = field(default_factory=dict)
 
     def spelled(self, mark: str) -> str:
-        """Return the mark in the form of an answer's text; only parts of the mark may be tokens."""
+        """Return the mark as an answer's text has it; parts of the mark may be tokens."""
         texts = tuple(self.tokens.values())
         if not texts or mark in texts:
             return TOKEN + mark if texts else mark
@@ -55,7 +55,6 @@ class MarkingDetokenizer:
         self._tokens = marks.tokens
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Return the detokenizer's text of the tokens, with `TOKEN` before each mark."""
         if self._tokens.keys().isdisjoint(token_ids):
             return self._detokenizer.feed(token_ids)
         return "".join([self._one(token_id) for token_id in token_ids])

@@ -1,7 +1,4 @@
-"""A model's formats of tool calls and reasoning.
-
-They are chosen once for each model, by its chat template or by the operator.
-"""
+"""A model's formats of tool calls and reasoning, chosen by its chat template or by the operator."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class Conventions:
 
     tool_format: CallFormat | None = None
     reasoning: ReasoningStyle | None = None
-    # The requested names, from which `conventions_of` makes the same conventions again.
+    # The requested names, to choose the same conventions again.
     asked: tuple[str, str] = field(default=(AUTO, AUTO), compare=False)
 
     @property
@@ -33,7 +30,7 @@ class Conventions:
 
 
 def _can_be_asked_for(tool_format: CallFormat | None) -> bool:
-    """Tell whether models whose templates take no tools can be told to write this format."""
+    """Tell whether models without tools in their templates can be told to write this format."""
     if tool_format is None or isinstance(tool_format, ChannelFormat):
         return tool_format is not None
     return tool_format.calls_in_words([("f", "{}")]) is not None

@@ -1,7 +1,7 @@
 """Makes prompts from a request's text: renders, tokenizes and checks it.
 
-The functions are synchronous. They run on the event loop for short texts, in a thread for longer
-texts, and in a text process for long bodies.
+The functions are synchronous. Short texts run on the event loop, longer ones in a thread, and long
+bodies in a text process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TextModel:
     vocab_size: int
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
-    # True if a request may bring its own chat template.
+    # True if requests may bring their own chat template.
     trusts_templates: bool
     conventions: Conventions
     # None: the model takes no images. `images_unusable` says why, if the model itself can see.
@@ -62,7 +62,8 @@ class TextModel:
 class Prompt:
     """A prompt: its ids, its text if an answer may echo it, and the places of its images.
 
-    The ids of a long prompt are an `array` of 32-bit integers, which Python code should not walk.
+    The ids of a long prompt are an `array` of 32-bit integers, which Python code should not loop
+    over.
     """
 
     token_ids: Sequence[int]
@@ -72,31 +73,28 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompts:
-    """A request for tokens after its text work."""
+    """The result of a request's text work."""
 
     prompts: tuple[Prompt, ...]
     bad_words: Sequence[Sequence[int]] = ()
     allowed_token_ids: Sequence[int] = ()
     # The text that the answer begins with (`echo`).
     full_text: str = ""
-    # The items before the answer's, as a JSON array; empty if none are stored.
+    # The conversation before the answer, as a JSON array; empty if not stored.
     conversation: bytes = b""
     # Fields of the request that the answer repeats, as JSON.
     repeated: Mapping[str, bytes] = field(default_factory=dict)
-    # The constraint on every answer.
     constraint: Constraint | None = None
     # True if the prompt ends within reasoning.
     reasoning_begun: bool = False
-    # A line for each part of the request that has no effect with this model.
+    # A line for each part of the request without effect.
     warnings: tuple[str, ...] = ()
     # Tools whose grammars are shown to the model but not enforced.
     unenforced: tuple[str, ...] = ()
 
     @property
     def kept_bytes(self) -> int:
-        """The bytes of the request that are held until the answer ends: its conversation and
-        fields.
-        """
+        """The bytes that are held until the answer ends."""
         return len(self.conversation) + sum(map(len, self.repeated.values()))
 
 
@@ -105,7 +103,7 @@ _UNSEEN = text_part("(an image, which this model cannot see)")
 
 
 def prepare_prompts(request: Options, model: TextModel) -> PreparedPrompts:
-    """Prepare the prompts of a chat or completion. One invalid prompt refuses the whole request."""
+    """Prepare the prompts of a chat or completion; one invalid prompt refuses the request."""
     begun, style = False, model.conventions.reasoning
     if isinstance(request, ChatRequest):
         pieces = render(request, model)
@@ -136,8 +134,8 @@ def prepare_prompts(request: Options, model: TextModel) -> PreparedPrompts:
 
 
 def thinking_mark_ids(model: TextModel) -> tuple[int, int] | None:
-    """Return the tokens that begin and end the model's reasoning, for thinking budgets; None if
-    either mark is not one token.
+    """Return the token ids of the reasoning marks, for thinking budgets; None if a mark is not one
+    token.
     """
     style = model.conventions.reasoning
     begin_id, end_id = map(model.tokenizer.token_id, style.marks if style else ("", ""))
@@ -145,7 +143,6 @@ def thinking_mark_ids(model: TextModel) -> tuple[int, int] | None:
 
 
 def _warnings(request: Options, model: TextModel) -> tuple[str, ...]:
-    """Warn of the parts of a request that have no effect with this model."""
     if not isinstance(request, ChatRequest):
         return ()
     found = []
@@ -162,8 +159,8 @@ def _warnings(request: Options, model: TextModel) -> tuple[str, ...]:
 
 
 def _separators(model: TextModel) -> tuple[str, str] | None:
-    """Return the template's separators in arguments of tool calls. If the model writes them too,
-    the next turn finds the answer in the prefix cache.
+    """Return the template's separators in tool arguments. If the model writes the same ones, the
+    next turn finds the answer in the prefix cache.
     """
     template = model.chat_template
     return None if template is None else template.traits(with_tools=True).argument_separators
@@ -218,8 +215,8 @@ def completion_prompts(
 
 
 def pieces_of(prompt: str | list[int] | TextWithImages, model: TextModel) -> Sequence[str]:
-    """Return the texts that are tokenized apart, with an anchor for each image; () for ids and
-    plain text.
+    """Return the texts to tokenize separately, with an anchor for each image; () for ids and plain
+    text.
     """
     with_images = isinstance(prompt, TextWithImages)
     if model.image_tokens is None and with_images:
@@ -236,7 +233,7 @@ def _split(text: str, mark: str) -> Sequence[str]:
 
 
 def has_images(pieces: Sequence[str], sizes: ImageSizes, model: TextModel) -> bool:
-    """Tell whether these pieces are a prompt with images, or spell an image token."""
+    """Tell whether these pieces have images, or spell an image token."""
     images = model.image_tokens
     return images is not None and bool(sizes or len(pieces) > 1 or images.is_spelled_in(pieces[0]))
 
@@ -254,7 +251,7 @@ def _encode_pieces(
     sizes: ImageSizes,
     max_tokens: int,
 ) -> Prompt:
-    """Tokenize a prompt with images, or with text that spells an image token; it has no `text`."""
+    """Tokenize a prompt that has images, or spells an image token. The result has no `text`."""
     assert model.image_tokens is not None
     ids, places = encode_with_images(
         model.tokenizer,
@@ -269,7 +266,7 @@ def _encode_pieces(
 
 
 def _prompt_of_ids(token_ids: list[int], model: TextModel, param: str) -> Prompt:
-    # Check the length before each id, because there may be millions of ids.
+    # Check the length before the ids: there may be millions.
     if len(token_ids) > model.max_model_len:
         raise prompt_too_long(len(token_ids), model.max_model_len)
     largest = max(token_ids, default=0)
@@ -283,7 +280,7 @@ def _decoded(request: Options, model: TextModel, token_ids: Sequence[int]) -> st
 
 
 def _truncation(request: Options, model: TextModel) -> Truncation | None:
-    """Return the length and side of the cut; None: a longer prompt is refused."""
+    """Return where to cut long prompts; None: refuse them."""
     wanted, limit = request.truncate_prompt_tokens, model.max_model_len
     if wanted is None:
         return None
@@ -300,7 +297,7 @@ def _truncation(request: Options, model: TextModel) -> Truncation | None:
         if may_follow is None:
             may_follow = request.default_max_tokens or 1
         elif request.bounds_max_tokens:
-            # The prompt has at least half of the context.
+            # Leave the prompt at least half of the context.
             may_follow = min(may_follow, limit // 2)
         wanted = max(1, limit - max(1, may_follow))
     return Truncation(wanted, request.truncation_side or model.tokenizer.truncation_side)
@@ -333,8 +330,8 @@ def _tokenize(
 
 
 def render(request: ChatRequest, model: TextModel) -> Sequence[str]:
-    """Render the prompt's text, in pieces that are tokenized apart. The template is the model's or,
-    if the operator trusts them, the request's.
+    """Render the prompt's text, in pieces to tokenize separately. A request may bring its own
+    template if the operator allows it.
     """
     if request.image_sizes and model.image_tokens is None:
         raise takes_no_images(model)
@@ -383,7 +380,7 @@ def render(request: ChatRequest, model: TextModel) -> Sequence[str]:
 
 
 def _with_images_told(message: Message) -> Message:
-    """Replace the images of a message by words, for a model that cannot see images."""
+    """Replace a message's images with words, because the model cannot see them."""
     if not _has_images(message):
         return message
     parts = [_UNSEEN if part["type"] == "image" else part for part in message["content"]]
@@ -391,7 +388,7 @@ def _with_images_told(message: Message) -> Message:
 
 
 def _with_tools(rendered: Callable[..., str], shown: list[JsonObject] | None) -> str:
-    """Render with these tools or, if the template refuses them, with completed tools."""
+    """Render with these tools or, if the template refuses them, with completed ones."""
     try:
         return rendered(tools=shown)
     except BadRequest:
@@ -448,7 +445,7 @@ def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatT
 
 
 def _last_message(request: ChatRequest) -> str:
-    """Return the text that `echo` puts before the answer: a last message by the assistant."""
+    """Return the text that `echo` puts before the answer: a last assistant message."""
     last = request.messages[-1]
     return as_text(last.get("content", ""), "") if last["role"] == "assistant" else ""
 
@@ -457,7 +454,7 @@ def _last_message(request: ChatRequest) -> str:
 
 
 def _check_ids(model: TextModel, request: Options) -> None:
-    # Shards refuse this too, but only after they received the ids once for each choice.
+    # Shards refuse this too, but only after receiving the ids for each choice.
     if (count := len(request.allowed_token_ids)) > model.vocab_size:
         text = f"allowed_token_ids: at most {model.vocab_size} ids; given: {count}"
         raise BadRequest(text, param="allowed_token_ids")

@@ -1,13 +1,13 @@
-"""Splits the reasoning that a model writes before its answer from content, by its marks.
+"""Separates a model's reasoning from the content that follows, by marks.
 
-A style has a begin mark and an end mark. Only reasoning at the beginning of an answer counts. It
-follows a begin mark with at most whitespace before it, or the prompt begins it. All text after its
-end is content, even text that looks like a mark. A repeated mark is ignored, and so is an end mark
-at the beginning of an answer. Whitespace after the begin mark and around the end mark is dropped;
-at the end of unfinished reasoning it is kept. The pieces do not depend on how the text is cut.
+Only reasoning at the beginning of an answer counts: it follows a begin mark with at most whitespace
+before it, or the prompt has begun it. All text after the end mark is content, even if it looks like
+a mark. A repeated mark is ignored, and so is an end mark at the beginning of an answer. Whitespace
+after the begin mark and around the end mark is dropped; at the end of unfinished reasoning it is
+kept. The pieces do not depend on how the text is cut.
 
-Some models put the answer after their reasoning between two more marks, which are dropped too. For
-some of them, the mark that ends reasoning is also the first of the two marks.
+Some models put the answer between two more marks, which are dropped too. In some styles, the end
+mark of reasoning is also the first of these two.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from penstock_router.text.stop_strings import beginning
 
 @dataclass(frozen=True, slots=True)
 class ReasoningStyle:
-    """The marks at the beginning and at the end of a model's reasoning."""
+    """The marks around a model's reasoning."""
 
     name: str
     begin: str
     end: str
     # The marks around an answer; "" where there are none.
     answer: tuple[str, str] = ("", "")
-    # The template must have one of these texts; used if several styles share an end mark.
+    # The template must have one of these; needed if styles share an end mark.
     signs: tuple[str, ...] = ("",)
-    # True if a template of this style shows a sign, but not the end mark.
+    # True if templates of this style show a sign but not the end mark.
     hides_end: bool = False
-    # True if answers begin within reasoning although neither prompt nor answer has a begin mark.
+    # True if answers begin within reasoning without any begin mark.
     is_silent: bool = False
-    # A title that a model may write after the begin mark; it is dropped.
+    # A title that may follow the begin mark, and is dropped.
     title: str = ""
 
     def spelled(self, marks: Marks) -> ReasoningStyle:
-        """The style with its marks in the form of an answer's text, where some marks are tokens."""
+        """Return the style with its marks as an answer's text has them."""
         begin, end, opens, closes = map(marks.spelled, (self.begin, self.end, *self.answer))
         return replace(self, begin=begin, end=end, answer=(opens, closes))
 
@@ -72,7 +72,7 @@ _HUNYUAN = ReasoningStyle("hy_v3", "<think>", "</think>", signs=("</think{}>",),
 _SUFFIXED = re.compile(r"</think(:[\w.-]+)>")
 _SUFFIX = re.compile(r"""['"](:[\w.-]+)['"]""")
 
-# ERNIE 4.5 and Granite 3.3; Hunyuan A13B.
+# `_RESPONSE` is for ERNIE 4.5 and Granite 3.3, `_ANSWER` for Hunyuan A13B.
 _RESPONSE = ReasoningStyle(
     "think_response",
     "<think>",
@@ -83,7 +83,7 @@ _RESPONSE = ReasoningStyle(
 _ANSWER = ReasoningStyle(
     "think_answer", "<think>", "</think>", ("<answer>", "</answer>"), signs=("<answer>",)
 )
-# Command R7B and Command A; then later models of the family.
+# `_COHERE` is for Command R7B and Command A, `_COHERE_TEXT` for later models.
 _COHERE = ReasoningStyle(
     "cohere",
     "<|START_THINKING|>",
@@ -110,7 +110,7 @@ _ALL = (
     *(_RESPONSE, _ANSWER, _THINK, _GRANITE, _MISTRAL, _SEED, _KIMI, _GEMMA),
     *(_COHERE, _COHERE_TEXT, _APRIEL, _APERTUS),
 )
-# Each style by its name, and by the names that other servers use.
+# Styles by their names, and by the names that other servers use.
 STYLES = {style.name: style for style in _ALL} | {
     "ernie45": _RESPONSE,
     "hunyuan_a13b": _ANSWER,
@@ -132,12 +132,11 @@ AUTO, NONE = "auto", "none"
 
 
 def style_of(template_source: str, name: str = AUTO) -> ReasoningStyle | None:
-    """Return the style of this name; "auto": the first style whose end mark is in the chat
-    template.
+    """Return the style of this name; "auto": the first style that fits the chat template.
 
-    A template that only strips old reasoning counts too, because its model reasons: DeepSeek R1's
-    first template, for example. Other uses of the mark do no harm, because an answer without a
-    begin mark is all content. Raises `KeyError` for an unknown name.
+    A template that only strips old reasoning counts too, because its model reasons (DeepSeek R1's
+    first template). A wrong match does no harm: an answer without a begin mark is all content.
+    Raises `KeyError` for an unknown name.
     """
     if name == NONE:
         return None
@@ -171,8 +170,8 @@ def _with_suffix(style: ReasoningStyle, suffix: str) -> ReasoningStyle:
 def reasoning_begun(prompt_text: str, style: ReasoningStyle, continued: str = "") -> bool:
     """Tell whether the prompt ends within reasoning.
 
-    The begin mark must be at the prompt's end, or in or directly before the message that the answer
-    continues (`continued`). A mark that a user wrote elsewhere does not count.
+    The begin mark must be at the prompt's end, or in or directly before `continued`, the message
+    that the answer continues. Marks that users wrote elsewhere do not count.
     """
     _, mark, since = prompt_text.rpartition(style.begin)
     if style.is_silent and not continued:
@@ -184,7 +183,7 @@ def reasoning_begun(prompt_text: str, style: ReasoningStyle, continued: str = ""
 
 
 def reasoning_over(prompt_text: str, style: ReasoningStyle) -> bool:
-    """Tell whether the prompt has ended the reasoning, so that no reasoning follows."""
+    """Tell whether the prompt has ended the reasoning, so that none follows."""
     return prompt_text.rstrip().endswith(style.end)
 
 
@@ -192,8 +191,6 @@ def reasoning_over(prompt_text: str, style: ReasoningStyle) -> bool:
 
 
 class ReasoningSplitter:
-    """Splits one answer into reasoning and content."""
-
     is_open = False
 
     __slots__ = (
@@ -211,9 +208,8 @@ class ReasoningSplitter:
     def __init__(self, style: ReasoningStyle, begun: bool) -> None:
         """Start a splitter; with `begun`, the prompt ends within reasoning."""
         self._begin_mark, self._end_mark = style.marks
-        # True if the text is now within reasoning; and true if any reasoning was read.
         self.in_reasoning = self.has_reasoning = begun
-        # True when only the marks around the answer are still searched for.
+        # True once only the marks around the answer matter.
         self._is_content = False
         self._answer_marks = _AnswerMarks(*style.answer) if any(style.answer) else None
         # The title, until it is seen after the begin mark.
@@ -290,7 +286,6 @@ class ReasoningSplitter:
         return self._reasoning(text[:sure])
 
     def _without_begin(self, text: str) -> str:
-        """Drop repeated begin marks, and the title, at the beginning of reasoning."""
         while True:
             text = text.lstrip()
             if self._title and text.startswith(self._title):
@@ -301,7 +296,7 @@ class ReasoningSplitter:
                 return text
 
     def _reasoning(self, text: str) -> list[Piece]:
-        """Show text of reasoning; whitespace at its end is held back until more text follows."""
+        """Show reasoning; whitespace at its end is held back until more text follows."""
         if self._space is None:
             text = text.lstrip()
             if not text:
@@ -329,18 +324,15 @@ class ReasoningSplitter:
 
 
 class _AnswerMarks:
-    """Drops the marks around an answer, whitespace inside the marks, and whitespace after the last
-    mark.
-    """
+    """Drops the marks around an answer, and whitespace inside and after them."""
 
     __slots__ = ("_begin", "_end", "_held", "_is_begun", "_is_inside", "_skips_space", "_spaces")
 
     def __init__(self, begin: str, end: str) -> None:
         self._begin, self._end = begin, end
         self._held = ""
-        # Whitespace after `_held`, kept separately: it may be long, and is read only once.
+        # Whitespace after `_held`, kept separately so that a long run is read only once.
         self._spaces: list[str] = []
-        # True if any text was seen; and true if the text is between the marks.
         self._is_begun = self._is_inside = False
         # True directly after a mark.
         self._skips_space = False

@@ -1,10 +1,9 @@
 """Finds stop strings, and beginnings of marks, in text that arrives in pieces.
 
-Text is held back only while it could still become a stop string: exactly the longest suffix that
-begins a stop string is held. The stop string that completes first counts. If two complete on the
-same character, the one listed first counts. A stop string that completes while `may_stop` is False
-is text, but a stop string that begins then and completes later counts. The `TOKEN` before a mark is
-not searched, and stays in the shown text.
+Only the longest suffix that begins a stop string is held back. The stop string that completes first
+counts; if two complete on the same character, the one listed first. A stop string that completes
+while `may_stop` is False is text, but one that only begins then counts. The `TOKEN` before a mark
+is not searched, and stays in the shown text.
 """
 
 from __future__ import annotations
@@ -16,27 +15,27 @@ from collections.abc import Sequence
 
 from penstock_router.text.marks import TOKEN, plain
 
-# The limit on the characters of all stop strings of a request together.
+# Maximum characters of all stop strings of a request together.
 MAX_CHARS = 4096
 
 
 class _Automaton:
-    """Stop strings, matched a character at a time (Aho and Corasick, 1975): the cost of a character
-    does not depend on the number of stop strings.
+    """Matches stop strings character by character, at a cost that does not depend on their number
+    (Aho and Corasick, 1975).
 
-    A state stands for the longest suffix of the text so far that begins a stop string. `depths` has
-    its length, which is the number of characters to hold back.
+    A state is the longest suffix of the text so far that begins a stop string. `depths` has the
+    suffix's length: the characters to hold back.
     """
 
     __slots__ = ("_begins", "_fallbacks", "_steps", "_texts", "_whole", "depths")
 
     def __init__(self, texts: tuple[str, ...]) -> None:
         self._texts = texts
-        # For each state: the next states by character, and the fallback state if no character fits.
+        # By state: the next states by character, and the fallback state.
         self._steps: list[dict[str, int]] = [{}]
         self._fallbacks = [0]
         self.depths = [0]
-        # The first listed of the stop strings that end in a state; -1 if none does.
+        # By state: the first listed stop string that ends there, or -1.
         self._whole = [-1]
         for number, text in enumerate(texts):
             self._add(number, text)
@@ -79,10 +78,8 @@ class _Automaton:
         return after
 
     def advance(self, state: int, piece: str, may_stop: bool) -> tuple[int, int, str | None]:
-        """Match `piece`. Returns the state and position at its end or, if a stop string completes,
-        those after the stop string, and the stop string.
-
-        If nothing may stop, matching begins again after each complete stop string.
+        """Match `piece`, up to the end of a stop string if `may_stop`. Return the state, the
+        position, and the stop string or None.
         """
         position, end = 0, len(piece)
         while position < end:
@@ -101,16 +98,16 @@ class _Automaton:
         return state, end, None
 
 
-# The choices of one request have the same stop strings.
+# All choices of a request have the same stop strings.
 @functools.lru_cache(256)
 def compile_stops(stops: tuple[str, ...]) -> _Automaton:
-    """Build the automaton of these stop strings, in some 0.7 us a character."""
+    """Build the automaton, in about 0.7 us per character."""
     return _Automaton(stops)
 
 
 def beginning(text: str, marks: Sequence[str], start: int = 0) -> int:
-    """Return the position of the longest suffix of `text` that begins one of the marks; the text's
-    length if none does. No whole mark may be in `text`; the search begins at `start`.
+    """Return where the longest suffix of `text` that begins a mark starts, or else the text's
+    length. The search begins at `start`; no whole mark may be in `text`.
     """
     found = len(text)
     for mark in marks:
@@ -128,7 +125,6 @@ class StopMatcher:
     __slots__ = ("_automaton", "_held", "_include", "_state", "active", "stopped_by")
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
-        # True if there are stop strings.
         self.active = bool(stops)
         self._automaton = compile_stops(tuple(stops)) if stops else None
         self._state = 0
@@ -163,9 +159,7 @@ class StopMatcher:
 
 
 def _before_last(text: str, count: int) -> int:
-    """Return the position before the last `count` characters, and before a `TOKEN` in front of
-    them.
-    """
+    """Return the position before the last `count` characters and a `TOKEN` in front of them."""
     at = len(text) - count
     if TOKEN not in text:
         return at

@@ -1,4 +1,4 @@
-"""Builds structural tags, the language in which shards get the constraint on an answer.
+"""Builds structural tags, the language of the constraints that shards get.
 
 A format describes a part of the text; formats are nested.
 """
@@ -17,14 +17,14 @@ ANY_TEXT: JsonObject = {"type": "any_text"}
 
 
 class TooLong(Exception):
-    """Raised for a combined format of more bytes than a constraint may have."""
+    """A combined format has more bytes than a constraint may have."""
 
 
 def encoded(form: JsonObject) -> str:
-    """Encode the structural tag of a format as JSON. Raises `TooLong`.
+    """Encode a format's structural tag as JSON. Raises `TooLong`.
 
-    In memory, parts may be shared objects, such as definitions that all arguments refer to, but the
-    JSON repeats the parts. So its size is counted before it is written.
+    The JSON repeats parts that are shared in memory, such as definitions, so its size is counted
+    first.
     """
     if _is_longer(form, MAX_BUILT_CONSTRAINT_BYTES):
         raise TooLong
@@ -35,8 +35,8 @@ def encoded(form: JsonObject) -> str:
 
 
 def packed(forms: Iterable[Any]) -> list[msgspec.Raw]:
-    """Encode formats that will be repeated, so that their lengths are known. Raises `TooLong` as
-    soon as their sum is too long.
+    """Encode formats that will be repeated, so that their lengths are known. Raises `TooLong` once
+    their sum is too long.
     """
     found, left_bytes = [], MAX_BUILT_CONSTRAINT_BYTES
     for form in forms:
@@ -49,9 +49,7 @@ def packed(forms: Iterable[Any]) -> list[msgspec.Raw]:
 
 
 def _is_longer(value: Any, max_bytes: int) -> bool:
-    """Tell whether the JSON of a value is surely longer than `max_bytes`. Not all of its bytes are
-    counted.
-    """
+    """Tell whether a value's JSON is surely longer; not all bytes are counted."""
     left_bytes, waiting = max_bytes, [value]
     while waiting and left_bytes >= 0:
         part = waiting.pop()
@@ -96,7 +94,7 @@ def either(elements: Iterable[Any]) -> JsonObject:
 
 
 def tag(begin: str, content: Any, end: str | list[str]) -> JsonObject:
-    """Match the content between the text `begin` and the text `end`, or one of several `end`s."""
+    """Match the content between `begin` and `end`, or one of several `end`s."""
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 

@@ -1,9 +1,9 @@
 """Tokenizes long texts in parts, and only the kept end of a truncated text.
 
-Until its id is known, a token takes some hundred bytes: a text of a few MB would take hundreds of
-MB. A text may be cut only between words of the tokenizer, where the tokens stay the same. Each cut
-is tested: the text around it must have the same tokens in one piece and in two, from several
-beginnings on. If no place passes, the text is not cut.
+Until its id is read, a token takes some hundred bytes, so a text of a few MB would take hundreds of
+MB. A text may be cut only between the tokenizer's words, where tokens stay the same. Each cut is
+tested: the text around it must have the same tokens in one piece and in two, for several
+beginnings. If no place passes, the text is not cut.
 """
 
 from __future__ import annotations
@@ -18,20 +18,18 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from penstock_router.errors import BadRequest
 
-# The size of a part, whose tokens take at most 40 MB.
+# The size of a part; its tokens take at most 40 MB.
 PART_CHARS = 64 * 1024
-# Maximum of UTF-8 bytes without a place to cut; their tokens take 160 MB.
+# Maximum UTF-8 bytes without a place to cut; their tokens take 160 MB.
 MAX_UNCUT_BYTES = 1024 * 1024
-# Places with no more than one space or line break: normalizers and patterns look far ahead only in
+# A cut has at most one space or line break, because normalizers and patterns look far ahead only in
 # runs of whitespace.
 _PLACE = re.compile(r"(?<=\S)[ \n]?(?=\S)")
-# The first guess of an end's length, for texts with about 4 characters per token; its minimum; and
-# its growth.
+# Guessed characters per kept token (most texts have about 4), the minimum, and the growth factor.
 _CHARS_A_TOKEN = 12
 _LEAST_CHARS = 1024
 _GROWTH = 4
-# The characters searched at once, the searches, the places tried in each, and the characters around
-# a place.
+# Characters per search, searches, places tried per search, and characters tested around a place.
 _SEARCHED_CHARS = 512
 _MAX_SEARCHES = 8
 _MAX_TRIES = 8
@@ -40,8 +38,8 @@ _AROUND_CHARS = 128
 # word later.
 _SHIFTS = (0, 1, 2, 3)
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W_])[ \n](?=[^\W_])")
-# The minimum of text tokenized before a part: tokenizers may put a character before a text, which
-# changes its first word.
+# Minimum text tokenized before a part: tokenizers may put a character first, which changes the
+# first word.
 _BEFORE_CHARS = 64
 # SentencePiece's space.
 _SPACE = "▁"
@@ -66,11 +64,11 @@ class TextParts:
     """Parts and ends of texts, for one tokenizer."""
 
     def __init__(self, fast: FastTokenizer, model_type: str) -> None:
-        """Prepare for a tokenizer; `model_type` as in tokenizer.json."""
+        """Prepare for a tokenizer; `model_type` is from tokenizer.json."""
         self._fast = fast
         added = fast.get_added_tokens_decoder().values()
         self._around_chars = max([_AROUND_CHARS, *(len(each.content) for each in added)])
-        # A token may take the space after it.
+        # An added token may take the space after it.
         takes_spaces = any(each.rstrip and each.content[-1:].isalnum() for each in added)
         self._is_usable = not takes_spaces
         self._is_whole = len(set(self._located("a b a b").word_ids)) <= 1
@@ -90,9 +88,10 @@ class TextParts:
             before, begin = next_before, end
 
     def end_of(self, text: str, num_tokens: int, side: str) -> list[int] | None:
-        """Return the tokens of one end of the text; None if the whole text is needed. The last
-        `num_tokens` of them (the first, if `side`, the side that is cut off, is "right") equal the
-        whole text's tokens.
+        """Return the tokens of one end of the text; None if the whole text is needed.
+
+        `side` is cut off: if "left", the last `num_tokens` equal the whole text's tokens; if
+        "right", the first.
         """
         num_chars = max(_LEAST_CHARS, num_tokens * _CHARS_A_TOKEN)
         of_end = self._first if side == "right" else self._last
@@ -117,7 +116,7 @@ class TextParts:
     # ---- places ----
 
     def _next(self, text: str, begin: int) -> tuple[int, int] | None:
-        """Return the beginnings of the text before the next part, and of that part; None: no next
+        """Return two beginnings: of the text before the next part, and of that part; None: no next
         part.
         """
         num_chars = PART_CHARS
@@ -129,7 +128,7 @@ class TextParts:
 
     def _places(self, text: str, begin: int) -> tuple[int, int] | None:
         """Return a place from `begin` on where the text may be cut, and a later place where the
-        text from the first place on may also be cut.
+        text from there on may be cut too.
         """
         first = self._place(text, begin)
         second = None if first is None else self._place(text, first + _BEFORE_CHARS)
@@ -180,12 +179,11 @@ class TextParts:
         return len(self._encode(text)) if text else 0
 
     def _located(self, text: str) -> Encoding:
-        """Tokenize a short text, with the offsets of tokens."""
+        """Tokenize a short text with offsets."""
         return self._fast.encode(text, add_special_tokens=False)
 
 
 def _check_uncut(text: str, begin: int, end: int) -> None:
-    """Raise `BadRequest` if the text between has too many bytes."""
     if end - begin <= MAX_UNCUT_BYTES // 4:
         return
     num_bytes = len(text[begin:end].encode("utf-8", "surrogatepass"))

@@ -1,4 +1,4 @@
-"""Finds the characters of a prompt's text that each token stands for, to show tokens."""
+"""Finds each token's place in a prompt's text, to show tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock_router.text.tokenizer import TokenPlace
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The limits of the tokens shown for one prompt."""
+    """Limits on the tokens shown for one prompt."""
 
     max_chars: int
     max_tokens: int
@@ -23,14 +23,14 @@ class Bounds:
 def chat_places(
     chat: ChatRequest, model: TextModel, bounds: Bounds
 ) -> tuple[str, list[TokenPlace]]:
-    """Render a chat by the template, and find its tokens."""
+    """Render a chat, and find its tokens."""
     return _places(render(chat, model), chat, model, bounds)
 
 
 def completion_places(
     request: CompletionRequest, model: TextModel, bounds: Bounds
 ) -> tuple[str, list[TokenPlace]]:
-    """Return a request's one text, with the text of its images, and its tokens."""
+    """Return the text of the request's only prompt, including its images, and its tokens."""
     [prompt] = request.prompts
     pieces = pieces_of(prompt, model) or (str(prompt),)
     return _places(pieces, request, model, bounds)

@@ -1,8 +1,7 @@
-"""Turns text into token ids, and tells other facts from a model's tokenizer.json.
+"""Turns text into token ids, and reads other facts from tokenizer.json.
 
-The library's `Tokenizer.encode` holds the interpreter lock, and so blocks the process.
-`encode_batch_fast`, used here, releases the lock, so that a thread may call it. Text that cannot
-fit is refused by its length, before it is tokenized.
+`Tokenizer.encode` holds the interpreter lock, and so blocks the process. `encode_batch_fast`, used
+here, releases it. Text that cannot fit is refused by its length, before tokenization.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from penstock_router.text.detokenizer import DetokenizerFactory, make_detokenize
 from penstock_router.text.marks import Marks
 from penstock_router.text.text_parts import PART_CHARS, TextParts
 
-# More than any context has.
+# More than fits any context.
 MAX_TEXT_CHARS = 8_000_000
 
-# The count of a too long prompt stops at this multiple of its bound.
+# Counting a too long prompt stops at this multiple of the bound.
 _MAX_COUNTED = 2
 
 # Unicode's composition can turn four characters into one.
@@ -36,12 +35,12 @@ TokenPlace = tuple[int, int, int]
 
 
 class TokenizerUnusable(Exception):
-    """Raised for a tokenizer.json that does not load; the text says why."""
+    """Raised if tokenizer.json does not load; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Keeps `max_tokens` of a prompt; `side`, "left" or "right", is the end that is cut off."""
+    """Keeps `max_tokens` of a prompt, and cuts off the `side` "left" or "right"."""
 
     max_tokens: int
     side: str
@@ -58,7 +57,7 @@ class _ModelPart(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """The few parts of tokenizer.json that matter here; the vocabulary is skipped, not built."""
+    """The parts of tokenizer.json needed here; the vocabulary is skipped."""
 
     model: _ModelPart
     decoder: dict[str, Any] | None = None
@@ -74,7 +73,7 @@ class Tokenizer:
 
     def __init__(self, data: bytes, config: Mapping[str, Any] | None = None) -> None:
         """Load a tokenizer; `config` is the content of tokenizer_config.json."""
-        # Texts are encoded one at a time, so the library's threads have nothing to do in parallel.
+        # Texts are encoded one at a time, so the library's threads have nothing to do.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         try:
             self._parts = _TOKENIZER_FILES.decode(data)
@@ -118,7 +117,7 @@ class Tokenizer:
         return max(lengths, default=1) * (_COMPOSITION_FACTOR if composes else 1)
 
     def max_chars(self, num_tokens: int) -> int | None:
-        """The maximum of characters in `num_tokens` tokens; None if there is no such bound."""
+        """The maximum characters of `num_tokens` tokens; None if there is no bound."""
         return None if self._max_token_bytes is None else num_tokens * self._max_token_bytes
 
     def encode(
@@ -161,8 +160,8 @@ class Tokenizer:
         return ids + after
 
     def _cut(self, text: str, add_special_tokens: bool, truncation: Truncation) -> list[int]:
-        """Cut a text, then add special tokens, as transformers does. The library's truncation is a
-        setting for all requests.
+        """Cut a text, then add special tokens, as transformers does. The library's own truncation
+        would apply to all requests.
         """
         before, after = self.special_around if add_special_tokens else ([], [])
         room = Truncation(max(0, truncation.max_tokens - len(before) - len(after)), truncation.side)
@@ -209,11 +208,11 @@ class Tokenizer:
         return self._fast.decode(known, skip_special_tokens=skip_special_tokens)
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token with exactly this text; None if no token has it."""
+        """Return the id of the token with exactly this text, or None."""
         return self._fast.token_to_id(text)
 
     def special_ids_of(self, texts: tuple[str, ...]) -> frozenset[int]:
-        """The ids of the texts that are special tokens, which decoding would skip."""
+        """Return the ids of the texts that are special tokens, which decoding would skip."""
         found = self._marks.get(texts)
         if found is None:
             ids = {self._fast.token_to_id(text) for text in texts}
@@ -221,7 +220,7 @@ class Tokenizer:
         return found
 
     def marks_among(self, texts: tuple[str, ...]) -> Marks:
-        """Find the texts that are tokens added to the vocabulary."""
+        """Find the texts that are added tokens."""
         found = self._marks_among.get(texts)
         if found is None:
             added = self._fast.get_added_tokens_decoder()

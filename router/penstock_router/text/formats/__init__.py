@@ -1,1 +1,1 @@
-"""Formats of models' tool calls, one per file: an answer's text in, pieces out."""
+"""Formats of models' tool calls. Each reads an answer's text into pieces."""

@@ -21,10 +21,10 @@ class ToolParser(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Tell whether the latest tool call has not ended."""
+        """True if a tool call is unfinished."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Return the pieces that can be shown now."""
+        """Return pieces to show now."""
 
     def flush(self, *, was_cut: bool = False) -> list[Piece]:
         """End the text, and return the remaining pieces.
@@ -44,7 +44,7 @@ class CallRule:
 
     required: bool
     parallel: bool = True
-    # The texts between items and after keys in JSON arguments, from the template; None: any text.
+    # Texts between items and after keys in JSON arguments, from the template; None: any.
     separators: tuple[str, str] | None = None
 
 
@@ -53,8 +53,8 @@ class CallFormat(ABC):
 
     # The format's name in command-line flags.
     name: str
-    # Texts that mark tool calls and their parts. A mark that is a token of the model's tokenizer
-    # counts only as that token, and the detokenizer must not skip it.
+    # Texts that mark tool calls and their parts. If a mark is a token, only the token counts, and
+    # the detokenizer must show it.
     marks: tuple[str, ...]
     # True if strings in a tool call have no escapes, so that a string's grammar fits its text.
     writes_plain_strings: ClassVar[bool] = False
@@ -72,7 +72,7 @@ class CallFormat(ABC):
         """Return the constraint on answers as the format of a structural tag."""
 
     def begins(self) -> tuple[str, ...]:
-        """Return the format's own marks that begin tool calls anywhere; () if there are none."""
+        """Return the marks that begin a tool call anywhere; () if there are none."""
         return ()
 
     def for_template(self, template: str) -> CallFormat:
@@ -80,8 +80,8 @@ class CallFormat(ABC):
         return self
 
     def call_id(self, name: str, number: int) -> str | None:
-        """Return the id that the model gives to the conversation's call `number`, from 0; None if
-        it writes no ids or random ids.
+        """Return the model's own id for the conversation's call `number`, from 0; None if it writes
+        no ids or random ids.
         """
         return None
 

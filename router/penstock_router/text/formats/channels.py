@@ -19,7 +19,7 @@ class ChannelParser(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Tell whether the latest tool call has not ended."""
+        """True if a tool call is unfinished."""
 
     @property
     def has_reasoning(self) -> bool:
@@ -34,7 +34,7 @@ class ChannelParser(Protocol):
         """Tell whether the next text is, or may be, reasoning."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Return the pieces that can be shown now."""
+        """Return pieces to show now."""
 
     def flush(self, *, was_cut: bool = False) -> list[Piece]:
         """End the text, and return the remaining pieces."""
@@ -43,24 +43,19 @@ class ChannelParser(Protocol):
 class ChannelFormat(CallFormat):
     """A family's channels. They are read whether or not a request has tools."""
 
-    # The texts that open and close the reasoning channel, if it is the first channel; None: no such
-    # channel.
+    # Texts that open and close a reasoning channel at the beginning; None if there is none.
     style: ReasoningStyle | None
 
     @abstractmethod
     def channels(
         self, tools: Sequence[Tool], marks: Marks = NO_MARKS, *, begun: bool = False
     ) -> ChannelParser:
-        """Make a parser for one answer; with `begun`, the prompt ends within the reasoning
-        channel.
-        """
+        """Make a parser for one answer; with `begun`, the prompt ends within reasoning."""
 
     @abstractmethod
     def said(self, text: JsonObject) -> JsonObject:
-        """Return the format of an answer that is only text: its channel with `text` in it."""
+        """Return the format of a text answer: `text` in its channel."""
 
     @abstractmethod
     def reasoned(self, answer: JsonObject, *, begun: bool) -> JsonObject:
-        """Return the format of reasoning and `answer`. Reasoning is optional or, if `begun`,
-        already open.
-        """
+        """Return the format of reasoning (optional, or open if `begun`) and `answer`."""

@@ -58,8 +58,8 @@ from penstock_router.text.formats.tagged_formats.seed_oss import SEED_OSS
 from penstock_router.text.formats.tagged_formats.step3 import STEP3
 from penstock_router.text.reasoning import AUTO, NONE
 
-# A row for each format, with its names in other servers. Templates are tested in this order:
-# formats with marks come before formats with words.
+# Each format with its names in other servers. Templates are tested in this order: formats with
+# marks before formats with words.
 _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
     (HARMONY, ("openai", "gpt_oss", "openai_gptoss")),
     (KIMI_K3, ()),

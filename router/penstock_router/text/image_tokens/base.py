@@ -7,27 +7,25 @@ from dataclasses import dataclass
 
 
 class ImagesUnusable(Exception):
-    """Raised if a model's files do not determine an image's number of tokens. Names file and
-    value.
-    """
+    """A model's files do not determine an image's number of tokens; names file and value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageTokens:
-    """A model's tokens for images, read from its files, which never change."""
+    """A model's tokens for images, read from its files."""
 
-    # The text that the model's chat templates write for an image, and nowhere else.
+    # The text that chat templates write for an image, and only there.
     anchor: str
-    # The anchor and the marks around it, for text that no template writes.
+    # The anchor and its marks, for text that no template writes.
     written: str
     # The text that replaces the anchor before tokenization; it has the token `token_id` once.
     text: str
-    # The token at whose positions the image encoder's rows are.
+    # The token that the image encoder's rows replace.
     token_id: int
-    # All texts with a meaning for images or videos: in users' texts they are plain text.
+    # Texts that mean images or videos; in users' messages they are plain text.
     reserved: frozenset[str]
-    # Makes the ids that replace the token `token_id`, for an image's width and height in pixels.
-    # Raises `ImageUnusable` if the model does not take these proportions.
+    # Makes the ids that replace `token_id`, from width and height in pixels. Raises `ImageUnusable`
+    # for unsuitable proportions.
     token_ids: Callable[[int, int], Sequence[int]]
 
     def is_spelled_in(self, text: str) -> bool:

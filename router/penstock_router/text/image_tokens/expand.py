@@ -28,14 +28,13 @@ def encode_with_images(
     max_tokens: int,
     truncation: Truncation | None = None,
 ) -> tuple[list[int], tuple[ImagePlace, ...]]:
-    """Return the ids of a prompt, and the places of its images. The `pieces` of its text are
-    tokenized apart; they must have one anchor for each image.
+    """Tokenize a prompt's `pieces` separately. Return its ids, and the places of its images.
 
-    Raises `BadRequest` if the anchors differ, or if a cut would go through an image;
+    Raises `BadRequest` unless there is one anchor per image, or if a cut would go through an image;
     `ContextExceeded` for more than `max_tokens`.
     """
     if len(pieces) > max_tokens:
-        # Each piece has at least one token, and needs much more memory than a token.
+        # A piece has at least one token, and takes much more memory.
         raise prompt_too_long(len(pieces), max_tokens)
     _check_anchors(sum(piece.count(images.anchor) for piece in pieces), len(sizes))
     of_images, num_tokens = [], 0
@@ -43,7 +42,7 @@ def encode_with_images(
         of_images.append(images.token_ids(width, height))
         num_tokens += len(of_images[-1])
         if num_tokens > max_tokens:
-            # This check is before many large images become lists of ids.
+            # Check before many large images become lists of ids.
             raise prompt_too_long(num_tokens, max_tokens)
     encoded = tokenizer.encode(
         [piece.replace(images.anchor, images.text) for piece in pieces],
@@ -74,9 +73,8 @@ def place_images(
     add_special_tokens: bool,
     at_most: int,
 ) -> tuple[str, list[TokenPlace]]:
-    """Return the prompt's text, and each token's place in it; all tokens of an image have the place
-    of its token in the text. Raises as `encode_with_images`, and `BadRequest` for more than
-    `at_most` tokens.
+    """Return the prompt's text, and each token's place in it; all tokens of an image share a place.
+    Raises like `encode_with_images`, and `BadRequest` for more than `at_most` tokens.
     """
     _check_anchors(sum(piece.count(images.anchor) for piece in pieces), len(sizes))
     of_images, places, text = [images.token_ids(*size) for size in sizes], list[TokenPlace](), ""

@@ -7,7 +7,6 @@ from penstock_router.text.image_tokens.settings import MAX_TOKENS, ModelFiles
 
 
 def read(files: ModelFiles) -> ImageTokens:
-    """Read the family's settings. Raises `ImagesUnusable`."""
     token, token_id = files.image_token()
     begin, _ = files.special_token("boi_token", "<start_of_image>")
     end, _ = files.special_token("eoi_token", "<end_of_image>")

@@ -21,9 +21,7 @@ class _Squares:
     most: int
 
     def token_ids(self, width: int, height: int) -> list[int]:
-        """Return a token for each whole square of the image, resized to fill as many squares as
-        allowed.
-        """
+        """Return a token for each whole square of the image, resized to fill at most `most`."""
         scale = math.sqrt(self.most * self.side**2 / (height * width))
         rows = math.floor(scale * height / self.side)
         columns = math.floor(scale * width / self.side)
@@ -35,7 +33,6 @@ class _Squares:
 
 
 def read(files: ModelFiles) -> ImageTokens:
-    """Read the family's settings. Raises `ImagesUnusable`."""
     token, token_id = files.image_token()
     begin, _ = files.token_of_id("boi_token_id")
     end, _ = files.token_of_id("eoi_token_id")

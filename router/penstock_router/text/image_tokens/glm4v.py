@@ -16,7 +16,6 @@ class _EnlargedFirst:
     grid: Grid
 
     def token_ids(self, width: int, height: int) -> list[int]:
-        """Enlarge the image until each side has at least one square, then use the grid."""
         if min(width, height) < (side := self.grid.side):
             scale = max(side / height, side / width)
             width, height = int(width * scale), int(height * scale)
@@ -24,7 +23,6 @@ class _EnlargedFirst:
 
 
 def read(files: ModelFiles) -> ImageTokens:
-    """Read the family's settings. Raises `ImagesUnusable`."""
     token, token_id = files.image_token()
     images, size = files.image_processor, files.image_processor.part("size")
     grid = Grid(

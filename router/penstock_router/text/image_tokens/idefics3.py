@@ -69,7 +69,6 @@ def _longest_to(height: int, width: int, longest: int) -> tuple[int, int]:
 
 
 def read(files: ModelFiles) -> ImageTokens:
-    """Read the family's settings. Raises `ImagesUnusable`."""
     token, token_id = files.image_token()
     for text in (_AROUND, _WHOLE):
         files.known(text, text)

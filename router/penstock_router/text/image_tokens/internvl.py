@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from penstock_router.text.image_tokens.base import ImageTokens
 from penstock_router.text.image_tokens.settings import MAX_TOKENS, ModelFiles
 
-# More than any checkpoint has. The bound exists because all grids are tried for each image.
+# More than any checkpoint has. The bound exists because each image tries all grids.
 _MAX_TILES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class _Tiles:
-    """Tiles of `tile_pixels`; `grids` are columns and rows of tiles, with fewest tiles first."""
+    """Tiles of `tile_pixels`; `grids` are columns and rows of tiles, fewest tiles first."""
 
     token_id: int
     tokens_per_tile: int
@@ -21,7 +21,6 @@ class _Tiles:
     grids: tuple[tuple[int, int], ...]
 
     def token_ids(self, width: int, height: int) -> list[int]:
-        """Return the ids of the tiles, and of the whole image if there are several tiles."""
         columns, rows = self._grid(width, height)
         tiles = columns * rows
         return [self.token_id] * (self.tokens_per_tile * (tiles + 1 if tiles > 1 else 1))
@@ -40,7 +39,6 @@ class _Tiles:
 
 
 def read(files: ModelFiles) -> ImageTokens:
-    """Read the family's settings. Raises `ImagesUnusable`."""
     token, token_id = files.image_token()
     begin, _ = files.special_token("start_image_token", "<img>")
     end, _ = files.special_token("end_image_token", "</img>")

@@ -7,7 +7,6 @@ from penstock_router.text.image_tokens.settings import MAX_TOKENS, ModelFiles
 
 
 def read(files: ModelFiles) -> ImageTokens:
-    """Read the family's settings. Raises `ImagesUnusable`."""
     token, token_id = files.image_token()
     patches, extra_tokens = crop_side(files) // patch_side(files), extra_of(files)
     num_tokens = patches**2 + extra_tokens
@@ -38,7 +37,7 @@ def crop_side(files: ModelFiles) -> int:
 
 
 def patch_side(files: ModelFiles) -> int:
-    """Return the side of a patch, which is a token, in pixels."""
+    """Return the side of a patch (one token), in pixels."""
     return files.processor.integer("patch_size")
 
 

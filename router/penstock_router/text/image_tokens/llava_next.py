@@ -22,8 +22,8 @@ class _Canvases:
     canvases: tuple[tuple[int, int], ...]
 
     def token_ids(self, width: int, height: int) -> list[int]:
-        """Return the ids of the whole image, and of the canvas without margins, with one additional
-        id per row of patches.
+        """Return ids of the whole image, and of the canvas without margins, plus one per row of
+        patches.
         """
         canvas_height, canvas_width = _best_canvas(self.canvases, width, height)
         rows = self.patches * (canvas_height // self.tile)
@@ -38,7 +38,7 @@ class _Canvases:
 
 
 def _best_canvas(canvases: Sequence[tuple[int, int]], width: int, height: int) -> tuple[int, int]:
-    """Return the smallest of the canvases that keep the most of the image's pixels."""
+    """Return the canvas that keeps most of the image's pixels; of equals, the smallest."""
     best, most, least_waste = canvases[0], 0, float("inf")
     for canvas_height, canvas_width in canvases:
         scale = min(canvas_width / width, canvas_height / height)
@@ -50,7 +50,6 @@ def _best_canvas(canvases: Sequence[tuple[int, int]], width: int, height: int) -
 
 
 def read(files: ModelFiles) -> ImageTokens:
-    """Read the family's settings. Raises `ImagesUnusable`."""
     token, token_id = files.image_token()
     tile = crop_side(files)
     canvases = _Canvases(

@@ -38,7 +38,6 @@ class _Rows:
 
 
 def read(files: ModelFiles) -> ImageTokens:
-    """Read the family's settings. Raises `ImagesUnusable`."""
     token, token_id = files.image_token()
     names = files.processor
     row_end = names.text("image_break_token", "[IMG_BREAK]")

@@ -1,7 +1,7 @@
-"""Cuts the reserved texts of images where users write them, so that they stay plain text.
+"""Keeps users' text plain where it spells the reserved texts of images.
 
-A cut is a mark within the reserved text. The chat template copies the mark, and the rendered text
-is divided at the marks. The pieces are tokenized separately, and none has the reserved text.
+A mark is put within each reserved text. The chat template copies the marks, and the rendered text
+is cut at them. The pieces are tokenized separately, and none has a reserved text.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 
 def cut_spelled(values: Any, reserved: Iterable[str]) -> tuple[Any, str]:
-    """Copy the JSON `values`, with a mark in each text of `reserved` that a string contains, or
-    that spans consecutive text parts. Return the copy and the mark, or the values and "" if nothing
-    must be cut.
+    """Copy the JSON `values`, with a mark in each `reserved` text in a string, or across
+    consecutive text parts.
+
+    Return the copy and the mark, or the values and "" if nothing must be cut.
     """
     written = "\0".join(_texts(values))
     found = [text for text in reserved if text in written]

@@ -9,7 +9,7 @@ from penstock_router.errors import ImageUnusable
 from penstock_router.text.image_tokens.base import ImageTokens
 from penstock_router.text.image_tokens.settings import ModelFiles, Settings
 
-# The limit of the longer side divided by the shorter one.
+# Maximum of the longer side divided by the shorter.
 _MAX_RATIO = 200
 # The processor's default if the checkpoint's file has no size.
 _DEFAULT_SIZE = Settings("size", {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})
@@ -17,8 +17,8 @@ _DEFAULT_SIZE = Settings("size", {"shortest_edge": 56 * 56, "longest_edge": 28 *
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A token for each square of `side` pixels, in an image of `min_pixels` to `max_pixels`, each
-    counted `frames` times.
+    """A token for each square of `side` pixels. The image has `min_pixels` to `max_pixels`; each
+    pixel counts `frames` times.
     """
 
     token_id: int
@@ -28,7 +28,7 @@ class Grid:
     frames: int = 1
 
     def token_ids(self, width: int, height: int) -> list[int]:
-        """Return a token for each square; the rounding is that of the model's image processor."""
+        """Return a token for each square, rounded as the model's image processor does."""
         if max(width, height) / min(width, height) > _MAX_RATIO:
             raise ImageUnusable(
                 f"an image of {width} x {height} pixels: its longer side may have at most "
@@ -49,7 +49,6 @@ class Grid:
 
 
 def read(files: ModelFiles) -> ImageTokens:
-    """Read the family's settings. Raises `ImagesUnusable`."""
     token, token_id = files.image_token()
     images = files.image_processor
     size = images.part("size") if images.get("size") is not None else _DEFAULT_SIZE

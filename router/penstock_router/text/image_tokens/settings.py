@@ -28,11 +28,10 @@ class Settings:
     values: Mapping[str, Any] = field(repr=False)
 
     def get(self, name: str) -> Any:
-        """Return the value; None if it is null or missing."""
         return self.values.get(name)
 
     def part(self, name: str) -> Settings:
-        """Return the object that is the value; an empty one if it is missing."""
+        """Return the object of this name; empty if it is missing."""
         value = self.get(name)
         if value is not None and not isinstance(value, dict):
             raise self.unusable(name, "is no object")
@@ -78,12 +77,12 @@ class ModelFiles:
     tokenizer: Tokenizer
 
     def image_token(self) -> tuple[str, int]:
-        """The token at whose positions the model puts an image's rows, and its id."""
+        """Return the token that stands for an image's rows, and its id."""
         older = self.config.get("image_token_id") is None
         return self.token_of_id("image_token_index" if older else "image_token_id")
 
     def token_of_id(self, name: str) -> tuple[str, int]:
-        """The token whose id config.json has under this name, and the id."""
+        """Return the token with the id that config.json has under this name, and the id."""
         token_id = self.config.integer(name, least=0)
         text = self.tokenizer.token_text(token_id)
         if self.tokenizer.token_id(text) != token_id:
@@ -91,7 +90,7 @@ class ModelFiles:
         return text, token_id
 
     def special_token(self, name: str, default: str) -> tuple[str, int]:
-        """The token that tokenizer_config.json has under this name, and its id."""
+        """Return the token that tokenizer_config.json has under this name, and its id."""
         named = self.tokenizer.config
         for group in ("extra_special_tokens", "model_specific_special_tokens"):
             extra = named.get(group)
@@ -108,7 +107,7 @@ class ModelFiles:
         return str(text), token_id
 
     def tokens(self, *texts: str) -> frozenset[str]:
-        """Select the texts that are tokens: other texts have no meaning for a tokenizer."""
+        """Select the texts that are tokens; others mean nothing to a tokenizer."""
         return frozenset(text for text in texts if self.tokenizer.token_id(text) is not None)
 
     def ids_between(self, token: str, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Tests which messages a chat template accepts, by rendering chats with different changes."""
+"""Tests by rendering which messages a chat template accepts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from penstock_router.text.template_fit.fit import fit
 from penstock_router.text.template_fit.scenes import TOOL, Scene
 from penstock_router.text.template_fit.traits import TemplateTraits
 
-# Traits by name, with their new values.
+# New values of traits, by name.
 Change = dict[str, Any]
 
 
 class Template(Protocol):
-    """The template that is probed: it renders messages, or raises `BadRequest`."""
+    """The probed template: renders messages, or raises `BadRequest`."""
 
     def render(
         self,
@@ -29,9 +29,7 @@ class Template(Protocol):
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Render the prompt's text."""
-        ...
+    ) -> str: ...
 
 
 # A template that renders none of these chats is not tested further.
@@ -60,12 +58,11 @@ class Asker:
         ]
         for with_tools in set(tools) - set(asked) if asked else ():
             self.lacks(f"refuses chats {'with' if with_tools else 'without'} tools")
-        # Ways to render: with tools, without, or both. If possible, an answer is valid for both.
+        # Ways to render: with tools, without, or both, which is tried first.
         self._ways = [tuple(asked), *([(True,), (False,)] if len(asked) > 1 else ())]
 
     @property
     def renders_any(self) -> bool:
-        """Tell whether the template renders any chat at all."""
         return bool(self._ways[0])
 
     def traits(self) -> TemplateTraits:
@@ -78,9 +75,7 @@ class Asker:
         accepts: Callable[[str], bool] = lambda text: True,
         kwargs: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Take the first change with which all scenes are shown; return false if no change
-        works.
-        """
+        """Take the first change with which all scenes are shown; return false if none works."""
         for ways in self._ways:
             for change in changes:
                 traits = replace(self._found, **change)
@@ -94,7 +89,7 @@ class Asker:
         return False
 
     def take(self, **change: Any) -> None:
-        """Take traits that were found by other code."""
+        """Take traits that were found elsewhere."""
         self._found = replace(self._found, **change)
 
     def _shows(
@@ -116,7 +111,7 @@ class Asker:
     def _render(
         self, messages: list[Message], with_tools: bool, kwargs: Mapping[str, Any] | None = None
     ) -> str | None:
-        # Different answers often make the same messages.
+        # Different changes often make the same messages.
         key = repr(messages), with_tools, kwargs is None
         if key not in self._texts:
             tools = [TOOL] if with_tools else None
@@ -130,8 +125,8 @@ class Asker:
         self._notes.append(f"the chat template {what}")
 
     def names(self, word: str) -> bool:
-        """Tell whether the template has the quoted word. A template knows only the roles that it
-        quotes.
+        """Tell whether the template has this word in quotes; templates quote the roles that they
+        know.
         """
         return re.search(rf"""(["']){word}\1""", self._source) is not None
 
@@ -143,11 +138,11 @@ class Asker:
         return text in self._source
 
     def parts_of(self, role: str) -> Change:
-        """The change to contents in parts for a role."""
+        """The change that gives a role contents in parts."""
         return {"parts_only": self._found.parts_only | {role}}
 
     def joint(self, role: str, messages: Sequence[Message]) -> str | None:
-        """Find the text that the template puts between two text parts; None: it does not accept
+        """Return the text that the template puts between two text parts; None if it takes no
         parts.
         """
         [message] = [each for each in messages if each["role"] == role][:1]
@@ -171,8 +166,8 @@ class Asker:
         return joint
 
     def keeps_prefixes(self, messages: list[Message], **change: Any) -> bool:
-        """Tell whether each turn's prompt begins with the previous prompt, up to the end of its
-        last text.
+        """Tell whether each prompt begins with the previous turn's prompt, up to that turn's last
+        text.
         """
         asked = [at + 1 for at, each in enumerate(messages) if each["role"] in ("user", "tool")]
         prompts = [self.texts(messages[:end], **change) for end in asked]

@@ -22,11 +22,11 @@ from penstock_router.text.template_fit.traits import (
     TemplateTraits,
 )
 
-# Functions' names, each with its arguments as JSON -> the text with which the model calls them;
-# None: the model has no form of its own.
+# (function, arguments as JSON) of each call -> the text with which the model makes the calls; None
+# if the model has no form of its own.
 CallsInWords = Callable[[Sequence[tuple[str, str]]], str | None]
-# A function's name and the call's number in the conversation, from 0 -> the model's own id for the
-# call; None: the model gives none.
+# (function, number of the call in the conversation from 0) -> the model's own id for the call; None
+# if it gives none.
 NativeCallId = Callable[[str, int], str | None]
 
 _CHARACTERS = string.ascii_letters + string.digits
@@ -82,7 +82,7 @@ def _json_of(call: JsonObject) -> str:
 
 
 def order_results(messages: list[Message]) -> list[Message]:
-    """Put results directly after the message with their tool calls, in the order of the calls."""
+    """Put results directly after the message with their tool calls, in the calls' order."""
     if not any(message["role"] == "tool" for message in messages):
         return messages
     ordered: list[Message] = []
@@ -96,7 +96,7 @@ def order_results(messages: list[Message]) -> list[Message]:
 
 
 def _ordered(run: list[Message]) -> list[Message]:
-    """Order an assistant's message with tool calls and all messages up to the next assistant's."""
+    """Order an assistant message and all messages up to the next one."""
     if not run or not (calls := run[0].get("tool_calls")):
         return run
     places = {call["id"]: place for place, call in enumerate(calls) if call.get("id")}
@@ -148,7 +148,7 @@ class _Ids:
         self._fills = traits.fills_ids
         self._native = native
         self._num_calls = 0
-        # New ids by old ids; and the new ids of calls that had no old id and still lack a result.
+        # New ids by old ids; then the new ids of calls that had none and still lack a result.
         self._new: dict[object, str] = {}
         self._nameless: deque[str] = deque()
         self._taken: set[str] = set()
@@ -234,9 +234,7 @@ def one_call_each(messages: list[Message]) -> list[Message]:
 
 
 def _pairs(message: Message, results: list[Message]) -> Iterator[Message]:
-    """Yield each tool call in a separate message, followed by its results; results that belong to
-    no call are last.
-    """
+    """Yield each tool call in its own message, followed by its results; other results come last."""
     calls = message["tool_calls"]
     of_calls: dict[object, list[Message]] = {call["id"]: [] for call in calls if call.get("id")}
     nameless: deque[Message] = deque()
@@ -267,8 +265,8 @@ def text_before_calls(messages: list[Message]) -> list[Message]:
 
 
 def empty_contents(messages: list[Message], form: EmptyContent) -> list[Message]:
-    """Set the content of messages that have tool calls but no text to the empty form that the
-    template accepts.
+    """Give messages that have tool calls but no text the empty content that the template
+    accepts.
     """
     return [
         _emptied(message, form)
@@ -305,10 +303,10 @@ def _told(message: Message, in_words: CallsInWords | None) -> Message:
 
 
 def results_in_words(messages: list[Message]) -> list[Message]:
-    """Turn results into messages of the user. Consecutive results and the user's next message
-    become one message.
+    """Turn results into user messages.
 
-    Many templates require the user and the assistant to alternate.
+    Consecutive results and the user's next message become one, because many templates require user
+    and assistant to alternate.
     """
     told: list[Message] = []
     results: list[Content] = []

@@ -10,7 +10,7 @@ _BEGIN, _END = "<think>", "</think>"
 
 
 def join_texts(messages: list[Message], traits: TemplateTraits) -> list[Message]:
-    """Join each list of texts to one text, with the template's own joint."""
+    """Join a content's texts with the template's own joint."""
     return [
         {**message, "content": joined(message["content"], traits.joints.get(message["role"], LINE))}
         if isinstance(message.get("content"), list)
@@ -64,7 +64,7 @@ def in_parts(messages: list[Message], traits: TemplateTraits) -> list[Message]:
 
 
 def split_reasoning(messages: list[Message], *, keep_last: bool) -> list[Message]:
-    """Move reasoning between marks at the beginning of an assistant's text out of it."""
+    """Move marked reasoning at the beginning of an assistant's text to a field of its own."""
     end = len(messages) - keep_last
     return [
         _split(message)
@@ -94,7 +94,7 @@ def has_reasoning(message: Message) -> bool:
 
 
 def reasoning_of(message: Message) -> str | None:
-    """Return the reasoning, under whichever name it was given."""
+    """Return the reasoning, under any of its names."""
     values = (message[name] for name in REASONING_NAMES if message.get(name) is not None)
     return next(values, None)
 

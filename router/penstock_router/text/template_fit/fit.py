@@ -37,9 +37,8 @@ class _Case:
 
 _Rule = tuple[Callable[[_Case], bool], Callable[[list[Message], _Case], list[Message]]]
 
-# Each rule has a condition and a change. The order matters: first messages get one common form,
-# then tool calls and turns get their places, and last the contents get the form that this template
-# reads.
+# Rules have a condition and a change. The order matters: messages get a common form, then calls and
+# turns get their places, then contents get the template's form.
 _RULES: tuple[_Rule, ...] = (
     (lambda of: of.has_parts, lambda given, of: contents.join_texts(given, of.traits)),
     (lambda of: of.has_silence, lambda given, _: contents.fill_silence(given)),
@@ -134,9 +133,9 @@ def fit(
 ) -> list[Message]:
     """Change messages so that a template with these traits renders them without loss.
 
-    `native_call_id` is for templates that print ids in the model's own shape, `calls_in_words` for
-    templates that render no tool calls of a model with its own form. With `keep_last`, the answer
-    continues the last message, which stays whole.
+    `native_call_id` makes ids as the model writes them; `calls_in_words` writes calls as text if
+    the template renders none. With `keep_last`, the last message stays whole, because the answer
+    continues it.
     """
     case = _case(messages, traits, native_call_id, calls_in_words, keep_last)
     for applies, rule in _RULES:

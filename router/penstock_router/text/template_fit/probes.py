@@ -1,8 +1,7 @@
 """Finds the traits of a chat template, by rendering short conversations.
 
-Each question has answers to try; the answer with the smallest change is first. A scene's messages
-are changed by the answer, like a request's messages, and rendered. The first answer that shows all
-texts in their places is taken.
+Each question has answers to try, the smallest change first. An answer changes a scene's messages,
+and the template renders them. The first answer that shows all texts in order is taken.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from penstock_router.text.template_fit.asking import Asker, Change, Template
 from penstock_router.text.template_fit.scenes import KEY, NAME, Scene, scene
 from penstock_router.text.template_fit.traits import LINE, REASONING_NAMES, TemplateTraits
 
-# Variables by which requests ask for reasoning.
+# Variables that ask for reasoning.
 _THINKING = {"enable_thinking": True, "thinking": True, "preserve_thinking": True}
 
 
 def probe(template: Template, source: str, tools: Sequence[bool]) -> TemplateTraits:
-    """Find the traits of the template with this source. `tools` has False for requests without
-    tools, True for requests with tools, or both.
+    """Find a template's traits. `tools` has True (requests with tools), False (without), or
+    both.
     """
     asker = Asker(template, source, tools)
     if not asker.renders_any:
@@ -72,8 +71,8 @@ def _systems(of: Asker) -> None:
 
 
 def _is_in_last_turn(of: Asker, chat: Sequence[Message]) -> bool:
-    """Tell whether the template itself moves the system message into the user's last turn. Such a
-    template does so only if the chat ends with that turn.
+    """Tell whether the template itself moves the system message into the user's last turn. It does
+    so only if the chat ends with that turn.
     """
     told: Change = {"first_system": "in_last_turn"}
     moved = Scene(chat, (("zquser0", "zqanswer0", "zqsystem0", "zquser1"),))
@@ -135,8 +134,8 @@ def _with_name(name: str, messages: Sequence[Message]) -> list[Message]:
 
 
 def _call_forms(of: Asker) -> tuple[list[Change], list[Change]]:
-    """List the forms of tool calls and results: first forms that keep them, then forms in words.
-    Each group begins with the form that has the smallest change.
+    """List the forms of calls and results that keep them, then forms in words; smallest changes
+    first.
     """
     forms: list[Change] = [
         {"arguments_as_text": as_text, "empty_content": empty, **parts}

@@ -8,10 +8,8 @@ from typing import Any
 from penstock_router.request import Message
 from penstock_router.text.template_fit.calls import result_in_words
 
-# The result that an unanswered tool call gets.
 _NO_RESULT = "(no result)"
-# The messages before the assistant's first message; or one message of the assistant and all
-# messages up to its next.
+# An assistant message and all messages up to the next one; the first group has none.
 _Group = list[Message]
 
 
@@ -71,7 +69,7 @@ def _without_empty_ids(message: Message) -> Message:
 
 def _with_late_results(messages: list[Message]) -> list[_Group]:
     """Group messages. Each result is in the group of its call, directly after the results there."""
-    # The groups of calls that have no result yet, by the calls' ids.
+    # The group of each call that has no result yet, by the call's id.
     owners: dict[object, int] = {}
     groups: list[_Group] = []
     # The results that each group gets from later groups.

@@ -1,4 +1,4 @@
-"""Makes short conversations to test templates: each text in them can be found in the rendering."""
+"""Makes short conversations to test templates; a rendering shows where each text is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from penstock_router.request import Message
 from penstock_router.text.contents import text_part
 
-# The function's name in all conversations, and the name of its argument.
+# The function's name and its argument's name in all conversations.
 NAME, KEY = "zqlook", "zqplace"
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -90,7 +90,7 @@ def with_image(*, is_result: bool) -> list[Message]:
 
 
 def scene(*messages: Message) -> Scene:
-    """Make a scene of messages whose texts are all rendered in this order."""
+    """Make a scene: all texts of the messages must be rendered in this order."""
     return Scene(messages, (tuple(shown(*messages)),))
 
 

@@ -1,7 +1,7 @@
 """Tells a chat template whether, and how much, its model should think.
 
-Requests and templates have different variables for this. The request's wish is passed under every
-name that the template reads.
+Requests and templates have different variables for this, so the request's wish is passed under
+every name that the template reads.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ _OFF = frozenset({"no_think", "none"})
 def fit_thinking(
     given: Mapping[str, Any], reads: Collection[str], takes: Callable[[str, str], bool]
 ) -> Mapping[str, Any]:
-    """Add the variables by which the template reads the request's wish for thinking.
+    """Add the template's own variables for the requested thinking.
 
-    `reads` are the template's variables; `takes` tells whether the template knows a variable's
-    value.
+    `reads` are the template's variables; `takes` tells whether it knows a variable's value.
     """
     wanted, effort = _switch(given), given.get(_EFFORT)
     if wanted is None and not isinstance(effort, str):
@@ -60,8 +59,8 @@ def _switch(given: Mapping[str, Any]) -> bool | None:
 
 
 def _level(wanted: Any, name: str, takes: Callable[[str, str], bool]) -> Any:
-    """Return the template's level that is nearest to the wanted level; the wanted level if it knows
-    none.
+    """Return the level nearest to the wanted one that the template knows, or else the wanted
+    one.
     """
     if wanted not in _LEVELS:
         return wanted

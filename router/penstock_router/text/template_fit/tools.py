@@ -8,9 +8,9 @@ _NULL = "null"
 
 
 def completed_tool(tool: JsonObject) -> JsonObject:
-    """Complete a tool: with descriptions, properties, and one type in place of several.
+    """Add missing descriptions and properties, and use one type in place of several.
 
-    Some templates join descriptions to other text, or look types up, without checking for them.
+    Some templates join descriptions to other text, or look types up, without checking.
     """
     function = tool.get("function")
     if not isinstance(function, dict):

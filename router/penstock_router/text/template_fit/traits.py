@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-# The text between the text parts of a message if its template takes no parts.
+# The text between a message's text parts if the template takes no parts.
 LINE = "\n"
 # The text between messages that become one.
 BLANK_LINE = "\n\n"
 
-# The names under which clients send reasoning, and templates read it.
+# Names under which clients send reasoning, and templates read it.
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
-# The developer messages that the template renders as such: all, those before the user's first
-# message, only the chat's first message, or none.
+# Developer messages that the template renders: all, those before the user's first message, only the
+# chat's first message, or none.
 Developer = Literal["kept", "leading", "first", "as_system"]
 # The place of the first system message: its own, or the beginning of the user's first or last turn.
 FirstSystem = Literal["kept", "in_first_turn", "in_last_turn"]
@@ -31,13 +31,13 @@ UserSpeaks = Literal["any", "ever", "first"]
 class TemplateTraits:
     """The form that messages need so that this template renders them without loss."""
 
-    # By role: the text between the text parts of a message.
+    # By role: the text between text parts.
     joints: Mapping[str, str] = field(default_factory=dict)
     # The roles whose contents must be lists of parts.
     parts_only: frozenset[str] = frozenset()
 
     developer: Developer = "as_system"
-    # Only one system message may be at the beginning; later system messages are lost or moved.
+    # Only one system message may be at the beginning; later ones are lost or moved.
     first_system: FirstSystem = "kept"
     one_first_system: bool = False
     later_system_as_user: bool = False
@@ -63,10 +63,10 @@ class TemplateTraits:
     # The template takes no result without its call, or no call without a result.
     orphans_in_words: bool = False
     fills_results: bool = False
-    # The template loses a text in a message with tool calls, but not in a message before it.
+    # The template loses text beside tool calls, but not in a message before them.
     text_apart: bool = False
 
-    # The template shows reasoning beside a text, at least in some turns.
+    # The template shows reasoning, at least in some turns.
     shows_reasoning: bool = False
     # The names under which reasoning is given; () leaves a message as it is.
     reasoning_names: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class TemplateTraits:
     # Beside tool calls the template takes either text or reasoning: the text joins the reasoning.
     text_into_reasoning: bool = False
 
-    # The texts between items and after keys in arguments (or their values) that are JSON.
+    # The texts between items and after keys in JSON arguments, or in their JSON values.
     argument_separators: tuple[str, str] | None = None
     # This JSON escapes characters beyond ASCII.
     argument_ascii: bool = False

@@ -16,7 +16,7 @@ _INSTRUCTIONS = ("system", "developer")
 
 
 def name_developers(messages: list[Message], traits: TemplateTraits) -> list[Message]:
-    """Make developer messages system messages, except where the template takes developers."""
+    """Make developer messages system messages, except where the template takes them."""
     begin = _num_leading(messages)
     roles = [message["role"] for message in messages[:begin]]
     # After a developer message the template does not look for a system message.
@@ -40,8 +40,8 @@ def _num_leading(messages: list[Message]) -> int:
 def place_systems(messages: list[Message], traits: TemplateTraits) -> list[Message]:
     """Move system messages to places where the template shows them.
 
-    A later system message stays in its place, as a message of the user. At the front it would
-    change the beginning of every later turn's prompt.
+    A later system message stays in place, as a user message: at the front it would change the
+    beginning of all later prompts.
     """
     begin = _num_leading(messages)
     first, rest = messages[:begin], messages[begin:]
@@ -72,9 +72,7 @@ def _as_user(message: Message) -> Message:
 
 
 def let_user_speak(messages: list[Message], traits: TemplateTraits) -> list[Message]:
-    """Insert an empty message of the user, if the user does not speak where the template requires
-    it.
-    """
+    """Insert an empty user message if the template requires one."""
     begin = _num_leading(messages)
     roles = [message["role"] for message in messages[begin:]]
     spoken = "user" in (roles[:1] if traits.user_speaks == "first" else roles)
@@ -93,12 +91,12 @@ def merge_users(messages: list[Message]) -> list[Message]:
 
 
 def merge_assistants(messages: list[Message]) -> list[Message]:
-    """Merge consecutive messages of the assistant, up to the first with tool calls."""
+    """Merge consecutive assistant messages, up to the first with tool calls."""
     return _merged(messages, _are_one_answer)
 
 
 def join_users_to_results(messages: list[Message]) -> list[Message]:
-    """Add the user's next message to a result, if it directly follows."""
+    """Merge a user message into a result directly before it."""
     return _merged(messages, _follow_result)
 
 

@@ -1,7 +1,7 @@
-"""The base class of readers of answers in which every part is in a channel.
+"""The base class of readers of answers that consist of channels.
 
-Text is shown as reasoning or content, by its channel. A family's reader reads one message or
-channel after another. Marks that are tokens of the tokenizer are never shown.
+Text is reasoning or content, by its channel. A family's reader reads one channel after another.
+Marks that are tokens are never shown.
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ from penstock_router.text.stop_strings import beginning
 
 
 class ChannelReader(CallParser):
-    """Reads reasoning, content and tool calls, each in its own channels."""
-
     # A reasoning channel may follow any other channel.
     is_over = False
 
     def __init__(self, tools: Sequence[Tool], marks: Marks, *, begun: bool = False) -> None:
         super().__init__(tools, marks)
-        # True if the next text is reasoning; and true if any reasoning was read.
         self.in_reasoning = self.has_reasoning = begun
-        # The kind of the last shown piece; and true if a channel was opened after it.
+        # The kind of the last shown piece; true if a channel was opened since.
         self._shown_last: PieceKind | None = None
         self._is_new = False
         texts = sorted(marks.tokens.values(), key=len, reverse=True)
@@ -58,7 +55,7 @@ class ChannelReader(CallParser):
     # Input.
 
     def _is_token(self, mark: str) -> bool:
-        """Tell whether the mark is a token. A token counts as a mark anywhere."""
+        """Tell whether the mark is a token, which counts as a mark anywhere."""
         return self._marks.spelled(mark) != mark
 
     def _text_until(self, *marks: str, show: Callable[[str], None]) -> Reading[str]:

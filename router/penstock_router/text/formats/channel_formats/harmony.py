@@ -1,15 +1,14 @@
 """The channels of gpt-oss: `<|channel|>analysis<|message|>..<|end|>`, a message for each.
 
-A message's header has the role (optional), the channel, a tool call's recipient after the role or
-the channel, and the type of the text. A tool call ends an answer. If its end mark is the token that
-ended the answer, the mark's text is missing, and the answer's end is the call's.
+A header has the role (optional), the channel, the recipient of a tool call (after the role or the
+channel), and the text's type. A tool call ends an answer. Its end mark may be missing, because the
+token that ended the answer has no text.
 
-A message in the channel "analysis" is reasoning; a message in another channel is content. A message
-to a function is a tool call in any channel. Two exceptions are text of their channel: any call if
-the request has no tools, and a call of OpenAI's own tools (browser, python, container) if the
-request does not have them as functions. If a call's text is not JSON, such as code for "python", it
-is the value of the function's only string. Text whose type is code is JSON only if it begins with
-that argument.
+Messages in the channel "analysis" are reasoning, those in other channels content. A message to a
+function is a tool call in any channel. But it is text if the request has no tools, or if it calls
+OpenAI's own tools (browser, python, container) and the request does not offer them. If a call's
+text is not JSON, such as code for "python", it is the value of the function's only string argument.
+Text of type code is JSON only if it begins with that argument.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ _NAMESPACE = "functions."
 # Recipients that are not functions, and tools that OpenAI's own servers run.
 _NOBODY = ("assistant", "user", "all", "")
 _BUILT_IN = ("browser", "python", "container")
-# Maximum of words in a header besides the role, the channel and the recipient.
+# Maximum words in a header besides role, channel and recipient.
 _MOST_WORDS = 4
-# Maximum of characters that are searched for an argument's name.
+# Maximum characters searched for an argument's name.
 _MOST_BEFORE = 256
 _WORD = re.compile(r"[\w./:-]*")
 # Text that ends before any other message.
@@ -76,8 +75,8 @@ class HarmonyFormat(ChannelFormat):
         return _HarmonyReader(tools, marks, begun=begun)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Match a tool call, which ends the answer. If no call is required, match any messages of
-        text, and then a call or the last message.
+        """Match a tool call, which ends the answer. If none is required, match text messages, then
+        a call or the last message.
         """
         calls = [
             tag(
@@ -108,10 +107,8 @@ def _message(channel: str, text: JsonObject, end: str) -> JsonObject:
 
 
 class _HarmonyReader(MessageReader, JsonCallParser):
-    """Reads one message after another.
-
-    Tolerates headers without `<|start|>`, `<|message|>` or `<|constrain|>`, repeated parts, parts
-    in another order, and missing ends before the next message.
+    """Tolerates headers without `<|start|>`, `<|message|>` or `<|constrain|>`, repeated parts,
+    parts in another order, and missing ends before the next message.
     """
 
     _openers = (_START, _CHANNEL)
@@ -139,7 +136,7 @@ class _HarmonyReader(MessageReader, JsonCallParser):
         self._drop()
 
     def _function_of(self, header: Header) -> str | None:
-        """Return the function that the message is addressed to; None: the message is text."""
+        """Return the function that the message calls; None: the message is text."""
         recipient = header.recipient
         name = recipient.removeprefix(_NAMESPACE)
         for known in (recipient, name):
@@ -163,8 +160,8 @@ class _HarmonyReader(MessageReader, JsonCallParser):
         yield from self._rest(header, is_strict=is_strict)
 
     def _rest(self, header: Header, *, is_strict: bool) -> Reading[None]:
-        """Read a header up to its mark. If not strict, read up to text that cannot be part of a
-        header; that text is held. Raises `Misfit` if there is no header.
+        """Read a header up to its mark or, if not strict, up to text that cannot be in a header,
+        which is held. Raises `Misfit` if there is no header.
         """
         while True:
             yield from self._space()
@@ -288,7 +285,7 @@ def _is_reasoning(header: Header) -> bool:
 
 
 def _is_sure(header: Header) -> bool:
-    """Tell whether this is a header for certain, even without its end mark."""
+    """Tell whether this is certainly a header, even without its end mark."""
     return header.is_marked and (header.channel in _CHANNELS or header.recipient != "")
 
 

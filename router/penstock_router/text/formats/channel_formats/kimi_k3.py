@@ -1,7 +1,7 @@
 """The channels of Kimi K3: `<|open|>think<|sep|>..<|close|>think<|sep|>`, then response and tools.
 
-The prompt opens the first channel, so text before any mark belongs to it. Each argument of a tool
-call has its type, or all arguments are one JSON object:
+The prompt opens the first channel, so text before any mark belongs to it. Arguments of a tool call
+each have their type, or are one JSON object:
 
     <|open|>call tool="f" index="1"<|sep|><|open|>argument key="a" type="number"<|sep|>1<|close|>..
 
@@ -54,13 +54,13 @@ _TAGS = Tags(
     argument=(f'{_OPEN}argument key="', f'"{_SEP}', f"{_CLOSE}argument{_SEP}"),
 )
 _JSON = f'{_OPEN}json type="object"{_SEP}', f"{_CLOSE}json{_SEP}"
-# The attribute after a name, and its value, a word; any other text belongs to the name. Whitespace
-# matches only from its beginning, or a long run would be tried from each place.
+# The attribute after a name, with a word as its value; other text belongs to the name. Whitespace
+# matches only from its beginning, for linear time.
 _ATTRIBUTE = re.compile(r"""(?:["']|(?<!\s))\s+(?:type|index)\s*=\s*["']?(\w*)$""")
 _TYPES: dict[str, Kinds] = {kind: frozenset({kind}) for kind in ANY} | {
     "number": frozenset({"number", "integer"})
 }
-# Text that ends before any other channel.
+# Text that ends before another channel.
 _TEXT: JsonObject = {"type": "any_text", "excludes": [_OPEN]}
 
 
@@ -84,7 +84,7 @@ class KimiK3Format(ChannelFormat):
         return _KimiK3Reader(tools, marks, begun=begun)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Match an empty response and tool calls. If no call is required, match a response and
+        """Match an empty response and tool calls. If none are required, match a response and
         perhaps tool calls.
         """
         functions = [_function(tool, rule) for tool in tools]
@@ -113,7 +113,6 @@ def _perhaps(text: str) -> JsonObject:
 
 
 def _function(tool: Tool, rule: CallRule) -> JsonObject:
-    """Match a tool call with its number, and its arguments with their types."""
     begin, behind, end = _TAGS.function
     number = sequence(regex("[1-9][0-9]?"), literal(behind))
     if not tool.parameters:
@@ -134,7 +133,7 @@ def _is_key(name: str) -> bool:
 
 
 def _argument(tool: Tool, argument: Argument, rule: CallRule) -> JsonObject:
-    """Match an argument, in each of the types that its schema allows."""
+    """Match an argument in each type that its schema allows."""
     kinds = (argument.kinds or ANY) - {"integer"}
     if "integer" in argument.kinds:
         kinds |= {"number"}
@@ -149,7 +148,7 @@ def _argument(tool: Tool, argument: Argument, rule: CallRule) -> JsonObject:
 
 
 def _value(tool: Tool, argument: Argument, kind: str, rule: CallRule) -> JsonObject | None:
-    """Return the format of a value of this type; None: the schema lists values, but none of the
+    """Return the format of a value of this type; None if the schema lists values, but none of this
     type.
     """
     schema = argument.schema
@@ -175,7 +174,7 @@ def _unescaped(value: str) -> str:
 
 
 class _KimiK3Reader(TaggedCallParser, ChannelReader):
-    """Reads one channel after another; a mark that opens a channel ends the previous channel."""
+    """A mark that opens a channel ends the one before."""
 
     def __init__(self, tools: Sequence[Tool], marks: Marks, *, begun: bool) -> None:
         super().__init__((_TAGS,), tools, marks)

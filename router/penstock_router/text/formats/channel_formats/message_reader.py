@@ -1,8 +1,8 @@
-"""The base class of readers of answers that are several messages, each with a header.
+"""The base class of readers of answers that consist of messages with headers.
 
-A header describes its message. The text is between a mark after the header and an end mark. If
-marks are plain text, a mark within a text counts only if the rest of a header or the answer's end
-follows. Text without a header is content.
+A message's text is between a mark after its header and an end mark. If marks are plain text, a mark
+within a text counts only if the rest of a header or the answer's end follows. Text without a header
+is content.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from penstock_router.text.marks import NO_MARKS, Marks
 
 @dataclass(slots=True)
 class Header:
-    """The known facts about a message, from its header."""
-
     channel: str = ""
     recipient: str = ""
     # The type of the message's text: "json", "code".
@@ -31,19 +29,18 @@ class Header:
 
 
 class MessageReader(ChannelReader):
-    # The marks that begin a message, and the marks that end one.
+    # Marks that begin a message, and marks that end one.
     _openers: tuple[str, ...] = ()
     _closers: tuple[str, ...] = ()
-    # Other marks of headers and tool calls; they have no meaning within a text.
+    # Other marks of headers and tool calls, without meaning within a text.
     _others: tuple[str, ...] = ()
-    # The beginnings of a message whose first mark is missing.
+    # Beginnings of a message that lacks its first mark.
     _unmarked: tuple[str, ...] = ()
 
     def __init__(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> None:
         super().__init__(tools, marks)
-        # The header of the next message, if it was already read.
+        # The next message's header, if it was already read.
         self._next: Header | None = None
-        # True if a message has ended.
         self._has_ended = False
 
     def _read(self) -> Reading[None]:
@@ -60,10 +57,9 @@ class MessageReader(ChannelReader):
 
     @abstractmethod
     def _message(self, header: Header) -> Reading[None]:
-        """Read a message's text to its end. Without a header, held text is part of it."""
+        """Read a message's text to its end. Without a header, the text begins with held text."""
 
     def _first_header(self) -> Reading[Header]:
-        """Read the header at the beginning of an answer or after a message."""
         # Whitespace after a message is no text.
         self._fits = self._has_ended
         self.in_reasoning = False
@@ -85,8 +81,8 @@ class MessageReader(ChannelReader):
         self._drop()
 
     def _body(self, show: Callable[[str], None], *also: str) -> Reading[str]:
-        """Pass text on up to the message's end, or to one of the marks `also`. Return "", or the
-        mark, which is held.
+        """Pass text on up to the message's end, or to a mark of `also`. Return "", or the mark,
+        which is held.
         """
         marks = (*also, *self._openers, *self._closers, *self._others)
         while True:
@@ -100,7 +96,7 @@ class MessageReader(ChannelReader):
             show(text)
 
     def _is_over(self, mark: str) -> Reading[bool]:
-        """Tell whether a message ends with this mark, which is held."""
+        """Tell whether this held mark ends a message."""
         if mark in self._closers:
             return self._is_token(mark) or (yield from self._is_closed())
         if mark not in self._openers:
@@ -121,7 +117,7 @@ class MessageReader(ChannelReader):
         return True
 
     def _is_closed(self) -> Reading[bool]:
-        """Tell whether a message or the answer's end follows an end mark that is plain text."""
+        """Tell whether a message or the answer's end follows a plain-text end mark."""
         was_reasoning, self.in_reasoning = self.in_reasoning, False
         self._fits = True
         yield from self._space()

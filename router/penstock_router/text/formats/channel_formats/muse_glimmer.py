@@ -1,7 +1,6 @@
 """The messages of Muse Glimmer have recipients: ` to=self<|message|>..<|eom|>` is reasoning.
 
-A message to the user is content. A message to a function is a tool call, with arguments between
-tags:
+A message to the user is content. A message to a function is a tool call, with tagged arguments:
 
     to=f<|message|><atem:function_calls>\\n<atem:invoke name="f">\\n<atem:parameter name="a">..
 
@@ -40,7 +39,7 @@ _TAGS = Tags(
     function=('<atem:invoke name="', '">', "</atem:invoke>"),
     argument=('<atem:parameter name="', '">', "</atem:parameter>"),
 )
-# Text of the last message, and text of a message that another message follows.
+# Text of the last message, and text of earlier messages.
 _LAST: JsonObject = {"type": "any_text", "excludes": [_START, _MESSAGE]}
 _TEXT: JsonObject = {"type": "any_text", "excludes": [_MESSAGE]}
 
@@ -62,13 +61,10 @@ class MuseGlimmerFormat(TaggedFormat, ChannelFormat):
     def channels(
         self, tools: Sequence[Tool], marks: Marks = NO_MARKS, *, begun: bool = False
     ) -> ChannelParser:
-        """Make a parser for one answer; with `begun`, the prompt ends within a message to
-        itself.
-        """
         return _MuseGlimmerReader(tools, marks, begun=begun)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Match a message for each tool call. If no call is required, match messages to the user
+        """Match a message for each tool call. If none is required, match messages to the user
         before or without calls.
         """
         opens, closes = self.tags.wrap
@@ -96,9 +92,7 @@ class MuseGlimmerFormat(TaggedFormat, ChannelFormat):
 
 
 class _MuseGlimmerReader(TaggedCallParser, MessageReader):
-    """Reads one message after another; tool calls count in all messages except messages to
-    itself.
-    """
+    """Reads tool calls in all messages except those to `self`."""
 
     _openers = (_START,)
     _closers = (_EOM, _EOT)
@@ -126,7 +120,7 @@ class _MuseGlimmerReader(TaggedCallParser, MessageReader):
             header.recipient = yield from self._name()
             yield from self._space()
         if (yield from self._any_of(_MESSAGE)) is None:
-            # A tool call may lack the mark before it.
+            # A tool call may lack this mark.
             begins = (_TAGS.wrap[0], *self._function_begins)
             if is_strict or not header.recipient or (yield from self._ahead(*begins)) is None:
                 raise Misfit

@@ -1,7 +1,7 @@
 """The messages of Solar Open: `<|think|>..<|end|>`, `<|content|>..<|end|>`, and one message with
 all calls.
 
-A tool call has an id that the model makes up, which is dropped:
+A tool call has a random id, which is dropped:
 
     <|tool_call:begin|>ID<|tool_call:name|>f<|tool_call:args|>{..}<|tool_call:end|>
 
@@ -37,7 +37,7 @@ _CALL = "<|tool_call:begin|>"
 _NAME, _ARGS, _CALL_END = "<|tool_call:name|>", "<|tool_call:args|>", "<|tool_call:end|>"
 _AGAIN = f"{_END}{_BEGIN}assistant"
 _STYLE = ReasoningStyle("solar_open", _THINK, _END)
-# Text of the last message, and text of a message that another message follows.
+# Text of the last message, and text of earlier messages.
 _LAST: JsonObject = {"type": "any_text", "excludes": [_BEGIN, *_CHANNELS]}
 _TEXT: JsonObject = {"type": "any_text", "excludes": list(_CHANNELS)}
 
@@ -60,8 +60,8 @@ class SolarOpenFormat(ChannelFormat):
         return _SolarOpenReader(tools, marks, begun=begun)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Match a message of all tool calls. If no call is required, match content before or
-        without it.
+        """Match a message of all tool calls. If none is required, match content before or without
+        it.
         """
         functions = [
             tag(

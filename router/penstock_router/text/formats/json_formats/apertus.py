@@ -1,4 +1,4 @@
-"""Apertus: a list between marks, of objects whose only key is the function's name."""
+"""Apertus: a list between marks, of objects that have the function's name as their only key."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock_router.text.formats.reading.reader import Reading
 from penstock_router.text.marks import NO_MARKS, Marks
 from penstock_router.text.structural_tag_builder import tag
 
-# Keys of tool calls in the forms of other families, which are also read.
+# Keys of tool calls in other families' forms, which are also read.
 _OTHERS = frozenset({"name", "arguments", "parameters", "function"})
 
 
@@ -32,7 +32,7 @@ class _ApertusFormat(MarkedJson):
 
 class _CallParser(MarkedJsonParser):
     def _keyed(self, call: Call, key: str, first: str) -> Reading[bool]:
-        # A member of a damaged call may also be an object, but then unknown members precede it.
+        # A damaged call's member may also be an object, but then unknown members precede it.
         may_be_unknown = first == "{" and key not in _OTHERS and not call.has_strangers
         is_name = key in self._tools or may_be_unknown
         if call.name is None and call.early is None and is_name and self._is_callable(key):

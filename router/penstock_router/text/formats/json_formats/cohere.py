@@ -1,5 +1,6 @@
-"""Cohere: actions between marks, each with a number as its id. Command R of 2024 writes them in a
-code block after the word "Action:".
+"""Cohere: actions between marks, each with a number as its id.
+
+Command R of 2024 writes them in a code block after "Action:".
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _BEGIN, _BETWEEN, _END = f"{_WORD}\n{_FENCE}json\n[\n    ", ",\n    ", f"\n]{_FE
 @dataclass(frozen=True, kw_only=True)
 class _CohereFormat(MarkedJson):
     def call(self, tool: Tool, before: str, behind: str, rule: CallRule) -> JsonObject:
-        """Match an action; its id is its number in the conversation."""
+        """Match an action; the id is its number in the conversation."""
         name = json.dumps(tool.name, ensure_ascii=False)
         content = sequence(
             regex("(0|[1-9][0-9]{0,5})"),
@@ -57,7 +58,7 @@ COHERE = _CohereFormat(
 
 @dataclass(frozen=True)
 class CommandRFormat(CallFormat):
-    """A list in a code block. Only words mark it, so functions must be known."""
+    """A list in a code block. Only a word marks it, so functions must be known."""
 
     name: str = "command_r"
     marks: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """DeepSeek: each tool call is between two marks, and all calls are between two more.
 
 V3 writes the word "function", a mark, the name, and the arguments in a code block. V3.1 writes the
-name, a mark and the arguments. Answers are read in either form.
+name, a mark and the arguments. Both forms are read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>
 _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _SEPARATOR = "<｜tool▁sep｜>"
 _MARKS = (_CALLS, _CALL, _SEPARATOR, _CALL_END, _CALLS_END)
-# Distilled models write these marks in place of `_CALLS`, which is not one of their tokens.
+# Distilled models write these in place of `_CALLS`, which is not one of their tokens.
 _OTHER_CALLS = ("<｜tool_calls_begin｜>", "<｜tool calls begin｜>", "<｜tool▁calls｜>")
 _FENCE = "```"
 _KIND = "function"
@@ -41,19 +41,15 @@ _KIND = "function"
 @dataclass(frozen=True)
 class DeepSeekFormat(CallFormat):
     name: str
-    # The syntax before a call's name, between name and arguments, and after the arguments.
+    # Syntax before a call's name, between name and arguments, and after the arguments.
     _before: str
     _between: str
     _behind: str
-    # The separator of tool calls.
     _apart: str
     _fenced: bool
     marks: tuple[str, ...] = _MARKS
 
     def is_of(self, template: str) -> bool:
-        """Tell whether the template has the marks, and has a code block exactly if this form has
-        one.
-        """
         return _CALL in template and (f"{_FENCE}json" in template) == self._fenced
 
     def begins(self) -> tuple[str, ...]:

@@ -1,5 +1,4 @@
-"""Functionary: arguments after the function's name, in a tag (3.1) or on a line of their own
-(3.2).
+"""Functionary: the function's name, then arguments, in a tag (3.1) or after a line break (3.2).
 
 In 3.2 the prompt ends with `>>>`, and the answer begins with its recipient: a function, or `all`
 before text. So answers are read even in requests without tools.
@@ -32,7 +31,7 @@ _TO, _ALL = ">>>", "all"
 
 @dataclass(frozen=True)
 class FunctionaryTagFormat(CallFormat):
-    """`<function=name>{..}</function>`, which Llama 3.1 can be asked to write too."""
+    """`<function=name>{..}</function>`, which Llama 3.1 can also write."""
 
     name: str = "functionary_v3_1"
     marks: tuple[str, ...] = (_TAG, _TAG_END)
@@ -81,7 +80,7 @@ class _TagParser(JsonCallParser):
 
 @dataclass(frozen=True)
 class FunctionaryFormat(ChannelFormat):
-    """Reads lines with a recipient, each followed by text or arguments."""
+    """Lines with a recipient, each followed by text or arguments."""
 
     name: str = "functionary_v3_2"
     marks: tuple[str, ...] = ()
@@ -102,13 +101,10 @@ class FunctionaryFormat(ChannelFormat):
         return sequence(literal(f"{_ALL}\n"), text)
 
     def reasoned(self, answer: JsonObject, *, begun: bool) -> JsonObject:
-        """Return the answer: the family writes no reasoning."""
         return answer
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Match tool calls, where the prompt has begun the first call; or text and then calls; or
-        nothing.
-        """
+        """Match tool calls, the first begun by the prompt; or text and then calls; or nothing."""
         first, others = (
             [
                 tag(
@@ -128,13 +124,12 @@ class FunctionaryFormat(ChannelFormat):
 
 
 class _ChannelParser(JsonCallParser):
-    # No channel is reasoning.
     has_reasoning = in_reasoning = False
     is_over = True
     _is_begun = False
 
     def _read(self) -> Reading[None]:
-        # Other texts may contain that mark, so functions must be known.
+        # Other texts may contain the mark, so functions must be known.
         self._is_marked = False
         if self._is_begun:
             yield from self._until(_TO)

@@ -1,4 +1,4 @@
-"""GigaChat 3: an object after a mark, or as a message with its own role."""
+"""GigaChat 3: an object after a mark, or in a message with its own role."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class GigaChatFormat(CallFormat):
         return _CallParser(tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Match one tool call, because the templates do not render several."""
+        """Match one tool call, because templates do not render several."""
         begin = f"{_MESSAGE_END}\n\n{_ROLE}{_ROLE_END}\n" if self.is_message else _CALL
         before, between = f'{begin}{{"name": ', ', "arguments": '
         tags = [call_tag(tool, before, between, "}", rule) for tool in tools]
@@ -52,7 +52,7 @@ class _CallParser(JsonCallParser):
     def _read(self) -> Reading[None]:
         mark = yield from self._until(_CALL, _MESSAGE_END, _ROLE)
         if mark == _MESSAGE_END:
-            # The mark is also syntax at the answer's end.
+            # The mark also ends the answer.
             self._fits = True
             yield from self._space()
             yield from self._expect(_ROLE)

@@ -1,6 +1,6 @@
-"""GLM-4 before 4.5: a line with the function's name, and its arguments on the next line.
+"""GLM-4 before 4.5: the function's name on a line, its arguments on the next.
 
-The answer begins with the name. There is no mark, so only functions of the request count.
+The answer begins with the name. There is no mark, so only the request's functions count.
 """
 
 from __future__ import annotations
@@ -38,11 +38,9 @@ class Glm4Format(CallFormat):
         return _CallParser(tools, marks)
 
     def calls_in_words(self, calls: Sequence[NamedArguments]) -> str:
-        """Write tool calls, each as a message of the assistant."""
         return _ASSISTANT.join([f"{name}\n{arguments}" for name, arguments in calls])
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Match a name and arguments. If no call is required, also match any text."""
         tags = [tag(f"{tool.name}\n", arguments_format(tool, rule), "") for tool in tools]
         calls = one_or_more(tags, _ASSISTANT, parallel=rule.parallel)
         if rule.required:

@@ -1,5 +1,5 @@
-"""Hermes, Qwen 2.5 and 3, Granite 4, ERNIE 4.5 and many others: each tool call is an object between
-two marks.
+"""Hermes, Qwen 2.5 and 3, Granite 4, ERNIE 4.5 and others: an object between marks for each
+call.
 """
 
 from __future__ import annotations
@@ -11,6 +11,6 @@ HERMES = MarkedJson(
     begin="<tool_call>",
     end="</tool_call>",
     padding="\n",
-    # Other families write these after the same mark.
+    # Other families write these after this mark.
     strange=("<function=", "<arg_key>"),
 )

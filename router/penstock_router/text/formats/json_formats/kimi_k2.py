@@ -1,6 +1,6 @@
 """Kimi K2: each tool call is between two marks, and all calls are between two more.
 
-Before its arguments a tool call has its id: `functions.`, the function's name, and `:` with the
+The id of a tool call stands before its arguments: `functions.`, the function's name, `:`, and the
 call's number in the conversation, from 0.
 """
 
@@ -93,7 +93,6 @@ class _CallParser(JsonCallParser):
             self._call(name, "{}")
 
     def _name_of(self, header: str) -> str:
-        """Return the function that a tool call's id names."""
         name = header.removeprefix(_PREFIX)
         if header in self._tools or name in self._tools:
             return name if name in self._tools else header

@@ -1,7 +1,8 @@
 """Llama 3: `{"name": .., "parameters": {..}}` as the answer, or after `<|python_tag|>`.
 
-Several are separated by `;`, a comma or whitespace. JSON later in the text is not a tool call.
-After the mark, `name.call(a="b")` is also a tool call: Llama 3.1 calls built-in tools like this.
+Several objects are separated by `;`, a comma or whitespace. JSON later in the text is not a tool
+call. After the mark, `name.call(a="b")` is also a tool call, by which Llama 3.1 calls built-in
+tools.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ class LlamaJsonFormat(CallFormat):
     marks: tuple[str, ...] = (_MARK,)
 
     def is_of(self, template: str) -> bool:
-        """Tell whether the template has Llama 3's role or mark, and calls with parameters."""
         has_role = "ipython" in template or _MARK in template
         return has_role and '"parameters"' in template
 
@@ -38,7 +38,6 @@ class LlamaJsonFormat(CallFormat):
         return _CallParser(tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Match objects in the template's order and spacing; several as `{..}; {..}`."""
         tags = [call_tag(tool, '{"name": ', ', "parameters": ', "}", rule) for tool in tools]
         calls = one_or_more(tags, "; ", parallel=rule.parallel)
         return calls if rule.required else calls_or_text(calls, "[{")
@@ -51,7 +50,7 @@ class _CallParser(BareJsonParser, PythonCallParser):
         begins, self._at_beginning = self._at_beginning, False
         self._is_marked = not (begins and (yield from self._space()) in "{[")
         if self._is_marked and (yield from self._begin(_MARK)) not in "{[":
-            # Code may follow the mark too.
+            # Code may also follow the mark.
             self._is_marked = False
             yield from self._call_row()
             yield from self._end_marks()

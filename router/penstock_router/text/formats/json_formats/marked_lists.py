@@ -9,7 +9,7 @@ from penstock_router.text.formats.reading.marked_json import MarkedJson
 
 _LIST_IN_MARKS = re.compile(r"<tool_call>(\\n|\s)*\[")
 
-# Granite 3: the list reaches the end of the answer. Its mark has two spellings.
+# Granite 3: the list reaches the answer's end. Its mark has two spellings.
 GRANITE = MarkedJson(
     name="granite",
     begin="<|tool_call|>",
@@ -19,7 +19,7 @@ GRANITE = MarkedJson(
     is_list=True,
     strange=("<|/tool_call|>", "<|/tool|>"),
 )
-# Phi-4-mini with its own template; with others it writes `functools`.
+# Phi-4-mini with its own template; with other templates it writes `functools`.
 PHI4_MINI = MarkedJson(
     name="phi4_mini",
     begin="<|tool_call|>",
@@ -28,7 +28,7 @@ PHI4_MINI = MarkedJson(
     is_list=True,
     signs=("<|/tool|>",),
 )
-# Firefunction 2, Phi-4-mini: the mark is a word, and there is no end mark.
+# Firefunction 2 and Phi-4-mini: the mark is a word, and no end mark exists.
 FUNCTOOLS = MarkedJson(
     name="functools",
     begin="functools",
@@ -38,9 +38,9 @@ FUNCTOOLS = MarkedJson(
     is_list=True,
     signs=("functools[",),
 )
-# Nemotron: the first versions of Nano and Super, H, Nano 2.
+# Nemotron: H, Nano 2, and the first Nano and Super.
 NEMOTRON = MarkedJson(name="nemotron", begin="<TOOLCALL>", end="</TOOLCALL>", is_list=True)
-# Jamba, Hunyuan A13B, Apriel.
+# Jamba, Hunyuan A13B and Apriel.
 TOOL_CALLS = MarkedJson(name="tool_calls", begin="<tool_calls>", end="</tool_calls>", is_list=True)
 
 

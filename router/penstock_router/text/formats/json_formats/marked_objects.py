@@ -12,7 +12,7 @@ LONGCAT = MarkedJson(
     padding="\n",
     strange=("<longcat_arg_key>",),
 )
-# K2 Horizon when asked for JSON. There are marks around all calls and around each.
+# K2 Horizon when asked for JSON: marks around all calls and around each.
 K2_HORIZON = MarkedJson(
     name="k2_horizon",
     begin="<ifm|tool_calls>",
@@ -26,14 +26,14 @@ K2_HORIZON = MarkedJson(
 NEMOTRON_MINI = MarkedJson(
     name="nemotron_mini", begin="<toolcall>", end="</toolcall>", padding=" ", between="\n"
 )
-# As Hermes, without whitespace inside the marks.
+# Like Hermes, without whitespace inside the marks.
 EXAONE = MarkedJson(
     name="exaone4",
     begin="<tool_call>",
     end="</tool_call>",
     signs=("<tool_call>", "[|assistant|]"),
 )
-# InternLM 2.5: the text after the begin mark is the recipient, here a function.
+# InternLM 2.5: the recipient, here a function, follows the begin mark.
 INTERNLM = MarkedJson(
     name="internlm",
     begin="<|action_start|>",
@@ -43,7 +43,7 @@ INTERNLM = MarkedJson(
     listed=("<|plugin|>\n", "<|action_end|><|action_start|><|plugin|>\n", ""),
     signs=("<|plugin|>",),
 )
-# Granite 20B for function calls: there is no end mark.
+# Granite 20B for function calls, without an end mark.
 GRANITE_20B = MarkedJson(
     name="granite_20b_fc",
     begin="<function_call>",

@@ -1,8 +1,8 @@
 """Mistral: `[TOOL_CALLS]` and a list of objects, or a name and arguments for each tool call.
 
-The newer form is `[TOOL_CALLS]name[ARGS]{..}`; some models write `[CALL_ID]` and an id before
-`[ARGS]`, other models write no mark between name and arguments. In the older form an object may
-have an id. Answers are read in all these forms; forced calls are written in the template's form.
+The newer form is `[TOOL_CALLS]name[ARGS]{..}`. Some models write `[CALL_ID]` and an id before
+`[ARGS]`; others write no mark between name and arguments. In the older form an object may have an
+id. All forms are read; forced calls have the template's form.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from penstock_router.text.structural_tag_builder import (
 )
 
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-# The ids that templates accept.
 _ID_TEXT = regex("[a-zA-Z0-9]{9}")
 
 
@@ -57,7 +56,6 @@ class MistralFormat(CallFormat):
         return among_text([among], _CALLS, parallel=False)
 
     def for_template(self, template: str) -> MistralFormat:
-        """Add ids, if the template writes them after a call's arguments."""
         return replace(self, has_ids=', "id": "' in template)
 
     def _call_tag(self, tool: Tool, rule: CallRule) -> JsonObject:
@@ -103,7 +101,7 @@ class MistralNamedFormat(CallFormat):
 
 
 class _CallParser(JsonCallParser):
-    # A tool call ends at the latest before the next one.
+    # A tool call ends before the next one at the latest.
     _ends = (_CALLS,)
 
     def _read(self) -> Reading[None]:

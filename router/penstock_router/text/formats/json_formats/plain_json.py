@@ -1,7 +1,7 @@
-"""Models whose template has no tools: a system message asks for answers that are JSON.
+"""Models without tools in their templates: a system message asks for answers in JSON.
 
-An answer is an object or a list of them, perhaps in a code fence. JSON later in the text is not a
-tool call.
+An answer is an object or a list of objects, perhaps in a code fence. JSON later in the text is not
+a tool call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class PlainJsonFormat(CallFormat):
         return _CallParser(tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Match one object or, if several are allowed, a list of them."""
         tags = [call_tag(tool, '{"name": ', ', "arguments": ', "}", rule) for tool in tools]
         calls = one_or_more(tags, "", parallel=False)
         if rule.parallel:
@@ -43,8 +42,8 @@ class PlainJsonFormat(CallFormat):
 
 
 def instructions(tools: Iterable[Tool], tool_format: CallFormat | None = None) -> str:
-    """Write a system message that describes the tools to a model whose template cannot. It asks for
-    tool calls in the format's own syntax, if the format defines it.
+    """Write a system message that describes the tools, for models without tools in their templates.
+    It asks for calls in the format's own syntax, if the format defines it.
     """
     described = "\n".join([json.dumps(_described(tool), ensure_ascii=False) for tool in tools])
     return (
@@ -92,7 +91,7 @@ class _CallParser(BareJsonParser):
             yield from self._after_call()
 
     def _rest(self) -> Reading[None]:
-        """Read all of the remaining text as content."""
+        """Read all remaining text as content."""
         self._fits = False
         while True:
             self._take(len(self._text))

@@ -18,9 +18,7 @@ class XlamFormat(PlainJsonFormat):
     name: str = "xlam"
 
     def is_of(self, template: str) -> bool:
-        """Tell whether the template has the placeholder of a function's name in the family's
-        instructions.
-        """
+        """Tell whether the template has the family's placeholder for a function's name."""
         return '"tool_call_name"' in template
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:

@@ -1,6 +1,6 @@
 """LFM2, LFM2.5 and LFM3: a Python list of calls between two marks.
 
-If the marks are hidden, or the model forgets them, the list is the answer.
+If the marks are hidden or forgotten, the list is the answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from penstock_router.text.structural_tag_builder import (
 )
 
 _BEGIN, _END = "<|tool_call_start|>", "<|tool_call_end|>"
-# Texts in templates of the family, even in templates that render no tool calls.
+# Texts in the family's templates, even those that render no tool calls.
 _SIGNS = (_BEGIN, "<|tool_list_start|>", "List of tools: [")
 _NOTATION = PythonNotation()
 

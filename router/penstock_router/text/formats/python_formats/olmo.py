@@ -36,7 +36,6 @@ class OlmoFormat(CallFormat):
         return MarkedPythonParser(_BEGIN, _END, tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Match lines of calls between one pair of marks, with values as JSON."""
         tags = call_tags(tools, rule)
         listed = one_or_more(tags, "\n", parallel=rule.parallel)
         if rule.required:

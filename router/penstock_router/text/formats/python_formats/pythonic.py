@@ -22,7 +22,6 @@ from penstock_router.text.structural_tag_builder import literal, one_or_more, se
 
 _TAG, _BEGIN, _END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 _FENCE, _TOOL_CODE = "```", "```tool_code"
-# A template's description of the format.
 _DESCRIBED = re.compile(r"\[\w+\(\w+=")
 
 

@@ -1,1 +1,1 @@
-"""The parts of readers of formats: marks, JSON, Python's literals, tagged arguments."""
+"""Parts of formats' readers: marks, JSON, Python literals, tagged arguments."""

@@ -1,4 +1,4 @@
-"""Turns values of arguments that a format writes without quotes into JSON."""
+"""Turns arguments that a format writes without quotes into JSON."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from penstock_router.argument_kinds import STRING, Kinds
 from penstock_router.text.formats.reading.json_mender import JsonMender
 
 _NUMBERS: Kinds = frozenset({"integer", "number"})
-# Most readers keep numbers as doubles, which are not exact beyond this number.
+# Most JSON readers use doubles, which are not exact beyond this number.
 _MAX_WHOLE = 2**53
-# Words for values where no string is allowed.
+# Words for values, where no string is allowed.
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null", "": "null"}
-# Beginnings of values that are not strings.
+# Beginnings of values other than strings.
 _OTHER_BEGINS = tuple("\"'{[+-.0123456789")
 _OTHER_WORDS = ("null", "None", "true", "True", "false", "False")
 
 
 def json_of(text: str, kinds: Kinds) -> str:
-    """Return the JSON value that a text means; a string if it fits no other type."""
+    """Return the JSON value that a text means; a string if no other type fits."""
     value = _value_of(text.strip())
     kind = "string" if value is None else kind_of(value)
     if kinds & STRING:
@@ -33,7 +33,7 @@ def json_of(text: str, kinds: Kinds) -> str:
 
 
 def _value_of(text: str) -> str | None:
-    """Return the text as one mended JSON value; None if the text is not a value."""
+    """Return the text as one mended JSON value; None if it is none."""
     mender = JsonMender()
     # A word or number ends only before another character.
     is_value = mender.feed(f"{text} ") >= len(text) and mender.complete
@@ -46,7 +46,7 @@ def _whole(value: str) -> str:
 
 
 def begun_json_of(text: str, kinds: Kinds) -> str:
-    """Return the certain part of a JSON value whose text was cut off."""
+    """Return the certain part of the JSON value of a text that was cut off."""
     if not kinds & STRING:
         return text
     begun = text.lstrip()

@@ -1,8 +1,8 @@
 """Reads objects with bare keys, `{key:<|"|>text<|"|>,n:42,o:{a:[1]}}`, and constrains them.
 
-A string is between two equal marks, without escapes. The reader is lenient: strings may have quotes
-of JSON or Python, keys may have quotes or marks, `=` may replace the colon, and a mark is part of
-its string unless a part of the object follows the mark.
+A string is between two equal marks, without escapes. The reader is lenient: strings may have JSON
+or Python quotes, keys may have quotes or marks, `=` may replace the colon, and a mark belongs to
+its string unless a part of the object follows.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ _SEPARATORS = ":="
 
 
 class BareKeyParser(LiteralParser):
-    """Reads tool calls whose arguments are such an object."""
+    """Reads tool calls with arguments in this notation."""
 
     _separators = _SEPARATORS
 
     def __init__(self, quote: str, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> None:
         super().__init__(tools, marks)
-        # The mark on both sides of a string.
         self._quote = quote
         spelled = re.escape(marks.spelled(quote))
         self._key_begun = re.compile(rf"[\w.$\-]+\s*[:=]|[\"']|{spelled}")
@@ -66,14 +65,12 @@ class BareKeyParser(LiteralParser):
         key = yield from self._run(_KEY)
         if not key:
             raise Misfit
-        # A bare key is shown together with the beginning of its value.
+        # A bare key is shown with the beginning of its value.
         self._before += json.dumps(key, ensure_ascii=False)
         self._missing = ": null"
 
     def _bare_object(self) -> Reading[None]:
-        """Read a tool call's arguments in brackets. The last bracket is consumed. The tool call is
-        shown with its first value.
-        """
+        """Read a tool call's arguments in brackets. The call is shown with its first value."""
         yield from self._expect("{")
         self._closers, self._elements_begin = [], []
         self._enter("}", self._key_begun)
@@ -96,14 +93,14 @@ class BareKeyParser(LiteralParser):
             if (yield from self._is_over_behind(*self._ends)):
                 raise Misfit
             if not self._text.startswith(spelled, self._at):
-                # Text that only looks like the call's end.
+                # This text only looks like the call's end.
                 self._say_raw(self._at + 1)
             elif (yield from self._is_last(spelled, is_key=is_key)):
                 break
             elif spelled == self._quote:
                 self._say_raw(self._at + len(spelled))
             else:
-                # If the mark is a token, a quote is meant.
+                # The mark is a token, so a quote is meant.
                 self._say('"')
                 self._at += len(spelled)
         self._at += len(spelled)
@@ -120,8 +117,8 @@ class BareKeyParser(LiteralParser):
             if found is not None:
                 return
             if self._over and not self._was_cut:
-                # If the model ended its answer here, the beginning of a mark is text. If cut off,
-                # its meaning is unknown.
+                # If the model ended its answer here, the beginning of a mark is text. If the answer
+                # was cut off, its meaning is unknown.
                 self._say_raw(len(self._text))
             elif self._over:
                 self._at = len(self._text)
@@ -135,7 +132,7 @@ class BareKeyParser(LiteralParser):
 
 @dataclass(frozen=True)
 class BareKeyNotation(Notation):
-    """Objects with bare keys, without whitespace, and with a mark around strings."""
+    """Objects with bare keys and no whitespace, and a mark around strings."""
 
     quote: str
 
@@ -158,7 +155,7 @@ class BareKeyNotation(Notation):
         return f"{name}:" if name and _KEY.fullmatch(name) else None
 
     def arguments(self, tool: Tool, rule: CallRule) -> JsonObject:
-        """Match the arguments of a tool call between their brackets, as the schema has them."""
+        """Match a tool call's arguments between their brackets, in the schema's order."""
         arguments = arguments_of(tool, required=True, is_name=lambda name: bool(self.key(name)))
         parts = [
             Part(each.is_needed, f"{each.name}:", self.value(tool, each, rule))

@@ -1,8 +1,8 @@
-"""Finds tool calls in reasoning that the model does not end.
+"""Finds tool calls in reasoning that never ends.
 
-Such a call counts if the reasoning never ends, and the call begins with the format's own unquoted
-mark, is closed, names a function of the request and has its required arguments. So text from such a
-mark on is held until the reasoning ends, or until the text proves not to be a tool call.
+A call counts if it begins with the format's own unquoted mark, is closed, names a function of the
+request and has the required arguments. So text from a mark on is held until the reasoning ends, or
+until the text proves not to be a call.
 """
 
 from __future__ import annotations
@@ -24,19 +24,17 @@ _MAX_LINE, _PART = 400, 100
 
 
 class CallsInReasoning:
-    """Reads the reasoning of one answer as it arrives."""
-
     def __init__(self, tool_format: CallFormat, tools: Sequence[Tool], marks: Marks) -> None:
         self._format, self._tools, self._marks = tool_format, OfferedTools(tools), marks
         self._begins = tuple(map(marks.spelled, tool_format.begins()))
         self._required = {tool.name: _required(tool) for tool in tools}
         # Text not searched yet: whitespace, and the possible beginning of a mark.
         self._rest = ""
-        # The shown part of the current line; and true if a code fence is open.
+        # The shown part of the current line.
         self._line = ""
         self._is_fenced = False
-        # The text held since a mark, the reader and the pieces of that text, and true if text
-        # precedes the mark in its line.
+        # The text held since a mark, its reader and its pieces; true if text precedes the mark in
+        # its line.
         self._held: list[str] = []
         self._trial: ToolParser | None = None
         self._pieces: list[Piece] = []
@@ -54,14 +52,14 @@ class CallsInReasoning:
         return "".join(shown)
 
     def end(self) -> str:
-        """End the reasoning, and return the held text, which is part of the reasoning."""
+        """End the reasoning, and return its held text."""
         held = "".join(self._held) + self._rest
         self._drop()
         self._rest = ""
         return held
 
     def flush(self, *, was_cut: bool) -> tuple[str, list[Piece]]:
-        """End the answer within reasoning; return the rest of the reasoning, and the tool calls
+        """End an answer within reasoning; return the rest of the reasoning, and the calls
         after it.
         """
         if self._trial is not None:
@@ -111,8 +109,8 @@ class CallsInReasoning:
         return text[end:]
 
     def _end_of_trial(self, text: str) -> int:
-        """Count the latest text's characters up to the proof that the held text is not a tool call.
-        The result must not depend on how the text is cut.
+        """Count the characters of `text` up to the proof that the held text is not a tool call. The
+        result must not depend on how the text is cut.
         """
         trial = self._format.parser(self._tools, self._marks)
         pieces = trial.feed("".join(self._held).lstrip())
@@ -124,8 +122,8 @@ class CallsInReasoning:
         return len(text)
 
     def _are_no_call(self, pieces: Sequence[Piece], before: Sequence[Piece]) -> bool:
-        """Tell whether the next pieces prove that the held text is not a tool call; `before` has
-        the earlier pieces.
+        """Tell whether `pieces`, which follow `before`, prove that the held text is not a tool
+        call.
         """
         has_call = any(piece.kind is PieceKind.CALL for piece in before)
         for piece in pieces:

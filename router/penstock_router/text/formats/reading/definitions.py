@@ -1,4 +1,4 @@
-"""Gives a part of a schema that stands alone the definitions that the part reaches."""
+"""Adds to a part of a schema the definitions that it reaches, so that it can stand alone."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from urllib.parse import unquote
 from penstock_router.json_fields import JsonObject
 
 _PLACES = ("$defs", "definitions")
-# References whose target is not known.
+# References with unknown targets.
 _DYNAMIC = ("$dynamicRef", "$recursiveRef")
-# The limit of look-ups of definitions for all parts together; later parts get all definitions.
+# Maximum look-ups for all parts together; later parts get all definitions.
 _MAX_LOOKUPS = 2**14
 
-# A definition's place and name. None stands for all definitions: the reference may mean any of
-# them, for example by an anchor.
+# A definition's place and name. None: the reference may mean any definition, for example by an
+# anchor.
 _Reached = tuple[str, str] | None
 
 
@@ -28,7 +28,6 @@ class Definitions:
         self._left = _MAX_LOOKUPS
 
     def given_to(self, part: JsonObject) -> JsonObject:
-        """Add the definitions that the part reaches."""
         if not self._all:
             return part
         begins = _references(part)
@@ -55,7 +54,7 @@ class Definitions:
 
     def _named(self, names: Iterable[_Reached]) -> JsonObject:
         found: JsonObject = {}
-        # Sorted, so that the order is the same in every process.
+        # Sorted, so that all processes have the same order.
         for place, name in sorted(filter(None, names)):
             if name in self._all.get(place, ()):
                 found.setdefault(place, {})[name] = self._all[place][name]
@@ -80,7 +79,7 @@ def _references(schema: Any) -> frozenset[_Reached]:
 
 
 def _place(reference: str) -> _Reached:
-    """Return the definition that a reference names, or whose part it names."""
+    """Return the definition that a reference names, wholly or in part."""
     start, *steps = unquote(reference).split("/", 3)
     if start != "#" or len(steps) < 2 or steps[0] not in _PLACES:
         return None

@@ -1,11 +1,11 @@
-"""Reads tool calls that are JSON objects, for all families that write such calls.
+"""Reads tool calls that are JSON objects.
 
 A tool call is `{"name": .., "arguments": {..}}`, or with `parameters`, its members in any order,
-perhaps within a member "function". When the name is known, arguments are shown as they arrive:
-valid JSON exactly as the model writes it, other JSON mended (`JsonMender`). Arguments before the
-name are held until the name is known, and arguments in a string until its end. Other members, such
-as "id" or "type", are dropped. But an object is not a tool call if such a member holds an object or
-a list, which could be arguments, or if it has an unknown member and no arguments.
+perhaps within a member "function". Once the name is known, arguments are shown as they arrive:
+valid JSON exactly as written, other JSON mended (`JsonMender`). Arguments before the name are held
+until the name is known, and arguments in a string until the string ends. Other members, such as
+"id" or "type", are dropped. But an object is not a tool call if another member holds an object or a
+list, which could be arguments, or if it has an unknown member and no arguments.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _BESIDES = frozenset({"id", "type", "index", "call_id", "tool_call_id"})
 
 @dataclass(slots=True)
 class Call:
-    """The known facts about an object that may be a tool call."""
+    """Facts about an object that may be a tool call."""
 
     name: str | None = None
     # Arguments that precede the name.
     early: str | None = None
     has_arguments: bool = False
-    # True if its CALL piece was shown.
+    # True once its CALL piece was shown.
     begun: bool = False
     has_strangers: bool = False
 
 
 class JsonCallParser(CallParser):
-    # Marks with which the model ends a tool call, even one whose JSON is incomplete.
+    # Marks that end a tool call, even one with incomplete JSON.
     _ends: tuple[str, ...] = ()
-    # True if an answer's end, if the model ended it, ends the tool call.
+    # True if a tool call ends with an answer that the model ended.
     _ends_with_answer = False
 
     def _value(self) -> Reading[str]:
@@ -62,7 +62,7 @@ class JsonCallParser(CallParser):
         return plain(mender.take())
 
     def _shown_value(self) -> Reading[None]:
-        """Consume a JSON value and show it as arguments, mended; it ends the tool call."""
+        """Consume a JSON value, show it mended as arguments, and end the tool call."""
         yield from self._space()
         self._drop()
         mender = JsonMender()
@@ -84,7 +84,7 @@ class JsonCallParser(CallParser):
 
     def _mark_in_string(self, mender: JsonMender) -> Reading[None]:
         """Read a mark within a string. The mark is text, unless it ends the call and the answer.
-        Then the value ends, and its missing rest is shown.
+        Then the value's missing rest is shown.
         """
         if (yield from self._is_last_mark(*self._ends)):
             mender.close()
@@ -112,9 +112,7 @@ class JsonCallParser(CallParser):
                 return False
 
     def _closes(self, mender: JsonMender) -> bool:
-        """Tell whether the answer's end also ends the value. Then the value's missing rest is
-        shown.
-        """
+        """Tell whether the answer's end ends the value. If so, its missing rest is shown."""
         if self._was_cut or not (self._ends_with_answer and mender.is_between):
             self._arguments(mender.unsaid)
             return False
@@ -142,9 +140,7 @@ class JsonCallParser(CallParser):
         return (yield from self._object())
 
     def _list(self) -> Reading[bool]:
-        """Read tool calls in brackets. An element that is not a tool call is content, and the list
-        continues.
-        """
+        """Read a list of tool calls; other elements are content."""
         yield from self._expect("[")
         was_call = False
         while (yield from self._space()) != "]" or not was_call:
@@ -182,8 +178,8 @@ class JsonCallParser(CallParser):
         return True
 
     def _members(self, call: Call) -> Reading[bool]:
-        """Consume members up to the closing bracket, which is not consumed; return whether the
-        object may still be a tool call.
+        """Consume members up to the closing bracket; return whether the object may be a tool
+        call.
         """
         while (after := (yield from self._space())) != "}":
             if not (yield from self._member(call)):
@@ -192,7 +188,7 @@ class JsonCallParser(CallParser):
             if after == ",":
                 self._take(self._at + 1)
             elif after != "}":
-                # A tool call whose arguments have ended may lack its own end.
+                # After its arguments, a tool call may lack its own end.
                 if call.begun and (yield from self._ahead("]", *self._ends)) is not None:
                     return True
                 raise Misfit
@@ -222,7 +218,7 @@ class JsonCallParser(CallParser):
         return (yield from self._keyed(call, key, (yield from self._space())))
 
     def _keyed(self, call: Call, key: str, first: str) -> Reading[bool]:
-        """Read a member's value, whose first character is known; return as `_member`."""
+        """Read a member's value, which begins with `first`; return as `_member`."""
         if key in _NAMES or (key == "function" and first in "\"'"):
             return (yield from self._named(call))
         if key == "function" and first == "{" and call.name is None:
@@ -237,7 +233,7 @@ class JsonCallParser(CallParser):
         return True
 
     def _unless_begun(self, call: Call) -> Reading[bool]:
-        """Read a value that no tool call has. It is not consumed if the call was already shown."""
+        """Read a value that no tool call has, unless the call was already shown."""
         if not call.begun:
             yield from self._value()
         return False
@@ -255,9 +251,7 @@ class JsonCallParser(CallParser):
         return True
 
     def _given(self, call: Call, first: str) -> Reading[bool]:
-        """Read the arguments: an object, or a string with an object. null or an empty list means no
-        arguments.
-        """
+        """Read the arguments: an object, perhaps in a string; null or an empty list means none."""
         if call.has_arguments:
             return (yield from self._unless_begun(call))
         call.has_arguments = True
@@ -309,9 +303,7 @@ class JsonCallParser(CallParser):
             self._fits = False
 
     def _brackets_too_many(self, *marks: str) -> Reading[None]:
-        """Consume excess brackets after a tool call, before its end or one of these marks; other
-        brackets are content.
-        """
+        """Consume excess brackets before a call's end or one of these marks; others are content."""
         self._drop()
         brackets = yield from self._run(_BRACKETS)
         if brackets.strip(SPACE) and (yield from self._ahead(*self._ends, *marks)) is None:
@@ -324,9 +316,7 @@ class BareJsonParser(JsonCallParser):
     _at_beginning = True
 
     def _several(self) -> Reading[bool]:
-        """Read objects and lists until other text follows; return true if the last object was a
-        tool call.
-        """
+        """Read objects and lists; return true if the last object was a tool call."""
         while True:
             was_call = yield from self._object_or_list()
             after = yield from self._space()
@@ -355,7 +345,7 @@ def arguments_format(tool: Tool, rule: CallRule) -> JsonObject:
 
 
 def written_as(schema: JsonObject, rule: CallRule) -> JsonObject:
-    """Restrict a schema's JSON to one way of writing it."""
+    """Restrict the JSON of a schema to the rule's separators."""
     if rule.separators is None:
         return schema
     item, key = rule.separators
@@ -370,9 +360,7 @@ def call_tag(
     end: str,
     rule: CallRule,
 ) -> JsonObject:
-    """Match a tool call: its name in quotes after `before`, its arguments between `between` and
-    `end`.
-    """
+    """Match `before`, the tool's name in quotes, `between`, its arguments, and `end`."""
     name = json.dumps(tool.name, ensure_ascii=False)
     content = arguments_format(tool, rule)
     return tag(before + name + between, content, end)

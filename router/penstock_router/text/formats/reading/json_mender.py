@@ -1,11 +1,10 @@
-"""Reads one JSON value from pieces of text, and writes it as valid JSON while the text arrives.
+"""Reads one JSON value in pieces, and writes it as valid JSON while it arrives.
 
-Valid JSON (RFC 8259) is copied exactly, except for escapes of half a character, which many readers
+Valid JSON (RFC 8259) is copied exactly, except escapes of half a character, which many readers
 refuse: they become U+FFFD. Models' errors are mended: control characters in strings, trailing and
 repeated commas, Python's words, numbers and quotes, escapes that JSON lacks, names without quotes.
-Any other error fails. The mender stops at the value's end or at the first character that it cannot
-mend, wherever the text was cut. Work is linear. Only a word, a number, an escape or a comma is held
-back.
+The mender stops at the value's end or at the first character that it cannot mend, however the text
+is cut. Work is linear. Only a word, a number, an escape or a comma is held back.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import re
 from collections.abc import Callable
 
 _SPACES = re.compile(r"[ \t\r\n]*")
-# The characters of a string that are copied, by the quote that ends it.
+# Characters that are copied from a string, by its quote.
 _ORDINARY = {'"': re.compile(r'[^"\\\x00-\x1f]*'), "'": re.compile(r"[^'\"\\\x00-\x1f]*")}
 _WORD = re.compile(r"[\w.+\-]*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_$][\w$-]*")
@@ -44,21 +43,21 @@ class JsonMender:
     __slots__ = ("_closers", "_in_key", "_quote", "_said", "_state", "complete", "failed", "unsaid")
 
     def __init__(self, *, inside_object: bool = False) -> None:
-        # The missing closing brackets; the next bracket is last.
+        # Missing closing brackets; the next is last.
         self._closers: list[str] = ["}"] if inside_object else []
         self._state: Callable[[str, int], int] = self._after if inside_object else self._value
         self._in_key = False
         # The quote that ends the string; "" outside of one.
         self._quote = ""
         self._said: list[str] = []
-        # Consumed, but not written yet: a word, a number, an escape, a comma.
+        # Consumed but not written yet: a word, a number, an escape, a comma.
         self.unsaid = ""
         # A bare word or number is complete only when another character follows it.
         self.complete = False
         self.failed = False
 
     def feed(self, text: str, start: int = 0) -> int:
-        """Read from `start`; return the index where reading stopped: the end, unless complete or
+        """Read from `start`, and return where reading stopped: at the end, unless complete or
         failed.
         """
         at, end = start, len(text)
@@ -266,7 +265,7 @@ class JsonMender:
         if text[at] in _ESCAPED:
             self._say("\\" + text[at])
         else:
-            # JSON has no such escape. A quote needs no escape; before another character the
+            # JSON lacks this escape. A quote needs no escape; before another character the
             # backslash is text.
             self._say("'" if text[at] == "'" else "\\\\" + _ENCODE(text[at])[1:-1])
         self.unsaid = ""
@@ -287,9 +286,7 @@ class JsonMender:
         return at
 
     def _end_escape(self) -> None:
-        """Write a complete escape, unless it is the first half of a character, which a second half
-        may follow.
-        """
+        """Write a complete escape, unless it is half a character and the other half may follow."""
         *halves, last = re.findall(r"\\u(....)", self.unsaid)
         code = int(last, 16)
         if halves and code in _LOW:
@@ -357,9 +354,7 @@ def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 def mended_object(text: str) -> str | None:
-    """Return the text as one valid JSON object; None if it is not an object, or if other text
-    surrounds it.
-    """
+    """Return the text as one valid JSON object; None if it is anything else."""
     text = text.strip(" \t\r\n")
     mender = JsonMender()
     is_one = text.startswith("{") and mender.feed(text) == len(text) and mender.complete

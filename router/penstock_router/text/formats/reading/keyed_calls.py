@@ -1,6 +1,4 @@
-"""Reads tool calls whose arguments are pairs of tags:
-`<arg_key>city</arg_key><arg_value>Oslo</arg_value>`.
-"""
+"""Reads arguments in pairs of tags: `<arg_key>city</arg_key><arg_value>Oslo</arg_value>`."""
 
 from __future__ import annotations
 
@@ -26,10 +24,8 @@ class KeyedFormat(TaggedFormat):
 
 
 class KeyedCallParser(TaggedCallParser):
-    """Reads tool calls with pairs of tags.
-
-    Tolerates a missing tag before or after a name or before a value, and all arguments as one JSON
-    object after the function's name.
+    """Tolerates a missing tag before or after a name or before a value, and all arguments as one
+    JSON object after the function's name.
     """
 
     # An argument's name that was read before its turn.
@@ -67,7 +63,7 @@ class KeyedCallParser(TaggedCallParser):
         self._end_call()
 
     def _split(self, text: str) -> tuple[str, str]:
-        """Split a function's name from an argument's that follows without a tag."""
+        """Split a function's name from the argument's name after it."""
         found = self._offered.split(text)
         if found is None:
             raise Misfit
@@ -88,9 +84,7 @@ class KeyedCallParser(TaggedCallParser):
         return named
 
     def _key_without_tag(self) -> Reading[str]:
-        """Read an argument's name without a tag before it. Text at the answer's end is not a
-        name.
-        """
+        """Read an argument's name that lacks its tag. Text at the answer's end is no name."""
         try:
             return (yield from self._run(_TEXT))
         except TextOver:

@@ -31,26 +31,23 @@ from penstock_router.text.structural_tag_builder import (
 
 @dataclass(frozen=True, kw_only=True)
 class MarkedJson(CallFormat):
-    """Objects, or a list of them, between two marks."""
-
     name: str
     # The marks; `end` is "" if the family writes none.
     begin: str
     end: str
-    # Other marks that models of the family are known to write.
+    # Other marks that the family's models write.
     other_begins: tuple[str, ...] = ()
     other_ends: tuple[str, ...] = ()
     # The whitespace inside the marks, and the text between tool calls.
     padding: str = ""
     between: str = "\n"
-    # True if all tool calls are one list between one pair of marks; and the texts before, between
-    # and after the calls.
+    # True if all tool calls are one list between marks; then the texts before, between and after
+    # the calls.
     is_list: bool = False
     listed: tuple[str, str, str] = ("[", ", ", "]")
-    # The names of a tool call's members.
     name_key: str = "name"
     arguments_key: str = "arguments"
-    # A template of the family has all texts in `signs`, and none in `strange`.
+    # A template of the family has all `signs` (by default `begin`), and no `strange` text.
     signs: tuple[str, ...] = ()
     strange: tuple[str, ...] = ()
 
@@ -66,7 +63,6 @@ class MarkedJson(CallFormat):
         return self.begin, *self.other_begins
 
     def is_of(self, template: str) -> bool:
-        """Tell whether the template has all `signs` (by default `begin`) and no `strange` text."""
         has_signs = all(sign in template for sign in self.signs or (self.begin,))
         return has_signs and not any(text in template for text in self.strange)
 

@@ -1,6 +1,6 @@
-"""Builds constraints on arguments that a format writes one by one, each with its name.
+"""Builds constraints on arguments that are written one by one, each with its name.
 
-The schemas of single arguments can be enforced, but not the schema of the whole object.
+Single arguments' schemas are enforced, but not the whole object's.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from penstock_router.text.structural_tag_builder import (
     tag,
 )
 
-# Top-level keywords of a schema that can be enforced on arguments written one by one, or that
-# constrain nothing.
+# Top-level schema keywords that can be enforced on single arguments, or that constrain nothing.
 _EXPRESSIBLE = frozenset({"type", "properties", "required", "additionalProperties"}) | {
     *("$defs", "definitions", "$schema", "$id", "$comment"),
     *("title", "description", "default", "examples"),
@@ -36,8 +35,7 @@ _EXPRESSIBLE = frozenset({"type", "properties", "required", "additionalPropertie
 # Keywords that constrain a string's text.
 _OF_TEXT = ("pattern", "format", "minLength", "maxLength")
 
-# The number of blocks on each level. Nesting all parts in each other would be deeper than JSON
-# readers accept.
+# Blocks on each level. Nesting all parts in each other would be too deep for JSON readers.
 _MAX_BLOCKS = 8
 
 # A pattern of whole texts in the common part of ECMA's and Rust's dialects, without `<`.
@@ -50,7 +48,7 @@ class Argument:
     is_needed: bool
     # The argument's schema, with the definitions that it reaches.
     schema: JsonObject
-    # Facts about the schemas of all arguments of the tool.
+    # Facts about the schemas of all the tool's arguments.
     known: SchemaKinds = field(default_factory=lambda: SchemaKinds({}), compare=False)
     # The definitions of the tool's schema, for parts of the argument's.
     definitions: Definitions = field(default_factory=lambda: Definitions({}), compare=False)
@@ -70,7 +68,7 @@ def arguments_of(
 ) -> list[Argument]:
     """Return the arguments in the schema's order. Their schemas count if `required` or strict.
 
-    Raises `BadRequest` for a strict schema that cannot be enforced on arguments written one by one.
+    Raises `BadRequest` for a strict schema that cannot be enforced on single arguments.
     """
     if tool.strict:
         _check_expressible(tool.name, tool.parameters or {}, is_name)
@@ -157,9 +155,7 @@ def _as_text(value: object) -> str:
 
 
 def _bounded(schema: JsonObject) -> JsonObject | None:
-    """Return the string as a regular expression that excludes marks; None if there is no such
-    expression.
-    """
+    """Return the string's regular expression, which excludes marks; None if there is none."""
     pattern = schema.get("pattern")
     if pattern is not None:
         is_whole = isinstance(pattern, str) and _WHOLE.fullmatch(pattern) is not None
@@ -215,12 +211,11 @@ def with_commas(parts: Sequence[Part], comma: str = ", ") -> JsonObject:
 
 
 def _some_of(alone: Sequence[Any], before: Sequence[Any]) -> Any:
-    """Match one or more parts, each given alone and before another: either some or none of the
-    first block and then some of the others, or some of the first block alone.
+    """Match one or more parts, each given alone and before another: some of the first block, or any
+    of the first block and then some of the others.
 
-    A part occurs twice on each level of blocks: at most five times, because a constraint's bytes
-    bound the number of parts. With one way for each possible first part, the size would grow with
-    the square of that number.
+    A part occurs at most once per level of blocks, and once alone, so the size does not grow with
+    the square of their number.
     """
     if len(alone) == 1:
         return alone[0]

@@ -32,7 +32,7 @@ from penstock_router.text.structural_tag_builder import (
 _MAX_DEPTH = 8
 # Deeper lists without a schema are JSON.
 _MAX_LISTS = 2
-# Keywords with which a list or an object can be written element by element.
+# Keywords that let a list or an object be written element by element.
 _NOTES = frozenset({"title", "description", "default", "examples"})
 _OF_LISTS = _NOTES | {"type", "items"}
 _OF_OBJECTS = _NOTES | {"type", "properties", "required", "additionalProperties"}
@@ -52,7 +52,9 @@ class Notation(ABC):
         """Match the strings that an argument may be."""
 
     def key(self, name: str) -> str | None:
-        """Return a member's name and the text after it; None: such objects are written as JSON."""
+        """Return a member's name and the text after it; None: objects with it are written as
+        JSON.
+        """
         return None
 
     def value(self, tool: Tool, argument: Argument, rule: CallRule, depth: int = 0) -> Any:

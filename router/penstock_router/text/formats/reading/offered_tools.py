@@ -1,6 +1,6 @@
-"""Finds a request's tools by name, with facts about their arguments, for readers of answers.
+"""Finds a request's tools by name, and facts about their arguments.
 
-Each tool's schema is read only once, at the tool's first call.
+Each tool's schema is read once, at the tool's first call.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
 
 _QUOTES = ("'", '"')
-# Longer names are not looked for at a value's possible end.
+# Longer names are not searched for.
 _MAX_NAME_CHARS = 256
-# Only names of these characters are searched for: characters that begin or end tags are excluded.
+# Names that are searched for have no characters that begin or end tags.
 _NAME = re.compile(r"[^<>\n\ud800]*")
 
 
 class KnownArguments:
-    """The arguments of a tool, as its schema describes them."""
+    """A tool's arguments, as its schema describes them."""
 
     def __init__(self, parameters: JsonObject | None) -> None:
         self.root: JsonObject = parameters or {}
@@ -39,7 +39,7 @@ class KnownArguments:
 
     @cached_property
     def only_text(self) -> str | None:
-        """The only string argument of a function that takes, or requires, just one argument."""
+        """The argument of a function that takes, or requires, only one, if it is a string."""
         names = list(self.root.get("required") or ()) or list(self.root.get("properties") or ())
         return names[0] if len(names) == 1 and self.kinds(names[0]) == STRING else None
 
@@ -56,7 +56,7 @@ class OfferedTools(tuple[Tool, ...]):
         self._known: dict[str, KnownArguments] = {}
 
     def arguments(self, name: str) -> KnownArguments:
-        """Return the arguments of the tool of this name; none are known for unknown tools."""
+        """Return a tool's known arguments; an unknown tool has none."""
         if name not in self._known:
             if name not in self.by_name:
                 return _NONE
@@ -64,9 +64,7 @@ class OfferedTools(tuple[Tool, ...]):
         return self._known[name]
 
     def split(self, text: str) -> tuple[str, str] | None:
-        """Split a text into the longest possible name of a tool, and the name of one of its
-        arguments.
-        """
+        """Split a text into the longest possible tool name, and the name of an argument."""
         for length in range(min(len(text), self.longest_name_chars), 0, -1):
             name, key = text[:length], text[length:].strip()
             if name in self.by_name and key in self.arguments(name).names:
@@ -80,9 +78,9 @@ def offered(tools: Sequence[Tool]) -> OfferedTools:
 
 
 class AwaitedNames:
-    """The names of a call's arguments that were not read yet.
+    """Names of a call's arguments that were not read yet.
 
-    The cost of a search for them does not depend on their number.
+    A search costs the same for any number of names.
     """
 
     def __init__(self, known: KnownArguments = _NONE) -> None:
@@ -95,8 +93,8 @@ class AwaitedNames:
             self._came.add(name)
 
     def stand_at(self, text: str, at: int, behind: str, *, quoted: bool) -> bool | None:
-        """Tell whether a name is at `at`, followed by `behind`, which begins with a character that
-        no name has; None if the text does not show it yet. With `quoted`, the name may have quotes.
+        """Tell whether a name and then `behind` stand at `at`; None if it is undecided yet. With
+        `quoted`, the name may have quotes. `behind` begins with a character that no name has.
         """
         if len(self._came) == len(self._known.names):
             return False

@@ -1,7 +1,7 @@
-"""Reads tool calls written as in Python, `f(a=1, b="x")`, for several families.
+"""Reads tool calls written as in Python, `f(a=1, b="x")`.
 
-Values are shown as JSON while they arrive. A call is shown as soon as its first value has begun. If
-the model wrote its end mark, unfinished parts are closed.
+Values are shown as JSON while they arrive, and a call once its first value has begun. Unfinished
+parts are closed if the model wrote its end mark.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from penstock_router.text.structural_tag_builder import json_format, regex, tag
 _IDENTIFIER = re.compile(r"\w*")
 # A string between single quotes.
 _QUOTED = r"'([^'\\\x00-\x1f]|\\[\\'\"nrtbf/]|\\u[0-9a-fA-F]{4})*'"
-# The whitespace after a bracket that is searched for the next character.
+# Maximum whitespace searched for the character after a bracket.
 _MAX_SPACE = 32
 # Llama 3.1 adds this to the names of built-in tools.
 BUILTIN = ".call"
@@ -98,13 +98,13 @@ def quoted(text: str) -> str:
 
 
 class PythonCallParser(LiteralParser, JsonCallParser):
-    """Reads tool calls and lists of them; between marks also JSON tool calls."""
+    """Reads Python calls and lists of calls; between marks also JSON calls."""
 
     # A suffix that marks a name as a function's, even if the function is unknown.
     _suffix = ""
 
     def _marked_calls(self) -> Reading[None]:
-        """Read all tool calls after a mark, in brackets or not, in Python or JSON, and their end
+        """Read all calls after a mark, in Python or JSON, perhaps in brackets, and their end
         marks.
         """
         first = yield from self._space()
@@ -192,8 +192,8 @@ class PythonCallParser(LiteralParser, JsonCallParser):
         self._take(self._at + 1)
 
     def _argument(self, seen: set[str]) -> Reading[None]:
-        """Read `key=value`. The value's beginning shows the key, and the first value's also the
-        call.
+        """Read `key=value`. The key is shown with its value's beginning, and the call with the
+        first key.
         """
         key = yield from self._run(_IDENTIFIER)
         if not is_identifier(key) or key in seen:
@@ -221,10 +221,10 @@ class PythonCallParser(LiteralParser, JsonCallParser):
 
 
 class MarkedPythonParser(PythonCallParser):
-    """Reads tool calls between two marks of the format's own.
+    """Reads tool calls between the format's two marks.
 
-    An end mark is dropped if it is a token and no tool calls precede it. If the model repeats the
-    calls' text with the end mark, the repetition is dropped too.
+    An end mark that is a token is dropped even without calls before it. If the model repeats the
+    calls' text and the end mark, the repetition is dropped too.
     """
 
     def __init__(

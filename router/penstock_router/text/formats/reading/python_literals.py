@@ -1,13 +1,12 @@
 """Shows a Python literal as JSON while it arrives.
 
 Reads strings, numbers, None, True, False, lists, tuples and dictionaries, and JSON's null, true and
-false. The reader is lenient: a string may contain line breaks, and quotes of its own kind if no
-part of a call follows them; `\\/` in a string is `/`, as in JSON; an integer may begin with zeros.
-Words without quotes are not values. Work is linear. Only one word or escape, or the text after a
-quote, is held.
+false. The reader is lenient: a string may have line breaks, and its own quotes if no part of a call
+follows them; `\\/` in a string is `/`, as in JSON; an integer may begin with zeros. Bare words are
+not values. Work is linear. Only one word or escape, or the text after a quote, is held.
 
-Python's own parser is not lenient, needs the whole text, and takes two seconds and half a GB for a
-list of 1 MB.
+Python's own parser is not lenient, needs the whole text, and takes 2 s and 500 MB for a list of 1
+MB.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from penstock_router.text.formats.reading.reader import (
 )
 from penstock_router.text.marks import NO_MARKS, TOKEN, Marks, plain
 
-# ASCII only: Python's int and float would take the digits of any script.
+# ASCII only: Python's int and float take digits of any script.
 _WORD = re.compile(r"[\w.+\-]*", re.ASCII)
 _JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _NUMBER_BEGUN = re.compile(r"[+-]?\.?([0-9]|$)")
@@ -43,8 +42,8 @@ _ORDINARY = {
     "'": re.compile(rf"[^'\\{TOKEN}]+"),
 }
 _BRACKETS = re.compile(r"[)}\];, \t\r\n]*")
-# The characters after a backslash that begin an escape by number or name; and a pattern of such an
-# escape or its beginning.
+# Characters that begin a numeric or named escape after a backslash; a pattern of these escapes and
+# their beginnings.
 _CODES = "01234567xuUN"
 _HEX = "[0-9a-fA-F]"
 _ESCAPE = re.compile(
@@ -53,17 +52,16 @@ _ESCAPE = re.compile(
 _MEANINGFUL = frozenset("\n\\'\"abfnrtv" + _CODES)
 # No reader accepts a longer number.
 _MAX_WORD = 400
-# Real values are less deep. The bound exists because each level costs time with every piece of
-# text.
+# Real values are less deep. Each level costs time with every piece of text.
 _MAX_NESTING = 100
-# Maximum of characters that are examined after a quote.
+# Maximum characters examined after a quote.
 _MAX_AHEAD = 32
-# The beginnings of an element of a list or dictionary, of an argument, and of a call.
+# Beginnings of an element of a list or dictionary, of an argument, and of a call.
 _ELEMENT = re.compile(r"[rRuU]?[\"']|[\[({+\-.0-9]|None|True|False|null|true|false")
 ARGUMENT_BEGUN = re.compile(r"\w+\s*=[^=]")
 CALL_BEGUN = re.compile(r"[A-Za-z_][\w.\-]*\(")
 
-# Made once: `json.dumps` makes an encoder for each call with settings.
+# `json.dumps` with settings would make an encoder for each call.
 _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 _NUMBER_READERS = (functools.partial(int, base=0), functools.partial(int, base=10), float)
 
@@ -73,19 +71,18 @@ class UnreadableWord(Misfit):
 
 
 class LiteralParser(CallParser):
-    # Marks with which the model ends a tool call, even an incomplete one.
+    # Marks that end a tool call, even an incomplete one.
     _ends: tuple[str, ...] = ()
     # The characters that may separate a key and its value.
     _separators = ":"
 
     def __init__(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> None:
         super().__init__(tools, marks)
-        # The missing closing brackets (the next bracket is last), and for each the pattern of its
-        # elements' beginning.
+        # Missing closing brackets (the next is last), each with the pattern of its elements'
+        # beginning.
         self._closers: list[str] = []
         self._elements_begin: list[re.Pattern[str]] = []
-        # The name of a call that is not shown yet, and the text to show as soon as the next value
-        # has begun.
+        # The name of a call that is not shown yet, and the text to show once the next value begins.
         self._announced = ""
         self._before = ""
         # The text that completes the innermost value; "" if it is complete.
@@ -126,7 +123,7 @@ class LiteralParser(CallParser):
         self._end_call()
 
     def _is_end_behind_brackets(self) -> Reading[bool]:
-        """Consume brackets and commas, if any; return true if an end mark is next."""
+        """Consume brackets and commas; return true if an end mark is next."""
         yield from self._run(_BRACKETS)
         return bool(self._ends) and (yield from self._ahead(*self._ends)) is not None
 
@@ -212,7 +209,7 @@ class LiteralParser(CallParser):
                 raise Misfit
 
     def _colon(self) -> None:
-        """Consume the character after a key, which may not be shown yet."""
+        """Consume the character after a key; the key may not be shown yet."""
         if self._before:
             self._before += ": "
             self._take(self._at + 1)
@@ -327,16 +324,14 @@ class LiteralParser(CallParser):
             if len(behind) == _MAX_AHEAD:
                 return True
             if self._over and self._was_cut:
-                # The text does not show it.
+                # This is unknown, because the text was cut off.
                 self._at = len(self._text)
             elif self._over:
                 return True
             yield from self._more()
 
     def _judge(self, behind: str, quote: str, *, is_key: bool) -> bool | None:
-        """Tell whether the text after a quote shows that the quote ends its string; None: too
-        little text.
-        """
+        """Tell whether a quote ends its string, by the text after it; None: too little text."""
         rest = behind.lstrip(SPACE)
         if not rest:
             return None
@@ -354,9 +349,9 @@ class LiteralParser(CallParser):
         return self._at_end(rest)
 
     def _behind_brackets(self, rest: str) -> tuple[str, int, bool]:
-        """Return the text after closing brackets, the number of brackets still open there, and
-        whether there were too few or too many. Excess brackets count only if other brackets are
-        damaged, or if only they show that the call ends here.
+        """Return the text after closing brackets, the number of brackets still open, and whether
+        brackets were missing or in excess. Excess brackets count only if others are damaged, or if
+        only they show the call's end.
         """
         open_, is_damaged = len(self._closers), False
         counts_more = bool(self._ends) and not self._may_follow("")
@@ -399,8 +394,8 @@ class LiteralParser(CallParser):
         return True
 
     def _say(self, text: str) -> None:
-        # This works on any part of a string: JSON's escapes do not depend on their neighbours. Half
-        # of a surrogate pair stays an escape.
+        # Any part of a string works, because JSON's escapes do not depend on neighbours. Half of a
+        # surrogate pair stays an escape.
         encode = json.dumps if "\ud800" <= text <= "\udfff" else _ENCODE
         self._arguments(encode(text)[1:-1])
 

@@ -1,12 +1,12 @@
 """The base class of all readers of tool calls.
 
-A reader takes an answer's text in pieces. It is a generator that consumes character by character
-and yields for more, so that cuts in the text do not change the result. Consumed text is either
-shown or held. Held text is dropped when it proves to be syntax of a tool call. Otherwise it becomes
-content. So no text is lost, and no text raises an error.
+A reader is a generator that consumes text character by character and yields for more, so that cuts
+in the text do not change the result. Consumed text is shown or held. Held text is dropped if it
+proves to be syntax of a tool call; otherwise it becomes content. So no text is lost or raises an
+error.
 
 Readers name marks as the family writes them. The base class knows which marks count only as tokens
-of the model's tokenizer (`Marks`).
+(`Marks`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from penstock_router.text.marks import NO_MARKS, Marks, plain
 from penstock_router.text.stop_strings import beginning
 
 T = TypeVar("T")
-# A step of a reader: it yields while it waits for more text, and returns the result.
+# A step of a reader: yields while it waits for text, and returns the result.
 Reading: TypeAlias = Generator[None, None, T]
 
 SPACE = " \t\r\n"
 _SPACES = re.compile(r"[ \t\r\n]*")
-# The characters of tools' names, and of texts that models write in their place.
+# Characters of tools' names, and of texts that models write instead.
 _NAME = re.compile(r"[\w.\-/:]*")
 
 
@@ -42,7 +42,7 @@ class TextOver(Exception):
 
 
 class CallParser(ABC):
-    """Base of all readers. A family defines `_read`, which is started again when it ends."""
+    """Base of all readers. A family defines `_read`, which runs again when it ends."""
 
     def __init__(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> None:
         self._offered = offered(tools)
@@ -50,7 +50,7 @@ class CallParser(ABC):
         self._marks = marks
         # True after a mark of the format's own: then any name may be a tool's.
         self._is_marked = True
-        # True if the latest tool call is unfinished; and true if the text was cut off.
+        # True if the latest tool call is unfinished.
         self.is_open = False
         self._was_cut = False
         # Text from `_at` on is not consumed yet: at most the possible beginning of a mark.
@@ -59,7 +59,7 @@ class CallParser(ABC):
         self._over = False
         # Consumed text, neither shown nor dropped yet.
         self._held: list[str] = []
-        # True if the held text follows a tool call and may be syntax between or after calls.
+        # True if held text may be syntax between or after tool calls.
         self._fits = False
         self._pieces: list[Piece] = []
         self._calls = 0
@@ -104,7 +104,7 @@ class CallParser(ABC):
             self._pieces.append(Piece(PieceKind.CONTENT, plain(text)))
 
     def _call(self, name: str, arguments: str = "") -> None:
-        """Show a tool call's beginning, with its arguments if known. Drop held text, its syntax."""
+        """Show a tool call's beginning, with its arguments if known; drop its held syntax."""
         self._drop()
         self._fits = True
         self.is_open = not arguments
@@ -119,22 +119,22 @@ class CallParser(ABC):
             self._pieces.append(Piece(PieceKind.ARGUMENTS, plain(text), self._calls - 1))
 
     def _end_call(self) -> None:
-        """End the latest tool call. Drop the held text, which was syntax of the call."""
+        """End the latest tool call, and drop its held syntax."""
         self._drop()
         self.is_open = False
 
     def _is_callable(self, name: object) -> bool:
-        """Tell whether a tool call may have this name: after a mark any name, otherwise a name of
-        the request's tools.
+        """Tell whether a call may have this name: after a mark any name, otherwise only a
+        tool's.
         """
         return name in self._tools or (self._is_marked and isinstance(name, str) and name != "")
 
     def _drop(self) -> None:
-        """Drop the held text, which was syntax of a tool call."""
+        """Drop held text, which was a tool call's syntax."""
         self._held = []
 
     def _give_back(self) -> None:
-        """Show the held text as content, because it was not syntax of a tool call."""
+        """Show held text as content, because it was not a tool call's syntax."""
         self._content("".join(self._held))
         self._held = []
 
@@ -152,7 +152,7 @@ class CallParser(ABC):
             self._at = end
 
     def _peek(self) -> Reading[str]:
-        """Return the next character, not consumed."""
+        """Return the next character without consuming it."""
         while self._at == len(self._text):
             yield from self._more()
         return self._text[self._at]
@@ -170,7 +170,7 @@ class CallParser(ABC):
             yield from self._more()
 
     def _space(self) -> Reading[str]:
-        """Consume whitespace, if any; return the next character, not consumed."""
+        """Consume whitespace; return the next character without consuming it."""
         yield from self._run(_SPACES)
         return self._text[self._at]
 
@@ -179,14 +179,14 @@ class CallParser(ABC):
         return (yield from self._run(_NAME))
 
     def _any_of(self, *literals: str) -> Reading[str | None]:
-        """Consume the first of the literals that fits the next text; None if none fits."""
+        """Consume the first literal that fits the next text; None if none fits."""
         found = yield from self._ahead(*literals)
         if found is not None:
             self._take(self._at + len(self._marks.spelled(found)))
         return found
 
     def _ahead(self, *literals: str) -> Reading[str | None]:
-        """Return the first of the literals that fits the next text; nothing is consumed."""
+        """Return the first literal that fits the next text, without consuming it."""
         while True:
             possible = False
             for literal in literals:
@@ -223,15 +223,12 @@ class CallParser(ABC):
             yield from self._more()
 
     def _begin(self, *marks: str) -> Reading[str]:
-        """Show content up to a mark that begins tool calls. A repeated mark has no effect.
-
-        Consumes whitespace after it; returns the next character, not consumed.
-        """
+        """Show content up to a mark that begins tool calls; then return as `_again`."""
         yield from self._until(*marks)
         return (yield from self._again(*marks))
 
     def _again(self, *marks: str) -> Reading[str]:
-        """Consume whitespace and repeated marks; return the next character, not consumed."""
+        """Consume whitespace and repeated marks; return the next character without consuming it."""
         while True:
             first = yield from self._space()
             if (yield from self._any_of(*marks)) is None:

@@ -1,8 +1,8 @@
-"""Reads tool calls with tags around each argument, for all families that write such calls.
+"""Reads tool calls with tags around each argument.
 
 Strings have no quotes or escapes, so the tool's schema decides a value's type (`argument_kinds`). A
-tag ends a value only if the rest of a call follows. Otherwise the tag is text, perhaps of a
-program. Arguments are shown as JSON while they arrive.
+tag ends a value only if the rest of a call follows; otherwise it is text, perhaps of a program.
+Arguments are shown as JSON while they arrive.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _KEY = re.compile(r"[^<>\n\ud800]*")
 _NAME = re.compile(r"[\w.\-/:]*\w[\w.\-/:]*")
 _BRACKETS = re.compile(r"[}\] \t\r\n]*")
 _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
-# Maximum of whitespace after a tag that is searched for the next text.
+# Maximum whitespace searched for the text after a tag.
 _MAX_SPACE = 64
 # Words and numbers that are not strings are shorter than this.
 _MAX_SCALAR = 48
@@ -68,8 +68,6 @@ _LONG: Kinds = frozenset({"object", "array"})
 
 @dataclass(frozen=True, kw_only=True)
 class TaggedFormat(CallFormat):
-    """A family whose tool calls are written with `tags`."""
-
     writes_plain_strings = True
 
     name: str
@@ -81,7 +79,7 @@ class TaggedFormat(CallFormat):
     others: tuple[Tags, ...] = ()
     # Texts within tags that are tokens.
     token_parts: tuple[str, ...] = ()
-    # A template of the family has all texts in `signs`, and none in `strange`.
+    # A template of the family has all `signs`, and no `strange` text.
     signs: tuple[str, ...]
     strange: tuple[str, ...] = field(default=())
 
@@ -106,7 +104,6 @@ class TaggedFormat(CallFormat):
         return TaggedCallParser((self.tags, *self.others), tools, marks)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Match tool calls as the family writes them, arguments in the schema's order."""
         wrap, inside = self.tags.wrap, self.spaces.inside
         around = (f"{wrap[0]}{inside}", f"{inside}{wrap[1]}") if wrap[0] else ("", "")
         between = self.spaces.between
@@ -165,10 +162,8 @@ def _each(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 class TaggedCallParser(CallParser):
-    """Reads tool calls whose arguments have tags of their own.
-
-    Tolerates missing tags around a tool call or at its end, a repeated end, names with any or no
-    quotes, a missing `>`, and a missing end of an argument before the tool's next argument.
+    """Tolerates missing tags around a call or at its end, repeated ends, names with any or no
+    quotes, a missing `>`, and a missing end of an argument before the next one.
     """
 
     def __init__(self, tags: Sequence[Tags], tools: Sequence[Tool], marks: Marks) -> None:
@@ -181,15 +176,14 @@ class TaggedCallParser(CallParser):
         self._argument_begins = _each(bare(each.argument[0]) for each in tags)
         self._argument_ends = _each(each.argument[2] for each in tags)
         self._ends = (*self._function_ends, *self._block_ends)
-        # Texts that may end a value. Ends of arguments are consumed with the value, other texts are
-        # not.
+        # Texts that may end a value; only ends of arguments are consumed with it.
         self._value_ends = (*self._argument_ends, *self._ends, *self._argument_begins)
         padding = self._tags.padding
         self._by_spelling = {marks.spelled(end): end for end in self._value_ends}
         padded = {padding + spelled: end for spelled, end in self._by_spelling.items()}
         self._look_for(padded | self._by_spelling if padding else self._by_spelling)
-        # Marks that are tokens. If other tokens spell a mark, the mark and the text after it are
-        # text.
+        # Marks that are tokens. If other tokens spell a mark, it is text, and so is the text after
+        # it.
         self._spelled_out = tuple(marks.tokens.values())
         # The end of the shown content, while it may matter.
         self._shown = ""
@@ -237,9 +231,7 @@ class TaggedCallParser(CallParser):
             self._shown = plain(self._shown + text)[-_MAX_SPACE:]
 
     def _goes_on(self) -> Reading[bool]:
-        """Consume the ends after a tool call; return true if another call follows in the same
-        block.
-        """
+        """Consume the ends after a tool call; return true if its block has another call."""
         while True:
             yield from self._after_call()
             found = yield from self._any_of(*self._function_begins, *self._ends)
@@ -260,7 +252,7 @@ class TaggedCallParser(CallParser):
         yield from self._one_call(name)
 
     def _one_call(self, name: str) -> Reading[None]:
-        """Read the arguments of a tool call, whose name is read, and its end."""
+        """Read the arguments and the end of a tool call, after its name."""
         if not self._is_callable(name):
             raise Misfit
         known = self._offered.arguments(name)
@@ -285,7 +277,7 @@ class TaggedCallParser(CallParser):
     def _show_argument(
         self, function: str, key: str, kinds: Kinds, *, is_first: bool
     ) -> Reading[None]:
-        """Show an argument, whose name is read. Before the first argument, show the tool call."""
+        """Show an argument after its name; before the first one, show the tool call."""
         if is_first:
             self._call(function)
         self._drop()
@@ -293,12 +285,12 @@ class TaggedCallParser(CallParser):
         yield from self._argument_value(kinds)
 
     def _kinds(self, known: KnownArguments, key: str) -> Kinds:
-        """Return the types of an argument that the answer itself does not type."""
+        """Return the types of an argument if the answer does not give them."""
         return known.kinds(key)
 
     def _end_by_answer(self, name: str, *, begun: bool) -> None:
-        """End the answer. The tool call also ends if the model ended the answer after a whole
-        argument, or after the name of a known function.
+        """End the answer. End the tool call too if the model ended its answer after a whole
+        argument, or after a known function's name.
         """
         if self._was_cut or (begun and not self._fits):
             return
@@ -315,9 +307,8 @@ class TaggedCallParser(CallParser):
         return self._names_argument or (rest != "" and any(b.startswith(rest) for b in begins))
 
     def _argument(self) -> Reading[tuple[str, Kinds | None] | None]:
-        """Consume all up to an argument's value; return its name and, if the answer types it, its
-        kinds. None: the tool call has ended. The call's end is consumed, unless it is the beginning
-        of another call.
+        """Consume all up to an argument's value; return its name and, if the answer gives them, its
+        kinds. Return None at the call's end, which is consumed unless it begins another call.
         """
         while True:
             yield from self._space()
@@ -340,8 +331,8 @@ class TaggedCallParser(CallParser):
         return name, None
 
     def _name_in_tag(self, behind: str, instead: Sequence[str]) -> Reading[str]:
-        """Consume a name and the text after it, which may be missing before a line break or one of
-        the other texts. Quotes around the name are dropped.
+        """Consume a name, without its quotes, and the text after it, which may be missing before a
+        line break or a text in `instead`.
         """
         name = yield from self._run(_KEY)
         if (yield from self._any_of(behind.lstrip('"'))) is None:
@@ -427,7 +418,7 @@ class TaggedCallParser(CallParser):
             self._at += 1
 
     def _part(self) -> Reading[str | None]:
-        """Return the next part of a value that is text; None at its end, which is consumed."""
+        """Return the next part of a text value; None at its end, which is consumed."""
         ends = self._padded_ends
         while True:
             found = self._end_pattern.search(self._text, self._at)
@@ -439,8 +430,8 @@ class TaggedCallParser(CallParser):
                 text = found.group()
                 break
             if self._over and end < len(self._text):
-                # If the model ended its answer here, the beginning of an end is part of the value.
-                # If cut off, its meaning is unknown.
+                # If the model ended its answer, the beginning of an end belongs to the value. If
+                # the answer was cut off, its meaning is unknown.
                 part, self._at = self._text[self._at :], len(self._text)
                 if not self._was_cut:
                     return part
@@ -472,7 +463,7 @@ class TaggedCallParser(CallParser):
         return (yield from self._follows(size, begins))
 
     def _names_behind_argument(self) -> AwaitedNames | None:
-        """The names that may follow an argument's end without a tag before them."""
+        """Names that may follow an argument's end without a tag."""
         return None
 
     def _follows(
@@ -501,7 +492,6 @@ class TaggedCallParser(CallParser):
             yield from self._more()
 
     def _is_name_at(self, at: int, names: AwaitedNames, *, quoted: bool) -> bool | None:
-        """Tell whether one of the names stands there, with the text that follows names."""
         behind = self._marks.spelled(self._tags.argument[1].lstrip('"'))
         return names.stand_at(self._text, at, behind, quoted=quoted)
 

@@ -16,7 +16,7 @@ from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable
 
 @dataclass(frozen=True, kw_only=True)
 class Spaces:
-    """The whitespace that a family writes between tags, for constraints."""
+    """Whitespace that a family writes between tags, for constraints."""
 
     # After the begin mark of tool calls, and before their end mark.
     inside: str = "\n"
@@ -34,7 +34,7 @@ class Spaces:
 
 @dataclass(frozen=True, kw_only=True)
 class Tags:
-    """A family's way to write a tool call: the texts around names and values."""
+    """The texts that a family writes around names and values."""
 
     # Around each tool call or, with `is_one_block`, around all calls; "": no text.
     wrap: tuple[str, str]
@@ -43,9 +43,9 @@ class Tags:
     function: tuple[str, str, str]
     # Before an argument's name, after it, and at the argument's end.
     argument: tuple[str, str, str]
-    # Before an argument's value; "" if no text but the one after the name precedes the value.
+    # Before an argument's value; "" if the value directly follows the text after the name.
     value: str = ""
-    # The whitespace around values that is not part of them.
+    # Whitespace around values that is not part of them.
     padding: str = ""
 
     @property
@@ -56,9 +56,7 @@ class Tags:
 
 
 def bare(begin: str) -> str:
-    """Return the text before a name without its quote, because models forget quotes or use other
-    quotes.
-    """
+    """Remove the quote from the text before a name, because models forget or change quotes."""
     return begin.rstrip('"')
 
 
@@ -83,7 +81,6 @@ def rendered_spaces(template: str, tags: Tags, spaces: Spaces) -> Spaces:
 
 
 def are_rendered(template: str, tags: Tags) -> bool:
-    """Tell whether the template writes tool calls with these tags."""
     return _pattern(tags).search(rendered_calls(template)) is not None
 
 
@@ -116,7 +113,6 @@ def _argument(tags: Tags, key: str, value: str) -> str:
 
 
 def is_python_rendered(template: str) -> bool:
-    """Tell whether the template writes values as Python literals."""
     return re.search(r"\bTrue\b", rendered_calls(template, {"probe_left": True})) is not None
 
 

@@ -28,9 +28,9 @@ from penstock_router.text.structural_tag_builder import either, json_format, tag
 
 _MARK = "｜DSML｜"
 # A parameter's name, and whether its value is a string. Whitespace matches only from its beginning,
-# or a long run would be tried from each place.
+# for linear time.
 _NAMED = re.compile(r"""(.*?)(?:["']|(?<!\s))\s+string\s*=\s*["']?(true|false)["']?\s*""")
-# Arguments that may hold an object of all arguments, if the function has no argument of this name.
+# Arguments that may hold an object of all arguments, unless the function has this argument.
 _ALL = ("arguments", "input")
 
 
@@ -44,7 +44,7 @@ def _tags(wrapper: str, space: str = "") -> Tags:
     )
 
 
-# The tags of all versions. The first tags are written unless a template shows other tags.
+# Tags of all versions. The first are written unless a template shows others.
 _VERSIONS = (_tags("tool_calls"), _tags("function_calls"), _tags("calls", " "))
 _ERRORS = (_tags("toolcalls"), _tags("tool"), _tags("calls"), _tags("tool_calls", " "))
 
@@ -110,7 +110,6 @@ class _DsmlParser(TaggedCallParser):
         return name, None
 
     def _kinds(self, known: KnownArguments, key: str) -> Kinds:
-        """Return the kinds in the schema, if it describes the argument; otherwise all kinds."""
         return super()._kinds(known, key) if key in known.names else ANY
 
     def _show_argument(

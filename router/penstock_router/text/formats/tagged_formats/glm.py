@@ -1,6 +1,6 @@
 """GLM 4.5 and later, Laguna, Spark 2.5, Ling 3: pairs of tags within `<tool_call>`.
 
-These models differ in the whitespace between tags, which their templates show.
+The whitespace between tags differs; templates show it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""HY3, HY4: pairs of tags, a mark after the name, and a suffix in all of them."""
+"""HY3 and HY4: pairs of tags, and a mark after the name, all with a suffix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ _SUFFIX = re.compile(r"<tool_calls(:[\w.-]+)?>\s*<tool_call(?(1)\1)>")
 
 class _HunyuanFormat(KeyedFormat):
     def for_template(self, template: str) -> CallFormat:
-        """Return the format with the suffix and the whitespace that the template writes."""
         found = _SUFFIX.search(rendered_calls(template))
         suffix = (found and found.group(1)) or ""
         return replace(self, tags=_tags(suffix))._spaced(template)
@@ -44,6 +43,6 @@ HUNYUAN = _HunyuanFormat(
     name="hy_v3",
     tags=_tags(""),
     spaces=Spaces(key="\n"),
-    # A template may not contain the whole marks, because it adds the suffix when it writes them.
+    # A template may lack whole marks, because it adds the suffix when it writes them.
     signs=("<tool_calls", "<tool_sep", "<arg_key"),
 )

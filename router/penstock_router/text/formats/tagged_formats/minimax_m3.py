@@ -58,7 +58,7 @@ _UNKNOWN: Kinds = ANY - {"null"}
 @dataclass(frozen=True, kw_only=True)
 class MiniMaxM3Format(TaggedFormat):
     """Tool calls of nested elements. In constraints, objects and lists are JSON if their schema
-    does not describe their content, or has more than elements can obey.
+    does not describe their content, or if elements cannot enforce it.
     """
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
@@ -80,7 +80,7 @@ def _tags(argument_end: str) -> Tags:
     )
 
 
-# An element's end has its name, which the reader handles itself.
+# The reader itself handles ends of elements, which have names.
 _READ = _tags("")
 MINIMAX_M3 = MiniMaxM3Format(
     name="minimax_m3",
@@ -92,7 +92,7 @@ MINIMAX_M3 = MiniMaxM3Format(
 
 
 class _ElementFormats:
-    """Makes the formats of nested elements from the schema of an argument."""
+    """Makes formats of nested elements from an argument's schema."""
 
     def __init__(self, tool: Tool, whole: Argument, rule: CallRule) -> None:
         self._tool, self._whole, self._rule = tool, whole, rule

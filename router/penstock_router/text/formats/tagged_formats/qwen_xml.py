@@ -23,7 +23,6 @@ QWEN_XML = TaggedFormat(
 
 class _MimoFormat(TaggedFormat):
     def is_of(self, template: str) -> bool:
-        """Tell whether the template has the signs, and no line breaks around values."""
         return super().is_of(template) and are_rendered(template, self.tags)
 
 

@@ -1,6 +1,4 @@
-"""Seed-OSS: the tags of Qwen3-Coder without line breaks around values, and its own tag around
-calls.
-"""
+"""Seed-OSS: Qwen3-Coder's tags in a tag of its own, without line breaks around values."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Step 3: its own tags within marks. Each tool call has a pair of marks, and so have all calls
-together.
-"""
+"""Step 3: tags within marks, a pair for each tool call and a pair for all."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ _INVOKE, _INVOKE_END = '<steptml:invoke name="', "</steptml:invoke>"
 
 @dataclass(frozen=True, kw_only=True)
 class Step3Format(TaggedFormat):
-    """The marks of a tool call are read apart from its tags: either may be missing."""
+    """Reads a tool call's marks apart from its tags, because either may be missing."""
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
         return TaggedCallParser(_READ, tools, marks)
