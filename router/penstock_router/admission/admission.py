@@ -139,10 +139,10 @@ class QueuePace:
 
 @dataclass(eq=False, slots=True)
 class _Account(Share):
-    """What a key holds, or all keys together: sequences, and prompt tokens that wait for places."""
+    """Sequences, and prompt tokens that wait for places, of a key or of all keys together."""
 
     key: str = ""
-    # Sequences, and prompt tokens that wait for places, of a key or of all keys together.
+    # True if the key has bounds of its own.
     is_bounded: bool = False
     queued: int = 0
     queued_tokens: int = 0
@@ -203,7 +203,9 @@ class Ticket(Waiting):
 
 
 def _latest(account: _Account, amount: _Amount, excess: int) -> list[Ticket]:
-    """Return the account's latest queued requests that together hold at least `excess`."""
+    """Return the account's latest queued requests that together hold at least `excess` of the
+    amount.
+    """
     found: list[Ticket] = []
     for ticket in reversed(account.tickets):
         if excess <= 0:
@@ -215,7 +217,7 @@ def _latest(account: _Account, amount: _Amount, excess: int) -> list[Ticket]:
 
 
 class Admission:
-    """Return the account's latest queued requests that together hold at least `excess` of `amount`."""
+    """The places of one worker, and the queue for them."""
 
     def __init__(self, config: RouterConfig, metrics: Metrics) -> None:
         self._config = config
