@@ -1,10 +1,10 @@
 """Chooses where a body is parsed and its text worked on: here, in a thread, or in a text process.
 
 The body's length and its number of values decide, before it is parsed. Some work holds the
-interpreter lock, and with it the event loop, in any thread: building megabytes of objects or a list
-of 300,000 ids, rendering a thousand messages, writing a constraint of a hundred arguments. A long
-body is parsed in a text process. This process gets only the body's ids, in one block of memory, and
-texts that the answer shows. A text process also reads long stored responses.
+interpreter lock, and blocks the event loop, in any thread: building megabytes of objects or a list
+of 300,000 ids, rendering a thousand messages, writing a constraint of a hundred arguments. So a
+text process parses long bodies, and reads long stored responses. This process gets only a body's
+ids, in one block of memory, and texts that the answer shows.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from penstock_router.text.answer_constraint import tools_held_to
 from penstock_router.text.prompts import PreparedPrompts, TextModel, takes_no_images
 from penstock_router.thread_pool import Threads
 
-# Up to this length a body's text is worked on here, in less than half a millisecond: tokenizing
-# takes about 0.15 us a character, and passing it to a thread may cost as much.
+# Texts of shorter bodies are worked on here, in less than half a millisecond: tokenizing takes
+# about 0.15 us a character, and passing it to a thread may cost as much.
 SHORT_BYTES = 2 * 1024
 # Longer bodies go to a text process. JSON of this length is parsed in at most 0.4 ms. A thread
 # tokenizes it in 2.5 ms without the interpreter lock, but competes with the event loop for the CPU.
-# A text process has lower priority than the loop; a round trip costs 0.5 ms.
+# A text process has lower priority; a round trip costs 0.5 ms.
 LONG_BYTES = 16 * 1024
 # A body with more values is also long: Python takes up to 10 us for each value.
 MANY_VALUES = 256
-# A body with enforced tools and more values is also long: a constraint may repeat each value.
+# The same for a body with enforced tools: their constraint may repeat each value.
 MANY_ENFORCED_VALUES = 64
 # The number of connections with long bodies that are read in one turn of the event loop. Each gives
 # about 256 kB, which takes a fifth of a millisecond.
 _CONNECTIONS_A_TURN = 4
-# Maximum of bodies that wait for text processes or are in them. Their memory has its own bound.
+# Maximum of bodies in text processes or waiting for them. Their memory has its own bound.
 MAX_BODIES = 2048
 
 
@@ -57,7 +57,7 @@ class Incoming:
     """A body as it arrives, in pieces: joining a long body takes milliseconds."""
 
     def __init__(self, client: str, memory: Holding, queue: Holding, metrics: Metrics) -> None:
-        """Begin a body; `memory` and `queue` hold the body's memory and its place in the queue."""
+        """Begin a body; `memory` and `queue` hold its memory and its place in the queue."""
         self.client = client
         self.pieces: list[bytes] = []
         self.num_bytes = 0
@@ -67,7 +67,7 @@ class Incoming:
 
     @property
     def is_long(self) -> bool:
-        """Tell whether the body is too long to be parsed in this process."""
+        """True if the body is too long to be parsed in this process."""
         return self.num_bytes > LONG_BYTES
 
     def add(self, piece: bytes) -> None:
@@ -101,15 +101,13 @@ class Incoming:
         )
 
     def drop(self) -> None:
-        """Free the body's memory and its place in the queue. Idempotent."""
+        """Free the body's memory and place in the queue. Idempotent."""
         self.pieces = []
         self._memory.close()
         self._queue.close()
 
 
 class Bodies:
-    """Reads bodies."""
-
     def __init__(
         self,
         threads: Threads,
@@ -120,7 +118,7 @@ class Bodies:
         images: Images,
         max_images: int,
     ) -> None:
-        """Prepare to read bodies; a request may have `max_images`."""
+        """Prepare to read bodies of requests with up to `max_images` images each."""
         self.images = images
         self.max_images = max_images
         self.threads = threads
@@ -136,7 +134,7 @@ class Bodies:
         self._inflating = asyncio.Lock()
 
     def stop(self) -> None:
-        """Refuse the bodies that wait for a process, and new bodies."""
+        """Refuse new bodies and those that wait for a process."""
         self.pool.stop()
         self.programs.pool.stop()
 
@@ -145,7 +143,7 @@ class Bodies:
         await self.programs.pool.close()
 
     async def take_turn(self) -> None:
-        """Wait before reading more of a long body, so that many long bodies do not occupy the event
+        """Wait before reading more of a long body, so that many of them do not occupy the event
         loop.
         """
         async with self._turns:
@@ -164,7 +162,7 @@ class Bodies:
 
     @contextmanager
     def incoming(self, client: str) -> Iterator[Incoming]:
-        """Begin a body. It is dropped at the end of the scope, if not before."""
+        """Begin a body, which is dropped at the end of the scope at the latest."""
         memory, queue = self.memory.hold(client), self.queue.hold(client)
         incoming = Incoming(client, memory, queue, self._metrics)
         try:
@@ -178,7 +176,7 @@ class Bodies:
         return now_s + SECONDS_A_BYTE * num_bytes, next(self._numbers)
 
     async def read(self, kind: AnyKind, incoming: Incoming, *, with_digest: bool = False) -> Body:
-        """Parse a body that has arrived completely.
+        """Parse a complete body.
 
         Raises `BadRequest` if not even its kind is clear, `TooManyRequests` if its client has too
         many long bodies here, `Unavailable` and `TimeoutError` as `TextPool.run` does.
@@ -218,7 +216,7 @@ def count_values(pieces: Iterable[bytes]) -> int:
 
 
 class Body:
-    """A parsed body, whose text can be worked on once."""
+    """A parsed body. Its text work can be done once."""
 
     def __init__(
         self,
@@ -229,12 +227,12 @@ class Body:
         *,
         is_long: bool,
     ) -> None:
-        """Hold a body; with `is_long`, a text process has parsed it and does its text work."""
+        """Hold a body; with `is_long`, a text process parsed it and does its text work."""
         self.kind = reading.kind
-        # The sources of the body's images, perhaps megabytes of base64. The request does not have
-        # them, because it lives as long as its answer.
+        # The body's images, perhaps megabytes of base64. They are removed from the request, because
+        # it lives as long as its answer.
         self._sources = getattr(reading.asked, "images", ())
-        # The request. The request of a long body has no text.
+        # The request of a long body has no text.
         self.asked = reading.asked
         if self._sources:
             self.asked = dataclasses.replace(reading.asked, images=())
@@ -244,7 +242,7 @@ class Body:
         # Stored items: first the conversation before the request, then each answer that items refer
         # to.
         self._earlier: list[bytes] = []
-        # The images that were loaded for the text work.
+        # The images loaded for the text work.
         self.images = NO_IMAGES
         self._bodies = bodies
         self._arrival = arrival
@@ -262,7 +260,7 @@ class Body:
     async def work(self, model: ServedModel) -> PreparedPrompts | bytes:
         """Load the body's images into `images`, then do the text work of its kind.
 
-        Raises what that work and `Images.load` raise, `TooManyRequests`, `Unavailable` and
+        Raises the errors of that work and of `Images.load`, `TooManyRequests`, `Unavailable` and
         `TimeoutError`.
         """
         try:
@@ -300,7 +298,7 @@ class Body:
         return await bodies.threads.run(made, self._incoming.client)
 
     def _is_enforced(self, model: TextModel) -> bool:
-        """Tell whether tools of many values constrain the answer."""
+        """True if tools of many values constrain the answer."""
         asked = self.asked
         return (
             isinstance(asked, ChatRequest)
@@ -320,8 +318,8 @@ class Body:
     async def _run_program(
         self, model: ServedModel, image_sizes: ImageSizes
     ) -> PreparedPrompts | bytes:
-        """Do the text work of a request with its own template, which may never end. It runs in a
-        process that can be killed and that no other client waits for.
+        """Do the text work of a request with its own template, which may never end: in a process
+        that can be killed and that no other client waits for.
         """
         programs = self._bodies.programs
         with programs.scope(self._incoming.client):
@@ -335,7 +333,6 @@ class Body:
         image_sizes: ImageSizes,
         max_s: float = MAX_TASK_S,
     ) -> PreparedPrompts | bytes:
-        """Do the text work in a process of the pool."""
         info, (arrived_s, number) = model.info, self._arrival
         facts = ModelFacts(
             info.model,
