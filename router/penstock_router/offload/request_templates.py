@@ -22,8 +22,6 @@ MAX_PROGRAMS = 32
 
 
 class Programs:
-    """The processes that run templates. The caller owns and closes the pool."""
-
     def __init__(self, pool: TextPool, metrics: Metrics) -> None:
         self.pool = pool
         self._metrics = metrics

@@ -1,8 +1,8 @@
 """Messages between a router and its text processes: a task there, and its outcome back.
 
-A message is its length and MessagePack. A task is followed by its parts as plain bytes: a body,
-files. Messages are decoded by type, and an error travels as its name and fields: no received data
-is executed. Ids are packed as 32 bits, little-endian, so that both ends copy them without building
+A message is its length and MessagePack. A task's parts follow as plain bytes: a body, files.
+Messages are decoded by type, and an error travels as its name and fields: no received data is
+executed. Ids are packed as 32 bits, little-endian, so that both ends copy them without building
 Python integers.
 """
 
@@ -35,7 +35,7 @@ MAX_TASK_S = 60.0
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """Facts about a model that text work needs besides its files; they identify the model."""
+    """Facts besides a model's files that text work needs; they identify the model."""
 
     name: str
     tokenizer_hash: str
@@ -66,7 +66,7 @@ class Work(msgspec.Struct, tag=True, frozen=True):
     model: ModelFacts
     file_names: tuple[str, ...] = ()
     image_sizes: ImageSizes = ()
-    # Maximum of seconds for the work, after files are loaded.
+    # Maximum of seconds, after files are loaded.
     max_s: float = MAX_TASK_S
 
 
@@ -81,7 +81,6 @@ _TASKS = msgspec.msgpack.Decoder(tuple[Task, list[int]])
 
 
 def encode_task(task: Task, sizes: Sequence[int]) -> bytes:
-    """Encode a task and the sizes of the parts that follow it."""
     return framed((task, sizes))
 
 

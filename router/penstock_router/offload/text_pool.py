@@ -3,9 +3,8 @@
 Clients share the processes by time. A client's tasks run in order of arrival, except that a long
 body counts as arriving later. While a client's task takes long, other clients get one more process.
 
-Cancelling `run` ends the wait. If a task's client disconnects, the process gets a moment to finish,
-because it can be used again, before it is killed. A process that dies fails only the request of its
-task.
+If a task's client disconnects, the process gets a moment to finish, because it can be used again;
+then it is killed. A process that dies fails only the request of its task.
 """
 
 from __future__ import annotations
@@ -39,13 +38,12 @@ _Result = TypeVar("_Result")
 logger = logging.getLogger(__name__)
 
 _MODULE = "penstock_router.offload.text_process"
-# For each byte, a body counts as arriving this much later among its client's bodies: about twice
-# the time of its text work.
+# Each byte of a body delays its place among its client's bodies by this: about twice the time of
+# its text work.
 SECONDS_A_BYTE = 5e-7
-# Maximum of models in a process, because a tokenizer takes many MB. For one more, the process is
-# replaced.
+# Maximum of models in a process: a tokenizer takes many MB. For one more, the process is replaced.
 MAX_MODELS = 8
-# Seconds that a task may still run after its client left: less than a new process takes to start.
+# Seconds that a task may run on after its client left: less than starting a process takes.
 _GRACE_S = 1.0
 # Seconds for which the process that parsed a body is reserved for its text work.
 _HOLD_S = 0.005
@@ -79,7 +77,6 @@ class TextProcess:
         return self._child.is_alive
 
     def has_room_for(self, task: Task) -> bool:
-        """True if the process has the task's model, or room for it."""
         if not isinstance(task, Work) or task.model in self._models:
             return True
         return len(self._models) < MAX_MODELS
@@ -181,7 +178,6 @@ class TextPool:
                 self._give_back(lease)
 
     async def _usable(self, process: TextProcess | None, task: Task) -> TextProcess:
-        """Return the process, or a new one in its place."""
         if process is not None and not (process.is_alive and process.has_room_for(task)):
             logger.info("text process %d is replaced", process.pid)
             await process.kill()
