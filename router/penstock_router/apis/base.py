@@ -22,11 +22,12 @@ from penstock_router.observe.request_record import Usage
 from penstock_router.request import MAX_TIMEOUT_S, MIN_TIMEOUT_S, Options
 from penstock_router.text.prompts import TextModel, prepare_prompts
 
-# Anthropic's documentation asks clients to return arguments that are not a JSON object under it.
+# The key under which Anthropic's documentation asks clients to return arguments that are not a JSON
+# object.
 INVALID_JSON = "INVALID_JSON"
 AnyRequest = TypeVar("AnyRequest", bound=Options)
 
-# penstock's own field of all routes that generate, and of /v1/embeddings.
+# penstock's own field, of /v1/embeddings and all routes that generate.
 TIMEOUT = Field(
     "timeout",
     number(MIN_TIMEOUT_S, MAX_TIMEOUT_S),
@@ -95,17 +96,17 @@ class ErrorForm:
     # Last frames of a stream that failed.
     frames: Callable[[ApiError], bytes]
     status: Callable[[ApiError], int] = lambda error: error.status
-    # (result of `body`, request id) -> that result, with the id if the API shows it.
+    # (result of `body`, request id) -> the result with the id, if the API shows it.
     name_request: Callable[[JsonObject, str], JsonObject] = lambda answer, request_id: answer
-    # (request id) -> headers of all answers, also of those without an error.
+    # (request id) -> headers of all answers, with or without an error.
     headers: Callable[[str], Mapping[str, str]] = lambda request_id: {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyKind:
-    """Two functions that parse a body and work on its text. They run in any process:
-    `offload/dispatch.py` chooses it. Between the two, the router finds the model and everything
-    else that the body refers to.
+    """Two functions that parse a body and work on its text. `offload/dispatch.py` chooses the
+    process. Between the two, the router finds the model and everything else that the body refers
+    to.
     """
 
     # Name in messages to other processes.
@@ -128,7 +129,6 @@ class SeveralKinds:
     name: str
     # Raises `BadRequest`.
     choose: Callable[[JsonObject], BodyKind]
-    # See `BodyKind.any_type`.
     any_type: bool = False
 
 
@@ -137,7 +137,7 @@ AnyKind = BodyKind | SeveralKinds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api(BodyKind, Generic[AnyRequest]):
-    """An HTTP API that generates tokens: reads bodies and renders answers."""
+    """An HTTP API that generates tokens."""
 
     request_type: type[AnyRequest]
     # Fields of bodies, both checked and documented.
@@ -147,7 +147,7 @@ class Api(BodyKind, Generic[AnyRequest]):
     make_shape: Callable[[Job, Envelope], Shape]
     # (request id, whether the client chose it) -> answer id.
     name_answer: Callable[[str, bool], str]
-    # Types of an answer and of a stream's event: TypedDicts or None.
+    # TypedDicts or None.
     answer: Any
     event: Any
     framing: Framing = EVENTS
@@ -158,13 +158,13 @@ class Api(BodyKind, Generic[AnyRequest]):
 
 
 def call_id(response_id: str, choice: int, call: int, prefix: str = "call_") -> str:
-    """The id of a tool call. It stays the same if the answer is generated again."""
+    """Return a tool call's id, which stays the same if the answer is generated again."""
     data = f"{response_id} {choice} {call}".encode()
     return prefix + hashlib.blake2b(data, digest_size=12).hexdigest()
 
 
 def shown_arguments(text: str) -> JsonObject:
-    """The arguments of a call as an object. Text that is not an object, as in a call that was cut
+    """Return a call's arguments as an object. Text that is not an object, as in a call that was cut
     off, is put under `INVALID_JSON`.
     """
     given = object_in(text)
@@ -172,12 +172,11 @@ def shown_arguments(text: str) -> JsonObject:
 
 
 def data_frame(payload: bytes) -> bytes:
-    """A server-sent event without a name."""
     return b"data: %b\n\n" % payload
 
 
 def event_frame(name: str, payload: object) -> bytes:
-    """A server-sent event with a name."""
+    """Return a server-sent event with a name."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(payload))
 
 
@@ -203,12 +202,12 @@ class ErrorAnswer(TypedDict):
 
 
 def error_answer(error: ApiError) -> JsonObject:
-    """An error as OpenAI's clients read it, in a plain answer and in a stream's event."""
+    """Render an error as OpenAI's clients read it, in an answer or an event."""
     shown: ErrorObject = {
         "message": error.message,
         "type": error.type,
         "param": error.param,
-        # langchain recognizes by this code that a prompt is too long. Clients check no other code.
+        # By this code langchain recognizes a prompt that is too long. Clients check no other code.
         "code": "context_length_exceeded" if isinstance(error, ContextExceeded) else error.status,
     }
     return {"error": shown}

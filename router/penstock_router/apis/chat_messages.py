@@ -36,7 +36,7 @@ MAX_ROLE_CHARS = 64
 # Maximum of messages, parts and tool calls in a body. Reading one takes a microsecond or more, and
 # blocks the event loop.
 MAX_PIECES = 16_384
-# Maximum of keys in one message; templates read about ten.
+# Templates read about ten keys of a message.
 MAX_KEYS = 64
 # Keys with a string or null. Reasoning has one of two names.
 _TEXT_KEYS = ("tool_call_id", "reasoning_content", "reasoning")
@@ -60,8 +60,8 @@ def read_messages(name: str, value: Any) -> list[Message]:
 
 
 def ends_unfinished(messages: Sequence[Message]) -> bool:
-    """True if the last message is the beginning of an answer, as clients of Mistral, DeepSeek, Kimi
-    and Qwen mark it.
+    """True if the last message begins an answer, as clients of Mistral, DeepSeek, Kimi and Qwen
+    mark it.
     """
     last = messages[-1] if messages else {}
     return last.get("role") == "assistant" and any(last.get(key) for key in _UNFINISHED_KEYS)
@@ -86,9 +86,7 @@ def _count_pieces(messages: Sequence[Any]) -> int:
 
 
 def _message(name: str, value: Any) -> JsonObject:
-    """A message as templates expect it: without nulls, one text as a string, several parts as a
-    list.
-    """
+    """Return a message as templates expect it: one text as a string, several parts as a list."""
     if len(read_object(name, value)) > MAX_KEYS:
         raise BadRequest(f"{name}: at most {MAX_KEYS} keys; given: {len(value)}", param=name)
     # Templates recognize "no content" by a missing key, not by null.
@@ -130,7 +128,6 @@ def _with_tools(message: JsonObject) -> JsonObject:
 
 
 def _with_refusal(message: JsonObject) -> JsonObject:
-    """Make an answer's refusal its content."""
     if "content" in message or not isinstance(message.get("refusal"), str):
         return message
     return {**message, "content": message["refusal"]}
@@ -160,7 +157,7 @@ def _with_thoughts(name: str, message: JsonObject) -> JsonObject:
 
 
 def _thought(name: str, part: JsonObject) -> str:
-    """The text of a reasoning part, under its type's name or `text`. Mistral sends parts."""
+    """Return the text of a reasoning part, under its type's name or `text`. Mistral sends parts."""
     kind = part["type"]
     if kind == "redacted_thinking":
         return ""
@@ -199,7 +196,7 @@ def read_parts(
 
 
 def _type_of_part(part: JsonObject) -> object:
-    """The type of a part. Clients of vLLM may omit it: then the keys tell it."""
+    """Return the type of a part. Clients of vLLM may omit it: then the keys tell it."""
     kind = part.get("type")
     if kind is not None:
         return kind
@@ -228,8 +225,8 @@ def _tool_calls(name: str, value: Any) -> list[JsonObject]:
 
 
 def _function_of(name: str, call: JsonObject) -> Any:
-    """The function of a call. It may be nested, or flat as in Responses. A custom tool's input
-    becomes the only argument.
+    """Return the function of a call: nested, or flat as in Responses. A custom tool's input becomes
+    the only argument.
     """
     if "function" in call or not {"custom", "name"} & call.keys():
         return call.get("function")
@@ -277,7 +274,7 @@ class FunctionCall:
 def assistant_message(
     text: str | None, reasoning: str | None = None, calls: Sequence[FunctionCall] = ()
 ) -> Message:
-    """An assistant message as templates expect it. Only a message with calls may lack content:
+    """Make an assistant message as templates expect it. Only a message with calls may lack content:
     templates distinguish missing from empty content.
     """
     message: Message = {"role": "assistant"}
@@ -299,7 +296,9 @@ def _shown_call(call: FunctionCall) -> JsonObject:
 
 
 def tool_message(call_id: str, content: Content, name: str = "") -> Message:
-    """A function's result. Some templates show the function's name, which is added if known."""
+    """Make a function's result. Some templates show the function's name, which is added if
+    known.
+    """
     message = {"role": "tool", "tool_call_id": call_id, "content": content}
     return {**message, "name": name} if name else message
 
@@ -308,7 +307,7 @@ def tool_message(call_id: str, content: Content, name: str = "") -> Message:
 
 
 def _part_schema(key: str, schema: JsonObject, *kinds: str | None) -> JsonObject:
-    """A part with `key`; None among `kinds` means that the type may be missing."""
+    """Describe a part with `key`; None among `kinds` means that the type may be missing."""
     properties = {"type": {"enum": list(kinds)}, key: schema}
     required = [key] if None in kinds else ["type", key]
     return {"type": "object", "properties": properties, "required": required}
@@ -390,7 +389,7 @@ def _message_schema(*required: str, role: JsonObject, **more: JsonObject) -> Jso
 
 
 def messages_schema(role: JsonObject) -> JsonObject:
-    """Messages of these roles, with content or calls; the assistant's may have neither."""
+    """Describe messages of these roles, with content or calls; the assistant's may have neither."""
     nothing: JsonObject = {"type": "null"}
     calls: JsonObject = {"anyOf": [_CALLS_SCHEMA, nothing]}
     forms = [

@@ -23,7 +23,7 @@ _LINK_BEGIN, _LINK_END = "![](", ")"
 
 
 def image_part(url: str, param: str) -> Part:
-    """An image part of a message; `url` may be a data URL."""
+    """Return an image part of a message; `url` may be a data URL."""
     return {"type": "image", "source": ImageSource(url, param)}
 
 
@@ -40,7 +40,7 @@ def take_images(messages: Iterable[Message]) -> tuple[ImageSource, ...]:
 
 
 def read_image_url(name: str, part: JsonObject) -> Part:
-    """OpenAI's `image_url` of a chat: a URL, or an object with a URL."""
+    """Read OpenAI's `image_url` of a chat: a URL, or an object with one."""
     given = part.get("image_url")
     if isinstance(given, dict):
         _check_detail(f"{name}.image_url", given)
@@ -49,7 +49,7 @@ def read_image_url(name: str, part: JsonObject) -> Part:
 
 
 def read_input_image(name: str, part: JsonObject) -> Part:
-    """OpenAI's `input_image` of Responses: the URL."""
+    """Read OpenAI's `input_image` of Responses: the URL."""
     _check_detail(name, part)
     if part.get("file_id") is not None:
         raise BadRequest(f"{name}.file_id: files are not served, only image_url", param=name)
@@ -57,7 +57,7 @@ def read_input_image(name: str, part: JsonObject) -> Part:
 
 
 def read_image_block(name: str, block: JsonObject) -> Part:
-    """Anthropic's `image`: a source in base64, or a URL."""
+    """Read Anthropic's `image`: a source in base64, or a URL."""
     source = read_object(f"{name}.source", block.get("source"))
     kind = source.get("type")
     if kind == "url":
@@ -75,7 +75,9 @@ def read_image_block(name: str, block: JsonObject) -> Part:
 
 
 def data_part(name: str, data: Any) -> Part:
-    """Ollama's image: base64, or a data URL. The decoder finds the media type from the content."""
+    """Read Ollama's image: base64, or a data URL. The decoder finds the media type from the
+    content.
+    """
     text = STRING.read(name, data)
     return image_part(text if text.startswith("data:") else f"data:image/png;base64,{text}", name)
 
@@ -87,7 +89,7 @@ def split_markdown(name: str, text: str) -> tuple[list[str], tuple[ImageSource, 
     at = 0
     while (begin := text.find(_LINK_BEGIN, at)) >= 0:
         url_at = begin + len(_LINK_BEGIN)
-        # If no `_LINK_END` follows this link, none follows a later link.
+        # If no `_LINK_END` follows this link, none follows a later one.
         if (end := text.find(_LINK_END, url_at)) < 0:
             break
         texts.append(text[at:begin])

@@ -1,4 +1,4 @@
-"""Renders log-probabilities as OpenAI's answers show them: of completions, chats and prompts.
+"""Renders log-probabilities of completions, chats and prompts as OpenAI's answers show them.
 
 Values below -9999 are shown as -9999: JSON has no minus infinity. Each token's entry is encoded
 immediately, because freeing the objects of many tokens would block all other requests. The constant
@@ -92,12 +92,11 @@ class _Tables:
 
 
 def as_id(token_id: int) -> str:
-    """A token's name that does not depend on its text."""
     return f"token_id:{token_id}"
 
 
 def token_text(tokenizer: Tokenizer, *, as_ids: bool) -> TokenText:
-    """The function that names tokens beside their log-probabilities."""
+    """Return the function that names tokens beside their log-probabilities."""
     return _tables(tokenizer, as_ids).texts.__getitem__
 
 
@@ -146,9 +145,9 @@ class CompletionLogprobs:
         self._offset += len(text)
 
     def _top(self, token_id: int, row: int, columns: Logprobs) -> msgspec.Raw:
-        """The log-probabilities of the sampled token and its alternatives, by text. If two tokens
-        have the same text, the later one is named by its id. So the sampled token is always named
-        by its text.
+        """Return the log-probabilities of the sampled token and its alternatives, by text. If two
+        tokens have the same text, the later one is named by its id, so the sampled token is always
+        named by its text.
         """
         top = {self._text_of(token_id): _finite(columns.chosen[row])}
         others = _alternatives(columns, row, self._top_n, self._requested_ids)
@@ -224,7 +223,7 @@ def _numbers(values: Sequence[float]) -> list[bytes]:
 def _alternatives(
     columns: Logprobs, row: int, top_n: int, requested_ids: Sequence[int] = ()
 ) -> tuple[Sequence[int], Sequence[float]]:
-    """The `top_n` likeliest tokens of a row; or the requested ids, if the row has any."""
+    """Return the `top_n` likeliest tokens of a row, or the requested ids if the row has any."""
     if requested_ids and columns.requested:
         count = len(requested_ids)
         return requested_ids, columns.requested[row * count : (row + 1) * count]

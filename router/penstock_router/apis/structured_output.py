@@ -34,7 +34,7 @@ from penstock_router.json_fields import (
 )
 from penstock_router.text.schema_keywords import keyword_warnings
 
-# Maximum nesting depth of a schema: later code may recurse over the schema.
+# Later code may recurse over the schema.
 MAX_NESTING = 200
 # The key in a schema that tells shards how to write JSON.
 _WRITTEN_KEY = "x-guidance"
@@ -92,7 +92,7 @@ def _json(value: object) -> str:
 
 
 def wish_of_schema(name: str, value: Any) -> OfSchema:
-    """JSON that conforms to a schema, which is an object or its JSON as text."""
+    """Read a schema: an object or its JSON as text."""
     return OfSchema(_object_or_text(name, value))
 
 
@@ -167,7 +167,7 @@ def _add_writing(name: str, how: JsonObject, wish: Wish) -> OfSchema:
 
 
 def _constraint_of(wish: Wish) -> Constraint:
-    """The constraint for shards. By default, JSON is written without whitespace."""
+    """Return the constraint for shards. By default, JSON is written without whitespace."""
     if isinstance(wish, Constraint):
         return wish
     schema = {**wish.schema, _WRITTEN_KEY: _COMPACT} if _leaves_writing(wish) else wish.schema
@@ -175,7 +175,7 @@ def _constraint_of(wish: Wish) -> Constraint:
 
 
 # Keywords whose value is a schema or a list of schemas, and keywords with schemas by name. `not`
-# and `if` are missing, because closing objects within them would allow more, not less.
+# and `if` are missing: closing objects within them would allow more, not less.
 _HOLDING = frozenset(
     (
         *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
@@ -224,9 +224,8 @@ FORMATS = ("text", "json_object", "json_schema", "json", "regex", "structural_ta
 
 
 def wish_of_format(name: str, value: Any) -> Wish | None:
-    """Translate all forms of `response_format`: OpenAI's for chats, OpenAI's flat form for
-    responses, the form of Messages, and the forms of Hugging Face's clients, which have a `value`.
-    None: any text.
+    """Translate all forms of `response_format`: OpenAI's for chats, its flat form for responses,
+    the form of Messages, and Hugging Face's forms, which have a `value`. None: any text.
     """
     given = read_object(name, value)
     match given.get("type"):
@@ -268,7 +267,7 @@ def _wish_of_named_schema(name: str, given: JsonObject) -> OfSchema:
 
 
 def _only_key(name: str, given: JsonObject, *keys: str) -> str | None:
-    """The key of `keys` that is given, if any; two are refused."""
+    """Return the only one of `keys` that is given, if any; two are refused."""
     found = [key for key in keys if given.get(key) is not None]
     if len(found) > 1:
         raise BadRequest(f"{name}: not both {found[0]} and {found[1]}", param=name)
@@ -313,7 +312,7 @@ def _closed(name: str, wish: Wish) -> OfSchema:
 
 
 def _read_writing(name: str, given: JsonObject) -> tuple[str, JsonObject] | None:
-    """The key that says how JSON is written, and its value; None if there is none."""
+    """Return the key that says how JSON is written, and its value; None if there is none."""
     compact = given.get("disable_any_whitespace")
     if "whitespace_pattern" in given:
         name = f"{name}.whitespace_pattern"
@@ -329,7 +328,7 @@ def _read_writing(name: str, given: JsonObject) -> tuple[str, JsonObject] | None
 
 # ---- A body's constraint -----------------------------------------------------------------------
 
-# Fields by which a body asks for a constraint; the last fields belong to only one API.
+# Fields by which a body asks for a constraint; the last ones belong to only one API.
 _ASKING = (
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -356,7 +355,7 @@ def constraint_options(values: JsonObject) -> JsonObject:
 
 
 def _only_asking(values: JsonObject) -> str | None:
-    """The field that asks for a constraint, if any; two such fields are refused."""
+    """Return the field that asks for a constraint, if any; two are refused."""
     found = [name for name in _ASKING if values.get(name) is not None]
     if len(found) > 1:
         text = f"{found[1]}: not together with {found[0]}; an answer has one constraint"
