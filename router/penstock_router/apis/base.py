@@ -1,8 +1,7 @@
 """The parts of an API: a table of fields, a translation to requests, the shape of answers and
 errors.
 
-To add an API, write a file with an `Api`, and add it to `offload/body_kinds.py` and the table of
-routes.
+To add an API, write an `Api`, and add it to `offload/body_kinds.py` and the table of routes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from penstock_router.observe.request_record import Usage
 from penstock_router.request import MAX_TIMEOUT_S, MIN_TIMEOUT_S, Options
 from penstock_router.text.prompts import TextModel, prepare_prompts
 
-# The key under which Anthropic's documentation asks clients to return arguments that are not a JSON
+# Anthropic's documentation asks clients to return arguments under this key if they are not a JSON
 # object.
 INVALID_JSON = "INVALID_JSON"
 AnyRequest = TypeVar("AnyRequest", bound=Options)
@@ -42,15 +41,15 @@ class Envelope:
     response_id: str
     # Unix time, whole seconds.
     created: int
-    # Arrival of the request by `time.perf_counter`.
+    # `time.perf_counter` at the request's arrival.
     received_s: float
     usage: Usage
-    # Indexes of a resumed stream's choices that the client already has in part.
+    # Choices of a resumed stream that the client already has in part.
     begun: frozenset[int] = frozenset()
 
 
 class Shape(Protocol):
-    """Renders the deltas of one answer as JSON. A frame is an encoded event of a stream."""
+    """Renders one answer's deltas as JSON. A frame is an encoded event of a stream."""
 
     def opening(self) -> Sequence[bytes]:
         """The frames before the first delta."""
@@ -73,8 +72,8 @@ class Shape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """The media type of a stream, and the bytes that keep its connection open: none if clients
-    cannot skip them.
+    """A stream's media type, and the bytes that keep its connection open: none if clients cannot
+    skip them.
     """
 
     media_type: str
@@ -104,9 +103,8 @@ class ErrorForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyKind:
-    """Two functions that parse a body and work on its text. `offload/dispatch.py` chooses the
-    process. Between the two, the router finds the model and everything else that the body refers
-    to.
+    """Parses a body, then works on its text: in any process, as `offload/dispatch.py` chooses. In
+    between, the router finds the model and everything else that the body refers to.
     """
 
     # Name in messages to other processes.
@@ -140,7 +138,6 @@ class Api(BodyKind, Generic[AnyRequest]):
     """An HTTP API that generates tokens."""
 
     request_type: type[AnyRequest]
-    # Fields of bodies, both checked and documented.
     fields: Table
     parse: Callable[[JsonObject], AnyRequest]
     work: Callable[[Any, TextModel], Any] = prepare_prompts
@@ -158,14 +155,14 @@ class Api(BodyKind, Generic[AnyRequest]):
 
 
 def call_id(response_id: str, choice: int, call: int, prefix: str = "call_") -> str:
-    """Return a tool call's id, which stays the same if the answer is generated again."""
+    """Return a tool call's id, the same if the answer is generated again."""
     data = f"{response_id} {choice} {call}".encode()
     return prefix + hashlib.blake2b(data, digest_size=12).hexdigest()
 
 
 def shown_arguments(text: str) -> JsonObject:
-    """Return a call's arguments as an object. Text that is not an object, as in a call that was cut
-    off, is put under `INVALID_JSON`.
+    """Parse a call's arguments. Text that is not an object, as in a call that was cut off, is put
+    under `INVALID_JSON`.
     """
     given = object_in(text)
     return {INVALID_JSON: text} if given is None else given
@@ -176,7 +173,6 @@ def data_frame(payload: bytes) -> bytes:
 
 
 def event_frame(name: str, payload: object) -> bytes:
-    """Return a server-sent event with a name."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(payload))
 
 

@@ -1,7 +1,7 @@
 """Turns messages of a chat, in OpenAI's form, into the form that chat templates expect.
 
 That form has no nulls and no empty lists of calls, and arguments of calls are objects.
-`text/template_fit` makes the further changes that a model's own template needs.
+`text/template_fit` makes further changes for a model's own template.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from penstock_router.request import Message
 from penstock_router.text.contents import Content, Part, as_text, text_part
 
 MAX_ROLE_CHARS = 64
-# Maximum of messages, parts and tool calls in a body. Reading one takes a microsecond or more, and
-# blocks the event loop.
+# Reading a message, part or tool call takes a microsecond or more, and blocks the event loop.
 MAX_PIECES = 16_384
 # Templates read about ten keys of a message.
 MAX_KEYS = 64
@@ -68,9 +67,7 @@ def ends_unfinished(messages: Sequence[Message]) -> bool:
 
 
 def check_size(name: str, messages: Sequence[Any]) -> None:
-    """Refuse more messages, parts and tool calls than `MAX_PIECES`; `messages` is unchecked
-    JSON.
-    """
+    """Refuse more than `MAX_PIECES`; `messages` is unchecked JSON."""
     if (count := _count_pieces(messages)) > MAX_PIECES:
         text = f"{name}: at most {MAX_PIECES} messages, parts and tool calls; given: {count}"
         raise BadRequest(text, param=name)
@@ -86,7 +83,7 @@ def _count_pieces(messages: Sequence[Any]) -> int:
 
 
 def _message(name: str, value: Any) -> JsonObject:
-    """Return a message as templates expect it: one text as a string, several parts as a list."""
+    """Read a message as templates expect it: one text as a string, several parts as a list."""
     if len(read_object(name, value)) > MAX_KEYS:
         raise BadRequest(f"{name}: at most {MAX_KEYS} keys; given: {len(value)}", param=name)
     # Templates recognize "no content" by a missing key, not by null.
@@ -117,7 +114,7 @@ def _message(name: str, value: Any) -> JsonObject:
 
 
 def _with_tools(message: JsonObject) -> JsonObject:
-    """Rewrite a function call or result of OpenAI's older form as a tool call or result."""
+    """Rewrite a function call or result of OpenAI's older form as a tool's."""
     if message.get("role") == "function":
         return {**message, "role": "tool"}
     if "function_call" not in message or message.get("role") != "assistant":
@@ -157,7 +154,7 @@ def _with_thoughts(name: str, message: JsonObject) -> JsonObject:
 
 
 def _thought(name: str, part: JsonObject) -> str:
-    """Return the text of a reasoning part, under its type's name or `text`. Mistral sends parts."""
+    """Read a reasoning part, under its type's name or `text`. Mistral sends parts."""
     kind = part["type"]
     if kind == "redacted_thinking":
         return ""
@@ -174,7 +171,7 @@ def read_parts(
     parts: list[Any],
     image_parts: Mapping[str, Callable[[str, JsonObject], Part]] = _IMAGE_PARTS,
 ) -> Content:
-    """Read parts of text and images. The result is a string if there are no images."""
+    """Read parts of text and images, to a string if there are no images."""
     read: list[Part] = []
     for index, part in enumerate(parts):
         at = f"{name}[{index}]"
@@ -196,7 +193,7 @@ def read_parts(
 
 
 def _type_of_part(part: JsonObject) -> object:
-    """Return the type of a part. Clients of vLLM may omit it: then the keys tell it."""
+    """The keys tell the type if a client of vLLM omits it."""
     kind = part.get("type")
     if kind is not None:
         return kind
@@ -204,9 +201,7 @@ def _type_of_part(part: JsonObject) -> object:
 
 
 def joined(parts: list[Part]) -> Content:
-    """Turn at most one text part into a string. Several parts stay a list: the chat template joins
-    them.
-    """
+    """Turn at most one text part into a string. The chat template joins several parts."""
     if len(parts) > 1 or any(part["type"] == "image" for part in parts):
         return parts
     return "".join(part["text"] for part in parts)
@@ -225,8 +220,8 @@ def _tool_calls(name: str, value: Any) -> list[JsonObject]:
 
 
 def _function_of(name: str, call: JsonObject) -> Any:
-    """Return the function of a call: nested, or flat as in Responses. A custom tool's input becomes
-    the only argument.
+    """Return a call's function: nested, or flat as in Responses. A custom tool's input becomes the
+    only argument.
     """
     if "function" in call or not {"custom", "name"} & call.keys():
         return call.get("function")
@@ -252,8 +247,8 @@ def _called_function(name: str, value: Any) -> JsonObject:
 
 
 def _arguments_object(arguments: str) -> JsonObject | str:
-    """Parse arguments, which clients send as a JSON string and templates expect as an object. Any
-    other string is returned unchanged.
+    """Parse the JSON text that clients send, because templates expect an object. Any other text is
+    returned unchanged.
     """
     parsed = object_in(arguments or "{}")
     return arguments if parsed is None else parsed
@@ -274,8 +269,8 @@ class FunctionCall:
 def assistant_message(
     text: str | None, reasoning: str | None = None, calls: Sequence[FunctionCall] = ()
 ) -> Message:
-    """Make an assistant message as templates expect it. Only a message with calls may lack content:
-    templates distinguish missing from empty content.
+    """Make a message as templates expect it. Only a message with calls may lack content: templates
+    distinguish missing from empty content.
     """
     message: Message = {"role": "assistant"}
     if text is not None or not calls:
@@ -296,9 +291,7 @@ def _shown_call(call: FunctionCall) -> JsonObject:
 
 
 def tool_message(call_id: str, content: Content, name: str = "") -> Message:
-    """Make a function's result. Some templates show the function's name, which is added if
-    known.
-    """
+    """Make a function's result, with the name if known: some templates show it."""
     message = {"role": "tool", "tool_call_id": call_id, "content": content}
     return {**message, "name": name} if name else message
 
@@ -389,7 +382,7 @@ def _message_schema(*required: str, role: JsonObject, **more: JsonObject) -> Jso
 
 
 def messages_schema(role: JsonObject) -> JsonObject:
-    """Describe messages of these roles, with content or calls; the assistant's may have neither."""
+    """Describe messages with content or calls; the assistant's may have neither."""
     nothing: JsonObject = {"type": "null"}
     calls: JsonObject = {"anyOf": [_CALLS_SCHEMA, nothing]}
     forms = [

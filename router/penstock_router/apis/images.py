@@ -1,7 +1,7 @@
 """Reads the parts of messages that name an image, in the form of each API.
 
-While a body is read, a part is `{"type": "image", "source": ImageSource}`. A request has the
-sources in a separate list, in order.
+While a body is read, a part is `{"type": "image", "source": ImageSource}`. A request lists the
+sources separately, in order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock_router.json_fields import STRING, JsonObject, read_object, shorten
 from penstock_router.request import ImageSource, Message
 from penstock_router.text.contents import Part
 
-# Accepted without effect: an image's token count depends only on its size.
+# Without effect: an image's token count depends only on its size.
 _DETAILS = ("auto", "low", "high", "original")
 _MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 # TGI's images in texts: a Markdown link without words, around the URL.
@@ -23,7 +23,6 @@ _LINK_BEGIN, _LINK_END = "![](", ")"
 
 
 def image_part(url: str, param: str) -> Part:
-    """Return an image part of a message; `url` may be a data URL."""
     return {"type": "image", "source": ImageSource(url, param)}
 
 
@@ -40,7 +39,7 @@ def take_images(messages: Iterable[Message]) -> tuple[ImageSource, ...]:
 
 
 def read_image_url(name: str, part: JsonObject) -> Part:
-    """Read OpenAI's `image_url` of a chat: a URL, or an object with one."""
+    """Read a chat's `image_url`: a URL, or an object with one."""
     given = part.get("image_url")
     if isinstance(given, dict):
         _check_detail(f"{name}.image_url", given)
@@ -49,7 +48,7 @@ def read_image_url(name: str, part: JsonObject) -> Part:
 
 
 def read_input_image(name: str, part: JsonObject) -> Part:
-    """Read OpenAI's `input_image` of Responses: the URL."""
+    """Read the URL of `input_image` in Responses."""
     _check_detail(name, part)
     if part.get("file_id") is not None:
         raise BadRequest(f"{name}.file_id: files are not served, only image_url", param=name)

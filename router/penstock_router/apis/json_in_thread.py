@@ -24,7 +24,6 @@ _TURN_S = 1e-6
 
 
 def encode(value: object) -> bytes:
-    """Return the value's JSON, as msgspec encodes it."""
     return join(json_pieces(value))
 
 

@@ -102,13 +102,12 @@ class TokensRequest:
         return "chat_template" in self.values
 
     def without_text(self) -> Self:
-        """Copy without fields that may be long; `brings_template` stays the same."""
         values = {"chat_template": ""} if self.brings_template else {}
         return dataclasses.replace(self, values=values)
 
 
 def parse_with(fields: Table) -> Callable[[JsonObject], TokensRequest]:
-    """Return a parser of bodies with these fields, which raises `BadRequest`."""
+    """Make a parser of bodies with these fields, which raises `BadRequest`."""
 
     def parse(body: JsonObject) -> TokensRequest:
         values = read_fields(fields, body)
@@ -170,7 +169,7 @@ def chat_to_tokenize(asked: TokensRequest) -> ChatRequest:
 
 
 def text_tokens(text: str, places: Iterable[TokenPlace]) -> list[TextToken]:
-    """Return the tokens of a text; `places` has each token's range of characters."""
+    """Describe a text's tokens; `places` has each one's range of characters."""
     # The byte at which each character begins.
     begins = [0]
     for character in text:

@@ -16,9 +16,7 @@ from penstock_router.errors import BadRequest
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """A float format of fewer than 32 bits, as IEEE 754 except for the meaning of the largest
-    codes.
-    """
+    """A float format of 16 or 8 bits, as IEEE 754 except for the largest codes."""
 
     exponent_bits: int
     fraction_bits: int
@@ -26,7 +24,7 @@ class _Format:
     largest: int
 
     def value(self, code: int) -> float:
-        """Return the number of a code without a sign."""
+        """Return a code's number, without sign."""
         exponent, fraction = divmod(code, 1 << self.fraction_bits)
         if exponent:
             fraction += 1 << self.fraction_bits
@@ -45,9 +43,7 @@ ENDIANNESS = ("little", "big", "native")
 
 
 def encode(vector: Sequence[float], dtype: str, endianness: str) -> bytes:
-    """Return the vector as numbers of one of `DTYPES`. Raises `BadRequest` if a number is too
-    large.
-    """
+    """Encode a vector as one of `DTYPES`. Raises `BadRequest` if a number is too large."""
     values = array("f", vector) if dtype == "float32" else _codes(vector, dtype)
     if endianness not in (sys.byteorder, "native"):
         values.byteswap()
