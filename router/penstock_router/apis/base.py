@@ -127,6 +127,7 @@ class SeveralKinds:
     name: str
     # Raises `BadRequest`.
     choose: Callable[[JsonObject], BodyKind]
+    # See `BodyKind.any_type`.
     any_type: bool = False
 
 

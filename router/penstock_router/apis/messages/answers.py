@@ -188,8 +188,7 @@ class MessageShape:
         elif isinstance(delta.stop_reason, str) and delta.finish_reason != "tool_calls":
             self._end = {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
         elif delta.finish_reason is not None:
-            # This holds also if tool_choice named the tool; other APIs then report an ordinary
-            # stop.
+            # Also if tool_choice named the tool; other APIs then report an ordinary stop.
             reason = "tool_use" if self._calls_tools else "end_turn"
             self._end = {"stop_reason": reason, "stop_sequence": None}
 
@@ -229,14 +228,14 @@ class MessageShape:
         return [_event("message_start", message=self._message([]))]
 
     def chunk(self, delta: Delta) -> bytes | None:
-        """Events for the delta's pieces, including ends and beginnings of blocks."""
+        """Render the delta's pieces, including ends and beginnings of blocks."""
         self._note_end(delta)
         if delta.pieces is None:
             return self._gain(Piece(PieceKind.CONTENT, delta.text)) if delta.text else None
         return b"".join([self._gain(piece) for piece in delta.pieces if piece.text]) or None
 
     def closing(self) -> list[bytes]:
-        """The end of the last block, the reason why the message ended, and its end."""
+        """Render the end of the last block and of the message, and why it ended."""
         first = self._begin(Piece(PieceKind.CONTENT, "")) if self._open is None else b""
         return [
             first + self._end_block(),

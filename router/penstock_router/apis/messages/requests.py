@@ -1,7 +1,4 @@
-"""Anthropic's Messages API: parses bodies to requests.
-
-Turns, tools, thinking and answers have their own modules.
-"""
+"""Anthropic's Messages API: parses bodies to requests."""
 
 from __future__ import annotations
 
@@ -77,9 +74,7 @@ _OUTPUT = object_of(format=FORMAT, effort=STRING, task_budget=ANYTHING)
 
 
 def _read_edits(name: str, value: Any) -> bool:
-    """True if the field asks to leave out or shorten turns. This server always renders whole
-    prompts.
-    """
+    """True if the field asks to leave out or shorten turns, which this server never does."""
     edits = read_object(name, value).get("edits")
     if edits is None:
         return False
@@ -203,16 +198,16 @@ def _asking(values: JsonObject) -> JsonObject:
 
 
 def _prompt(values: JsonObject) -> JsonObject:
-    """The options that determine the prompt and the parsing of the answer."""
+    """Return the options that determine the prompt and the parsing of the answer."""
     offered = _offered(values)
     turns: Turns = values["messages"]
     messages = turns.chat(offered)
-    # A tool that a turn adds is one of the body's tools, but is shown in that turn.
+    # A turn shows the tools that it adds, but they also belong to the body's tools.
     values["tools"] = (*offered.tools, *turns.context.added)
     for warning in (*offered.warnings, *turns.context.warnings, *_without_effect(values)):
         add_warning(values, warning)
     system = [{"role": "system", "content": values["system"]}] if values.get("system") else []
-    # If the last message is the assistant's, the answer continues it.
+    # The answer continues a last message of the assistant.
     continues = messages[-1]["role"] == "assistant"
     tools = tool_options(values)
     return {
@@ -236,7 +231,7 @@ def _offered(values: JsonObject) -> OfferedTools:
 
 
 def _without_effect(values: JsonObject) -> list[str]:
-    """Warnings of entries without effect in fields that have an effect."""
+    """Warn of entries without effect in fields that have an effect."""
     found = []
     if values.get("context_management"):
         found.append(without_effect("context_management"))
@@ -246,7 +241,7 @@ def _without_effect(values: JsonObject) -> list[str]:
 
 
 def _template_kwargs(values: JsonObject, turns: Turns) -> JsonObject:
-    """Template variables that turn reasoning on or off and set its effort."""
+    """Return the template variables that turn reasoning on or off and set its effort."""
     kwargs = {**thinking_kwargs(values), **thinking_variables(values)}
     effort = turns.effort or values.get("output_config", {}).get("effort")
     if effort is not None:

@@ -1,4 +1,4 @@
-"""Reads the tools of Anthropic's Messages as `Tool`s, and decides which of them a prompt shows.
+"""Reads the tools of Anthropic's Messages as `Tool`s, and decides which ones a prompt shows.
 
 Tools that Anthropic's servers run are left out, with a warning. Tools that clients run, and whose
 arguments Anthropic has published, become ordinary functions. A tool with deferred loading is shown
@@ -43,13 +43,13 @@ class OfferedTools:
     """The tools of a body that its answer may call."""
 
     tools: tuple[Tool, ...] = ()
-    # Definitions of tools that are shown only where a turn refers to them.
+    # Definitions of tools shown only where a turn refers to them.
     deferred: Mapping[str, JsonObject] = field(default_factory=lambda: MappingProxyType({}))
-    # Warnings of tools that were left out.
+    # For tools that were left out.
     warnings: tuple[str, ...] = ()
 
     def showing(self, name: str) -> OfferedTools:
-        """A copy in which this tool is not deferred."""
+        """Return a copy in which this tool is not deferred."""
         if name not in self.deferred:
             return self
         rest = {other: shown for other, shown in self.deferred.items() if other != name}
@@ -137,12 +137,12 @@ class _Entry:
 
     @property
     def finds_others(self) -> bool:
-        """True if the entry is the tool of Anthropic's servers that searches for deferred tools."""
+        """True for the tool of Anthropic's servers that searches for deferred tools."""
         return self.kind.startswith("tool_search_tool")
 
 
 def read_entry(where: str, value: Any) -> Tool | str:
-    """A tool, or why it is left out. Raises `BadRequest`."""
+    """Return a tool, or why it is left out. Raises `BadRequest`."""
     entry = _read_entry(where, value)
     return entry.tool or _left_out(where, entry.kind)
 
@@ -162,7 +162,7 @@ def _in_own_form(where: str, given: JsonObject) -> JsonObject:
         return given
     if given.get("function") is not None:
         function = read_object(f"{where}.function", given["function"])
-        # Keys beside `function` say how to use the function; they do not describe it.
+        # Keys beside `function` say how to use it; they do not describe it.
         given = {key: given[key] for key in given if key not in _OF_FUNCTIONS} | function
         if given.get("parameters") is not None:
             given["input_schema"] = given["parameters"]
@@ -204,7 +204,7 @@ def _read_tools(name: str, value: Any) -> OfferedTools:
     served = [(entry.tool, entry.is_deferred) for entry in entries if entry.tool is not None]
     shown = {tool.name for tool, is_deferred in served if not is_deferred}
     deferred: JsonObject = {}
-    # Without another tool or a search tool, the model could not find deferred tools.
+    # Without another tool or a search tool, the model could not find deferred ones.
     if shown and not any(entry.finds_others for entry in entries):
         deferred = {tool.name: tool.shown for tool, _ in served if tool.name not in shown}
     tools = [replace(tool, shown={}) if tool.name in deferred else tool for tool, _ in served]

@@ -45,7 +45,7 @@ def parse_completion(body: JsonObject) -> CompletionRequest:
         raise BadRequest(NO_PROMPT, param="prompt")
     values = read_fields(COMPLETION_FIELDS, body)
     common = common_options(values)
-    # A length of -1 is read as None.
+    # -1 is read as None.
     no_default = "max_tokens" in values and values["max_tokens"] is None
     request = CompletionRequest(
         prompts=values["prompt"],
@@ -125,7 +125,9 @@ def _chat_logprobs(values: JsonObject) -> int | None:
 
 
 def template_options(values: JsonObject) -> JsonObject:
-    """Options of `ChatRequest`, besides the messages, on which a chat's prompt depends."""
+    """Return the options of `ChatRequest`, besides the messages, that a chat's prompt depends
+    on.
+    """
     continues = values.get("continue_final_message", ends_unfinished(values.get("messages", ())))
     begins = values.get("add_generation_prompt", not continues)
     if continues and begins:
@@ -140,14 +142,14 @@ def template_options(values: JsonObject) -> JsonObject:
     }
 
 
-# Template variables that the router sets itself; a request must not override them.
+# The router sets these template variables itself; a request must not override them.
 _RESERVED_KWARGS = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"}
 )
 
 
 def own_kwargs(values: JsonObject) -> JsonObject:
-    """Template variables that the request gives by name."""
+    """Return the template variables that the request gives by name. Raises `BadRequest`."""
     kwargs: JsonObject = values.get("chat_template_kwargs", {})
     reserved = sorted(_RESERVED_KWARGS & kwargs.keys())
     if reserved:
@@ -160,7 +162,7 @@ def own_kwargs(values: JsonObject) -> JsonObject:
 
 
 def _name_completion(request_id: str, named_by_client: bool) -> str:
-    # Each choice of a completion is a numbered request; clients expect the first request's id.
+    # Each choice of a completion is a numbered request; clients expect the first one's id.
     return f"cmpl-{request_id}-0" if named_by_client else f"cmpl-{request_id}"
 
 

@@ -1,7 +1,7 @@
 """Reads the fields by which clients of several hosted models ask for reasoning in chats.
 
-They become options of the request and variables of the chat template. When the template is known,
-the variables get its own names.
+They become options of the request and variables of the chat template, which get the template's own
+names later.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _THINKING = object_of(type=_TYPE, budget_tokens=_TOKENS, clear_thinking=BOOLEAN)
 
 
 def _read_thinking(name: str, value: Any) -> JsonObject:
-    """DeepSeek's, GLM's and Kimi's field: true, false, or an object with a type."""
+    """Read DeepSeek's, GLM's and Kimi's field: true, false, or an object with a type."""
     if isinstance(value, bool):
         return {"enable_thinking": value}
     given: JsonObject = _THINKING.read(name, value)
@@ -90,7 +90,7 @@ THINKING_FIELDS = (
         "The same as reasoning_effort, thinking_token_budget, enable_thinking, include_reasoning.",
     ),
 )
-# Template variables, by field names.
+# Fields that are also template variables.
 _VARIABLES = ("reasoning_effort", "enable_thinking", "clear_thinking")
 
 
@@ -106,5 +106,5 @@ def spread_thinking(values: JsonObject, names: Sequence[str] = ("thinking", "rea
 
 
 def thinking_kwargs(values: JsonObject) -> JsonObject:
-    """Template variables by which a request asks for reasoning."""
+    """Return the template variables that ask for reasoning."""
     return {name: values[name] for name in _VARIABLES if name in values}

@@ -72,11 +72,11 @@ _ENTRIES = {
     "reasoning": ("effort", "summary", "generate_summary"),
     "text": ("format", "verbosity"),
 }
-# Maximum of unknown entries that a warning names.
+# Unknown entries that a warning names at most.
 _NAMED_ENTRIES = 16
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
-# Details of tools that OpenAI's servers run, and of images: this server has none.
+# Details of tools that OpenAI's servers run, and of images: there are none here.
 _NOTHING_TO_INCLUDE = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -117,7 +117,7 @@ _METADATA = Kind(
 
 @dataclass(frozen=True, slots=True)
 class _ParsedFormat:
-    """The requested format: the form that answers repeat, and the constraint."""
+    """The requested format, as answers repeat it, and its constraint."""
 
     shown: TextFormat
     wish: Wish | None = None
@@ -170,7 +170,7 @@ _SUMMARY = one_of("auto", "concise", "detailed")
 
 # ---- The table ---------------------------------------------------------------------------------
 
-# Fields with the same names and meaning as in chats.
+# With the same names and meaning as in chats.
 _AS_IN_CHATS = (
     *("model", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
     *("logit_bias", "allowed_token_ids", "bad_words", "skip_special_tokens"),
@@ -184,7 +184,7 @@ _AS_IN_CHATS = (
     *("guided_whitespace_pattern", "guided_decoding_backend"),
 )
 
-# Fields that cannot change an answer here, such as how long caches keep a prompt.
+# They cannot change an answer here.
 _TAKEN = (
     *("prompt_cache_retention", "prompt_cache_options", "access_programs"),
     *("background_options", "image", "request_country"),
@@ -347,7 +347,7 @@ def _name_unknown_entries(values: JsonObject, body: JsonObject) -> None:
 
 
 def _all_tools(values: JsonObject, given: ParsedInput) -> ParsedTools:
-    """The tools of the field `tools`, and the tools given as items."""
+    """Return the tools of the field `tools`, and those given as items."""
     tools: ParsedTools = values.get("tools") or ParsedTools()
     for name, more in given.tools:
         tools.add(name, more, source=Source.ITEM)
@@ -358,7 +358,7 @@ def _all_tools(values: JsonObject, given: ParsedInput) -> ParsedTools:
 
 
 def _warnings(values: JsonObject, given: ParsedInput, tools: ParsedTools) -> JsonObject:
-    """Warnings of fields, items and tools without effect."""
+    """Return warnings of fields, items and tools without effect."""
     lines = [*values.get(WARNINGS, ()), *given.warnings, *tools.warnings]
     if values.get("text", {}).get("verbosity", "medium") != "medium":
         lines.append(without_effect("text.verbosity"))
@@ -444,8 +444,7 @@ RESPONSES = Api(
     parse=parse_response,
     work=_prepare,
     make_shape=ResponseShape,
-    # The id is random: with the request's id, a client that reuses an id would overwrite a
-    # response.
+    # Random: with the request's id, a client that reuses an id would overwrite a response.
     name_answer=lambda request_id, named_by_client: f"resp_{uuid.uuid4().hex}",
     errors=ERRORS,
     answer=ResponseAnswer,

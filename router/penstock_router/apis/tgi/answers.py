@@ -1,6 +1,6 @@
 """Renders text-generation-inference's answers, whole and as events, and its errors.
 
-Each token is shown with its own text. No other API needs this text, so it is decoded here from ids.
+Each token is shown with its own text. Only this API needs it, so it is decoded here from ids.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _TYPES_BY_STATUS = {
 
 
 def error_answer(error: ApiError) -> JsonObject:
-    """An error as clients of this API read it, in a plain answer and in a stream's event."""
+    """Render an error as this API's clients read it, in an answer or an event."""
     error_type = _TYPES_BY_STATUS.get(error_status(error), "unknown")
     text = error.message
     if isinstance(error, TemplateFailed):
@@ -78,15 +78,15 @@ def error_frames(error: ApiError) -> bytes:
 
 
 def error_status(error: ApiError) -> int:
-    """422 for a bad request, 424 if the generation failed, else the error's own status."""
+    """Return 422 for a bad request, 424 if the generation failed, else the error's own status."""
     if isinstance(error, BadRequest):
         return 422
     return 424 if isinstance(error, GenerationFailed) else error.status
 
 
 def _refusal_text(error: BadRequest) -> str:
-    """The error's text. If the request exceeds the context, the text has words that clients look
-    for.
+    """Return the error's text, in the words that clients look for if the request exceeds the
+    context.
     """
     if not isinstance(error, ContextExceeded):
         return error.message
@@ -118,12 +118,12 @@ class GenerateRequest(CompletionRequest):
     full_text: bool = False
     # Length of the inputs.
     num_chars: int = 0
-    # True if the answer is wrapped in an array.
+    # True if an array wraps the answer.
     as_list: bool = False
 
     @property
     def places(self) -> tuple[int, str]:
-        """The number of requested sequences, and the field that requests it."""
+        """Return the number of requested sequences, and the field that requests it."""
         return self.n, "best_of"
 
 
@@ -210,8 +210,8 @@ class _TokenTexts:
         self._detokenizer = tokenizer.detokenizers.start(prompt_ids, skip_special_tokens=True)
 
     def of(self, delta: Delta) -> list[str]:
-        """The text of each token. A character that spans several tokens is shown with the last of
-        them. A token in which a stop string ends is shown up to the stop string.
+        """Return each token's text. A character that spans several tokens is shown with the last. A
+        token in which a stop string ends is shown up to the stop string.
         """
         texts, rest = [], delta.text
         for token_id in delta.token_ids:
@@ -234,7 +234,6 @@ class GenerateShape:
             _TokenTexts(self._tokenizer, job.prompt_of(index).token_ids)
             for index in range(len(job.requests))
         ]
-        # The texts and the number of tokens shown so far.
         self._shown: list[str] = []
         self._num_tokens = 0
 
@@ -266,7 +265,7 @@ class GenerateShape:
         return b"".join(frames) or None
 
     def _no_token(self) -> Token:
-        """A placeholder token: an end without a token still needs an event."""
+        """Return a placeholder: an end without a token still needs an event."""
         eos_id = next(iter(self._job.model.info.eos_token_ids), 0)
         return {"id": eos_id, "text": "", "logprob": None, "special": True}
 
@@ -289,7 +288,7 @@ class GenerateShape:
     # ---- Answers that are not streamed
 
     def whole(self, deltas: Sequence[Delta]) -> GenerateAnswer | list[GenerateAnswer]:
-        """The likeliest answer; its details contain the other answers."""
+        """Return the likeliest answer; its details contain the other answers."""
         best, *others = sorted(deltas, key=mean_logprob, reverse=True)
         self._num_tokens = len(best.token_ids)
         answer: GenerateAnswer = {"generated_text": self._job.prepared.full_text + best.text}
@@ -314,7 +313,7 @@ class GenerateShape:
         return sequence
 
     def headers(self) -> Mapping[str, str]:
-        """Sizes, and durations in whole milliseconds; x-compute-time is in seconds."""
+        """Return sizes, and durations in whole milliseconds; x-compute-time is in seconds."""
         total_s = time.perf_counter() - self._envelope.received_s
         validation_s = self._validated_s - self._envelope.received_s
         usage = self._envelope.usage
@@ -336,7 +335,7 @@ class GenerateShape:
     # ---- Parts of both
 
     def _seed(self, delta: Delta) -> int | None:
-        """The seed that reproduces this sequence; None without sampling."""
+        """Return the seed that reproduces this sequence; None without sampling."""
         return self._job.requests[delta.index].sampling.seed if self._options.samples else None
 
     def _prefill(self, delta: Delta) -> list[PrefillToken]:
@@ -361,7 +360,7 @@ class GenerateShape:
         return [self._token(token_id, text, logprob) for token_id, text, logprob in rows]
 
     def _top_tokens(self, delta: Delta) -> list[list[Token]]:
-        """The likeliest tokens at each token's position; empty if none were requested."""
+        """Return the likeliest tokens at each token's position; none if not requested."""
         count = self._options.logprobs
         if not count or delta.logprobs is None:
             return []

@@ -49,8 +49,8 @@ def messages_of(
     served: Mapping[str, ServedTool],
     places: Sequence[int] = (),
 ) -> list[Message]:
-    """The messages for the chat template. `served` has tools by function name. `places` has each
-    item's index in the request, if the items are from the request.
+    """Return the messages for the chat template. `served` has tools by function name. `places` has
+    each item's index in the request, if the items are from it.
     """
     messages: list[Message] = []
     if instructions is not None:
@@ -86,10 +86,8 @@ class _AssistantTurn:
     calls: list[FunctionCall] = field(default_factory=list)
 
     def takes(self, item: Item) -> bool:
-        """True if the item belongs to this message; otherwise the item begins another message.
-
-        Outputs must follow the message with their calls. So a message with calls takes all items
-        before the outputs.
+        """True if the item belongs to this message, not to another. Outputs must follow the message
+        with their calls, so a message with calls takes all items before the outputs.
         """
         return item["type"] in CALLS or bool(self.calls) or not self.texts
 
@@ -103,7 +101,7 @@ class _AssistantTurn:
             self.texts.append(text_of(item["content"]))
 
     def message(self) -> list[Message]:
-        """The chat message; none if there was only unreadable reasoning."""
+        """Return the chat message; none if there was only unreadable reasoning."""
         if not (self.reasoning or self.texts or self.calls):
             return []
         text = "\n".join(self.texts) if self.texts else None
@@ -114,7 +112,7 @@ class _AssistantTurn:
 
 
 def _call_of(item: Item, names: Mapping[ToolKey, str]) -> FunctionCall | None:
-    """The item's call of the function that stands for its tool; None if the item is not a call."""
+    """Return the item's call of the function that stands for its tool, if it is a call."""
     if item["type"] not in CALLS:
         return None
     called: AnyCallItem = item  # type: ignore[assignment]

@@ -47,9 +47,7 @@ class ItemBuilder(ABC):
         self._delta_opens = b""
 
     def grow(self, text: str, logprobs: Sequence[msgspec.Raw]) -> str:
-        """Append a piece and its log-probabilities; return the text that the piece's event
-        shows.
-        """
+        """Append a piece and its log-probabilities; return the text that its event shows."""
         self._texts.append(text)
         return text
 
@@ -62,7 +60,7 @@ class ItemBuilder(ABC):
         """The events before the item's first piece."""
 
     def delta(self, text: str, logprobs: Sequence[msgspec.Raw], number: int) -> bytes:
-        """The frame of a piece's event."""
+        """Render a piece's event."""
         return b'%b,"delta":%b%b,"sequence_number":%d}\n\n' % (
             self._delta_opens or self._begin_deltas(),
             _encode(text),
@@ -130,7 +128,7 @@ class MessageBuilder(_WithPart):
 
     def __init__(self, stem: str, index: int) -> None:
         super().__init__(stem, index)
-        # These are encoded once: the events at a stream's end repeat them four times.
+        # Encoded once: the events at a stream's end repeat them four times.
         self._logprobs: list[msgspec.Raw] = []
 
     def grow(self, text: str, logprobs: Sequence[msgspec.Raw]) -> str:
@@ -181,6 +179,5 @@ class ReasoningBuilder(_WithPart):
 
 
 def output_text(text: str, logprobs: Sequence[msgspec.Raw]) -> Part:
-    """The text part of an answer's message."""
     shown = cast(list[ChatLogprob], list(logprobs))
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": shown}

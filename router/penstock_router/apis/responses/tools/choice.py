@@ -42,7 +42,7 @@ class AskedChoice:
 
     mode: Literal["none", "auto", "required", "named"]
     shown: Any
-    # With mode "named", the tool. Otherwise the tools that may be called; empty: all tools.
+    # With mode "named", the tool. Otherwise the tools that may be called; empty: all.
     tools: tuple[ToolKey, ...] = ()
 
 
@@ -110,7 +110,7 @@ def _read_allowed(name: str, value: JsonObject) -> AskedChoice:
 
 
 def tool_options(parsed: ParsedTools, asked: AskedChoice, parallel: bool) -> JsonObject:
-    """The request's tools, and the tools it may call, as fields of `ResponsesRequest`. Raises
+    """Return the request's tools, and those it may call, as fields of `ResponsesRequest`. Raises
     `BadRequest`.
     """
     tools, served = parsed.named()
@@ -146,7 +146,7 @@ class _Index:
             self._members[tool.namespace].append(name)
 
     def names_of(self, key: ToolKey) -> list[str]:
-        """The function, or all functions of the namespace. Raises `BadRequest`."""
+        """Return the function, or all of the namespace. Raises `BadRequest`."""
         kind, namespace, _ = key
         if kind == NAMESPACE:
             found = self._members.get(namespace, [])

@@ -76,7 +76,7 @@ class Source(Enum):
     # The field `tools`, which answers repeat.
     FIELD = auto()
     ITEM = auto()
-    # The output of a tool search. It shows the tool: a tool shown before the chat would change the
+    # A tool search's output, which shows the tool. Shown before the chat, it would change the
     # prompt's beginning, and the prefix cache would not find the prompt.
     SEARCH = auto()
 
@@ -87,7 +87,7 @@ class _Entry:
 
     served: ServedTool
     function: Tool
-    # The form that answers repeat. A namespace's first tool has the form of the whole namespace.
+    # The form that answers repeat: of the whole namespace for its first tool.
     shown: JsonObject | None
     source: Source = Source.FIELD
 
@@ -137,12 +137,12 @@ class ParsedTools:
             shown = None
 
     def named(self) -> tuple[tuple[Tool, ...], dict[str, ServedTool]]:
-        """The functions, with distinct names; and the tools that are not plain functions, by
-        function name. If several tools have the same key, the last one counts.
+        """Return the functions, with distinct names, and by function name the tools that are not
+        plain functions. Of several tools with the same key, the last one counts.
         """
         by_key = {entry.served.key: entry for entry in self.entries}
         at_front = {entry.served.key for entry in self.entries if entry.source is not Source.SEARCH}
-        # Plain functions choose names first, because models and clients rely on their names.
+        # Plain functions choose names first, because models and clients rely on them.
         plain = {key for key in by_key if key[0] == FUNCTION and not key[1]}
         taken = {key[2] for key in plain}
         tools: list[Tool] = []
@@ -160,7 +160,7 @@ class ParsedTools:
         return tuple(tools), served
 
     def definitions(self, names: Mapping[ToolKey, str]) -> list[str]:
-        """The functions as most chat templates write them; `names` has the names that differ from
+        """Write the functions as most chat templates do; `names` has those names that differ from
         `flat_name`.
         """
         keyed = [(entry.served.key, entry.function) for entry in self.entries]
@@ -170,7 +170,7 @@ class ParsedTools:
         ]
 
     def shown(self) -> list[JsonObject]:
-        """The tools as answers repeat them."""
+        """Return the tools as answers repeat them."""
         own = (entry.shown for entry in self._of_field())
         return [shown for shown in own if shown is not None]
 
@@ -184,7 +184,7 @@ class ParsedTools:
 
 
 def flat_name(key: ToolKey) -> str:
-    """The name of a tool's function, unless another function has it."""
+    """Return the name of a tool's function, unless another function has it."""
     _, namespace, name = key
     whole = f"{namespace}__{name}" if namespace else name
     return whole if len(whole) <= MAX_NAME_CHARS else _marked(key, whole)
@@ -196,7 +196,7 @@ def _free_name(key: ToolKey, taken: set[str]) -> str:
 
 
 def _marked(key: ToolKey, name: str) -> str:
-    """The name with a mark that identifies its tool. The mark is the same in every request."""
+    """Add a mark that identifies the tool and is the same in every request."""
     mark = hashlib.blake2b(repr(key).encode(), digest_size=5).hexdigest()
     return f"{name[: MAX_NAME_CHARS - len(mark) - 1]}_{mark}"
 
@@ -263,7 +263,7 @@ def _read_custom(where: str, tool: JsonObject, namespace: str) -> _Entry:
 
 
 def _read_format(name: str, value: Any) -> tuple[str, str]:
-    """The syntax and definition of a grammar; both are empty if any text is allowed."""
+    """Read a grammar's syntax and definition; both are empty if any text is allowed."""
     if value is None:
         return "", ""
     given = read_object(name, value)
@@ -335,8 +335,8 @@ _ABOUT_SEARCH: JsonObject = {
 def hold_to_grammars(
     tools: tuple[Tool, ...], served: Mapping[str, ServedTool], tool_format: CallFormat | None
 ) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
-    """The tools, and the names of tools whose grammar is shown to the model but not enforced. If
-    the model writes text in calls literally, the tools have grammars for their texts.
+    """Return the tools, and the names of tools whose grammar is shown to the model but not
+    enforced. If the model writes text in calls literally, the tools have grammars for their texts.
     """
     bound = {name: tool for name, tool in served.items() if tool.syntax}
     if not bound:
