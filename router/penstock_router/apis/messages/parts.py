@@ -35,7 +35,6 @@ _REFERENCE = "tool_reference"
 
 
 def _reference(name: str, before: str = "") -> Part:
-    """Make a placeholder for a tool's definition."""
     return {"type": _REFERENCE, "name": name, "before": before}
 
 
@@ -62,7 +61,6 @@ PartReader = Callable[[str, JsonObject, Context], list[Part]]
 def read_blocks(
     name: str, blocks: list[Any], context: Context, readers: Mapping[str, PartReader]
 ) -> list[Part]:
-    """Read an array of blocks, each of a type in `readers`."""
     check_size(name, blocks)
     parts: list[Part] = []
     for index, value in enumerate(blocks):
@@ -73,7 +71,7 @@ def read_blocks(
 
 
 def reader_of(at: str, block: JsonObject, readers: Mapping[str, _Reader]) -> _Reader:
-    """Return the reader of a block's type. Raises `BadRequest` if there is none."""
+    """Return the reader of a block's type. Raises `BadRequest`."""
     kind = block.get("type")
     reader = readers.get(kind) if isinstance(kind, str) else None
     if reader is None:
@@ -99,9 +97,6 @@ def _readable(value: Any) -> Any:
         for key, item in value.items()
         if item is not None and not key.startswith("encrypted_") and not (is_file and key == "data")
     }
-
-
-# ---- Types of blocks ---------------------------------------------------------------------------
 
 
 def _read_text(at: str, block: JsonObject, context: Context) -> list[Part]:
@@ -153,7 +148,6 @@ def _read_search_result(at: str, block: JsonObject, context: Context) -> list[Pa
 
 
 def _headed(at: str, block: JsonObject, what: str, keys: tuple[str, ...]) -> list[Part]:
-    """Make the lines above a text: one for each key that is present."""
     given = [key for key in keys if block.get(key) is not None]
     lines = [STRING.read(f"{at}.{key}", block[key]) for key in given]
     return [text_part(what + "\n".join(lines))] if lines else []

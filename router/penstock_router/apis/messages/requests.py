@@ -54,8 +54,6 @@ from penstock_router.sessions import session_of_metadata
 from penstock_router.text.contents import Content, as_parts, as_text
 from penstock_router.text.prompts import TextModel, chat_prompt
 
-# ---- What comes before the chat ----------------------------------------------------------------
-
 
 def _read_system(name: str, value: Any) -> str:
     content: Content = ""
@@ -67,14 +65,13 @@ def _read_system(name: str, value: Any) -> str:
     return as_text(without_billing(as_parts(content)), "")
 
 
-# ---- What the answer is like -------------------------------------------------------------------
-
-
 _OUTPUT = object_of(format=FORMAT, effort=STRING, task_budget=ANYTHING)
 
 
 def _read_edits(name: str, value: Any) -> bool:
-    """True if the field asks to leave out or shorten turns, which this server never does."""
+    """True if the field asks to leave out or shorten turns. This server always renders whole
+    prompts.
+    """
     edits = read_object(name, value).get("edits")
     if edits is None:
         return False
@@ -93,8 +90,6 @@ _EDITS = Kind(
     },
 )
 
-
-# ---- The two bodies ----------------------------------------------------------------------------
 
 _OF_ANTHROPICS_SERVERS = "For tools that Anthropic's servers run, which are left out."
 _PROMPT_FIELDS = (
@@ -148,7 +143,7 @@ _ANSWER_FIELDS = (
     Field("top_p", number(0, 1, above_low=True), "Nucleus sampling: likeliest up to this sum."),
     Field("top_k", integer(-1, INT32_MAX), "Sample among so many of the likeliest; 0 and -1: all."),
     TIMEOUT,
-    # Not in Anthropic's API, but sent by clients of other servers that support it.
+    # Not in Anthropic's API, but clients of other servers send them.
     *(
         CHAT_FIELDS[name]
         for name in (
@@ -231,7 +226,7 @@ def _offered(values: JsonObject) -> OfferedTools:
 
 
 def _without_effect(values: JsonObject) -> list[str]:
-    """Warn of entries without effect in fields that have an effect."""
+    """Warn of entries without effect in fields with an effect."""
     found = []
     if values.get("context_management"):
         found.append(without_effect("context_management"))
@@ -241,7 +236,7 @@ def _without_effect(values: JsonObject) -> list[str]:
 
 
 def _template_kwargs(values: JsonObject, turns: Turns) -> JsonObject:
-    """Return the template variables that turn reasoning on or off and set its effort."""
+    """Set the template variables of reasoning and its effort."""
     kwargs = {**thinking_kwargs(values), **thinking_variables(values)}
     effort = turns.effort or values.get("output_config", {}).get("effort")
     if effort is not None:

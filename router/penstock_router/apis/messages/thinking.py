@@ -28,12 +28,10 @@ THINKING = Kind(_read_thinking, {**_ENTRIES.schema, "required": ["type"]})
 
 
 def thinking_options(values: JsonObject) -> JsonObject:
-    """Return the options of `ChatRequest` that the field asks for."""
     asked = values.get("thinking", {})
     options = {name: value for name, value in asked.items() if name != "thinks"}
     return {**options, "requires_thinking_budget": False}
 
 
 def thinking_variables(values: JsonObject) -> JsonObject:
-    """Return the template variables that turn reasoning on or off."""
     return {"enable_thinking": values["thinking"]["thinks"]} if "thinking" in values else {}

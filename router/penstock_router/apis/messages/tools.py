@@ -45,7 +45,6 @@ class OfferedTools:
     tools: tuple[Tool, ...] = ()
     # Definitions of tools shown only where a turn refers to them.
     deferred: Mapping[str, JsonObject] = field(default_factory=lambda: MappingProxyType({}))
-    # For tools that were left out.
     warnings: tuple[str, ...] = ()
 
     def showing(self, name: str) -> OfferedTools:
@@ -124,9 +123,6 @@ _PUBLISHED: Mapping[str, JsonObject] = {
 }  # fmt: skip
 
 
-# ---- Reading -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """An entry of a body's tools; `tool` is None if it is left out."""
@@ -157,7 +153,7 @@ _OF_FUNCTIONS = ("name", "description", "parameters", "input_schema", "strict")
 
 
 def _in_own_form(where: str, given: JsonObject) -> JsonObject:
-    """Rewrite a tool from the form of chats or Responses to that of Messages."""
+    """Rewrite a tool of chats or Responses in the form of Messages."""
     if given.get("type") not in (None, "function"):
         return given
     if given.get("function") is not None:
@@ -230,8 +226,6 @@ def _read_choice(name: str, value: Any) -> ParsedToolChoice:
         case other:
             raise refusal(f"{name}.type", "auto, any, tool or none", other)
 
-
-# ---- Kinds -------------------------------------------------------------------------------------
 
 _INPUT: JsonObject = {"type": "object", "properties": {"type": {"enum": ["object"]}}}
 _CUSTOM = describe(type={"enum": ["custom", None]}, input_schema=or_null(_INPUT))

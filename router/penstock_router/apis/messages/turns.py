@@ -63,7 +63,7 @@ _CLEAR_AT = one_of("next_user_message", "never")
 
 @dataclass(slots=True)
 class Turns:
-    """The turns while they are read: messages, and settings found in turns."""
+    """The turns while they are read: messages, and settings found in them."""
 
     context: Context = field(default_factory=Context)
     # Contents are parts; some are placeholders for definitions of tools.
@@ -90,7 +90,7 @@ def _finished(message: Message, tools: OfferedTools, told: set[str]) -> Message:
 
 
 def _read_turns(name: str, value: Any) -> Turns:
-    """Read a chat; check every block. Its last message may be an answer to continue."""
+    """Read and check every block. The last message may be an answer to continue."""
     given = read_array(name, value)
     if not given:
         raise BadRequest(f"{name}: at least one message is needed", param=name)
@@ -145,7 +145,7 @@ def _read_turn(name: str, value: Any, turns: Turns, *, is_past: bool) -> None:
 
 
 def _read_system(name: str, turn: JsonObject, turns: Turns, *, is_past: bool) -> None:
-    """Add a system message at its place, unless it was only for a past turn of the user."""
+    """Add a system message, unless it was only for a past turn of the user."""
     parts = _system_parts(name, turn, turns.context)
     _read_effort(f"{name}.output_config", turn, turns)
     clear_at = turn.get("clear_at")

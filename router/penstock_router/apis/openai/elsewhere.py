@@ -9,7 +9,7 @@ from penstock_router.apis.openai.fields import CHAT_FIELDS, OF_CHATS
 from penstock_router.apis.openai.other_servers import with_other_servers
 from penstock_router.json_fields import ANYTHING, Field, Table, Use, not_served
 
-# Other routes accept a field of chats with a value that has no effect.
+# Values with which a field of chats has no effect. Other routes accept them.
 _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "response_format": ({"type": "text"},),

@@ -32,7 +32,7 @@ MAX_LOGIT_BIASES = 1024
 _ID_KEY = re.compile("[0-9]{1,9}")
 
 
-# Shards set the real bound, which is known only with the model.
+# Shards set the real bound, known only with the model.
 NUM_LOGPROBS = integer(WHOLE_VOCABULARY, INT32_MAX)
 
 
@@ -157,12 +157,11 @@ LOGIT_BIAS = Kind(
 
 
 def length(at_least: int) -> Kind:
-    """A number of tokens; -1 means up to the end of the context."""
+    """A number of tokens; -1: up to the end of the context."""
     return unless(integer(at_least, INT32_MAX), -1)
 
 
 def _read_lora(name: str, value: Any) -> str | None:
-    """Read an adapter's name, alone or in an array of one."""
     match value:
         case [only]:
             value = only

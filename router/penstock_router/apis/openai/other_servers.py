@@ -180,7 +180,6 @@ _TAKEN: Mapping[str, Sequence[str]] = {
 
 
 def with_other_servers(fields: Sequence[Field]) -> Table:
-    """Return a route's own fields, and those that clients of other servers send."""
     own = table(fields)
     taken_fields = [taken(name, False, help=why) for why, names in _TAKEN.items() for name in names]
     others = [*_other_names(own), *_NOT_SERVED, *taken_fields]

@@ -1,4 +1,4 @@
-"""OpenAI's completions and chats: parses bodies to requests. The shapes are in `answers.py`."""
+"""OpenAI's completions and chats: parses bodies to requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from penstock_router.json_fields import JsonObject, read_fields, refusal
 from penstock_router.request import ChatRequest, CompletionRequest, Options
 
 _OPTION_NAMES = frozenset(Options.__dataclass_fields__)
-# Fields with another name in `Options`.
 _RENAMED = {
     "repeat_last_n": "penalty_window_tokens",
     "slo": "seconds_between_tokens",
@@ -35,9 +34,6 @@ _RENAMED = {
     "kv_hints": "retain",
     "timeout": "timeout_s",
 }
-
-
-# ---- The two bodies ----------------------------------------------------------------------------
 
 
 def parse_completion(body: JsonObject) -> CompletionRequest:
@@ -125,9 +121,7 @@ def _chat_logprobs(values: JsonObject) -> int | None:
 
 
 def template_options(values: JsonObject) -> JsonObject:
-    """Return the options of `ChatRequest`, besides the messages, that a chat's prompt depends
-    on.
-    """
+    """Return the options of `ChatRequest`, except messages, that a chat's prompt depends on."""
     continues = values.get("continue_final_message", ends_unfinished(values.get("messages", ())))
     begins = values.get("add_generation_prompt", not continues)
     if continues and begins:
@@ -142,14 +136,14 @@ def template_options(values: JsonObject) -> JsonObject:
     }
 
 
-# The router sets these template variables itself; a request must not override them.
+# The router sets these variables itself; a request must not override them.
 _RESERVED_KWARGS = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"}
 )
 
 
 def own_kwargs(values: JsonObject) -> JsonObject:
-    """Return the template variables that the request gives by name. Raises `BadRequest`."""
+    """Return the template variables that the request names. Raises `BadRequest`."""
     kwargs: JsonObject = values.get("chat_template_kwargs", {})
     reserved = sorted(_RESERVED_KWARGS & kwargs.keys())
     if reserved:
@@ -158,11 +152,8 @@ def own_kwargs(values: JsonObject) -> JsonObject:
     return kwargs
 
 
-# ---- The two APIs ------------------------------------------------------------------------------
-
-
 def _name_completion(request_id: str, named_by_client: bool) -> str:
-    # Each choice of a completion is a numbered request; clients expect the first one's id.
+    # A completion's choices are numbered requests; clients expect the first one's id.
     return f"cmpl-{request_id}-0" if named_by_client else f"cmpl-{request_id}"
 
 

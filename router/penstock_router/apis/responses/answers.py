@@ -173,7 +173,6 @@ class ResponseShape:
         self.usage = envelope.usage
         self._id_stem = envelope.response_id.removeprefix("resp_")
         self._items: list[ItemBuilder] = []
-        # The last item, which grows.
         self._growing: ItemBuilder | None = None
         self._num_calls = 0
         # Log-probabilities of tokens whose text is not in a message yet.
@@ -247,7 +246,6 @@ class ResponseShape:
             self._number += 1
 
     def _begin(self, kind: PieceKind, text: str) -> ItemBuilder:
-        """Complete the last item and begin another."""
         if self._growing is not None and self._streams:
             self._close(self._growing, self._growing.as_item(COMPLETED))
         stem, index = self._id_stem, len(self._items)
@@ -272,7 +270,7 @@ class ResponseShape:
     # ---- ends ----
 
     def finish(self) -> None:
-        """Complete the response after its last delta, if it has not ended yet."""
+        """Complete the response, if it has not ended yet."""
         answer = self.answer
         if answer["status"] not in (IN_PROGRESS, QUEUED):
             return
@@ -338,7 +336,6 @@ class ResponseShape:
         ]
 
     def chunk(self, delta: Delta) -> bytes | None:
-        """Render a delta; None if it has nothing to show."""
         self.take(delta)
         frames = self._frames
         if not frames:
@@ -347,7 +344,6 @@ class ResponseShape:
         return frames[0] if len(frames) == 1 else b"".join(frames)
 
     def closing(self) -> list[bytes]:
-        """Render the end of the last item, and the whole response."""
         self.finish()
         self._close(self._items[-1], self.answer["output"][-1])
         frames, self._frames = self._frames, []
@@ -380,7 +376,7 @@ def _first_of(given: float | None, default: float | None, idle: float = 1.0) -> 
 
 
 def mark_lost(answer: dict[str, Any]) -> None:
-    """Mark a stored response as failed, because the process that generated it is gone."""
+    """Mark a response as failed: the process that generated it is gone."""
     answer["status"] = FAILED
     answer["error"] = {
         "code": "server_error",

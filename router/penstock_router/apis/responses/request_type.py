@@ -1,5 +1,5 @@
-"""A request of OpenAI's Responses API: a chat whose turns are items, and fields for the answer to
-repeat.
+"""A request of OpenAI's Responses API: a chat whose turns are items, and fields that its answer
+repeats.
 """
 
 from __future__ import annotations
@@ -110,7 +110,6 @@ class ResponsesRequest(ChatRequest):
 
 
 def _resolved(item: Item, known: dict[str, Item]) -> Item:
-    """Return the stored item that an item refers to, or the item itself."""
     if item["type"] != "item_reference":
         return item
     found = known.get(item["id"])

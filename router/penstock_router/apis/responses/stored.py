@@ -1,7 +1,4 @@
-"""Shows a stored response, or pages of its conversation.
-
-The functions need only the stored JSON; `offload/dispatch.py` chooses their process.
-"""
+"""Shows a stored response, or pages of its conversation."""
 
 from __future__ import annotations
 

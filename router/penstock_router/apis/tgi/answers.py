@@ -32,9 +32,6 @@ from penstock_router.text.tokenizer import Tokenizer
 _encode = msgspec.json.encode
 
 
-# ---- Errors ------------------------------------------------------------------------------------
-
-
 class GenerateError(TypedDict):
     """An error; clients choose their exception by `error_type`."""
 
@@ -58,7 +55,6 @@ _TYPES_BY_STATUS = {
 
 
 def error_answer(error: ApiError) -> JsonObject:
-    """Render an error as this API's clients read it, in an answer or an event."""
     error_type = _TYPES_BY_STATUS.get(error_status(error), "unknown")
     text = error.message
     if isinstance(error, TemplateFailed):
@@ -78,16 +74,13 @@ def error_frames(error: ApiError) -> bytes:
 
 
 def error_status(error: ApiError) -> int:
-    """Return 422 for a bad request, 424 if the generation failed, else the error's own status."""
     if isinstance(error, BadRequest):
         return 422
     return 424 if isinstance(error, GenerationFailed) else error.status
 
 
 def _refusal_text(error: BadRequest) -> str:
-    """Return the error's text, in the words that clients look for if the request exceeds the
-    context.
-    """
+    """Return the error's text, in the words that clients look for if the context is exceeded."""
     if not isinstance(error, ContextExceeded):
         return error.message
     limit, wanted = error.limit_tokens, error.wanted_tokens
@@ -105,9 +98,6 @@ def _refusal_text(error: BadRequest) -> str:
 ERRORS = ErrorForm(error_answer, GenerateError, error_frames, error_status)
 
 
-# ---- Options of answers ------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest(CompletionRequest):
     """A completion of one prompt, and the options of its answer."""
@@ -118,16 +108,12 @@ class GenerateRequest(CompletionRequest):
     full_text: bool = False
     # Length of the inputs.
     num_chars: int = 0
-    # True if an array wraps the answer.
+    # True if the answer is wrapped in an array.
     as_list: bool = False
 
     @property
     def places(self) -> tuple[int, str]:
-        """Return the number of requested sequences, and the field that requests it."""
         return self.n, "best_of"
-
-
-# ---- Answers -----------------------------------------------------------------------------------
 
 
 GenerateEnd = Literal["length", "eos_token", "stop_sequence"]
@@ -203,14 +189,12 @@ class StreamEvent(TypedDict):
 
 
 class _TokenTexts:
-    """Decodes the text of each token of a growing sequence."""
-
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizers.start(prompt_ids, skip_special_tokens=True)
 
     def of(self, delta: Delta) -> list[str]:
-        """Return each token's text. A character that spans several tokens is shown with the last. A
+        """Return each token's text; a character that spans several tokens is shown with the last. A
         token in which a stop string ends is shown up to the stop string.
         """
         texts, rest = [], delta.text
@@ -236,8 +220,6 @@ class GenerateShape:
         ]
         self._shown: list[str] = []
         self._num_tokens = 0
-
-    # ---- Streams
 
     def opening(self) -> list[bytes]:
         return []
@@ -265,7 +247,7 @@ class GenerateShape:
         return b"".join(frames) or None
 
     def _no_token(self) -> Token:
-        """Return a placeholder: an end without a token still needs an event."""
+        """Make a placeholder: an end without a token still needs an event."""
         eos_id = next(iter(self._job.model.info.eos_token_ids), 0)
         return {"id": eos_id, "text": "", "logprob": None, "special": True}
 
@@ -285,10 +267,8 @@ class GenerateShape:
     def failure(self, error: ApiError) -> bytes:
         return error_frames(error)
 
-    # ---- Answers that are not streamed
-
     def whole(self, deltas: Sequence[Delta]) -> GenerateAnswer | list[GenerateAnswer]:
-        """Return the likeliest answer; its details contain the other answers."""
+        """Show the likeliest answer; its details contain the others."""
         best, *others = sorted(deltas, key=mean_logprob, reverse=True)
         self._num_tokens = len(best.token_ids)
         answer: GenerateAnswer = {"generated_text": self._job.prepared.full_text + best.text}
@@ -332,10 +312,8 @@ class GenerateShape:
             "x-generated-tokens": str(self._num_tokens),
         }
 
-    # ---- Parts of both
-
     def _seed(self, delta: Delta) -> int | None:
-        """Return the seed that reproduces this sequence; None without sampling."""
+        """The seed that reproduces this sequence; None without sampling."""
         return self._job.requests[delta.index].sampling.seed if self._options.samples else None
 
     def _prefill(self, delta: Delta) -> list[PrefillToken]:
@@ -360,7 +338,6 @@ class GenerateShape:
         return [self._token(token_id, text, logprob) for token_id, text, logprob in rows]
 
     def _top_tokens(self, delta: Delta) -> list[list[Token]]:
-        """Return the likeliest tokens at each token's position; none if not requested."""
         count = self._options.logprobs
         if not count or delta.logprobs is None:
             return []

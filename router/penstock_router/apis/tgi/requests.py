@@ -1,4 +1,4 @@
-"""text-generation-inference's own API: parses bodies to requests. The shapes are in `answers.py`.
+"""text-generation-inference's own API: parses bodies to requests.
 
 The API is frozen, and clients rely on its bounds and error texts. So they are kept even where this
 server could do more.
@@ -52,9 +52,6 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_TOP_N_TOKENS = 5
 UINT64_MAX = 2**64 - 1
-
-
-# ---- Fields ------------------------------------------------------------------------------------
 
 
 def _reword(any_kind: Kind, kind: Kind, text: str) -> Kind:
@@ -242,9 +239,6 @@ COMPAT_FIELDS = table(
 )
 
 
-# ---- Bodies to requests ------------------------------------------------------------------------
-
-
 # Each turns sampling on.
 _SAMPLERS = ("temperature", "top_k", "top_p", "typical_p")
 # This API ignores the model's sampling defaults.
@@ -335,14 +329,11 @@ def _check(parameters: JsonObject, best_of: int, *, samples: bool, stream: bool)
         raise BadRequest("`seed` must not be set when `best_of` > 1", param="seed")
 
 
-# ---- The APIs ----------------------------------------------------------------------------------
-
-
 def _prepare(asked: GenerateRequest, model: TextModel) -> PreparedPrompts:
     prepared = prepare_prompts(asked, model)
     [inputs] = asked.prompts
     if isinstance(inputs, TextWithImages):
-        # Without the images' data.
+        # Leave out the images' data.
         inputs = "![]()".join(inputs.texts)
     assert isinstance(inputs, str)
     return dataclasses.replace(prepared, full_text=inputs) if asked.full_text else prepared

@@ -23,9 +23,9 @@ from penstock_router.request import ImageSource
 from penstock_router.text.contents import Content, text_part
 
 TEXT_TYPES = ("text", "input_text", "output_text")
-# Tool outputs that cannot be shown to models here. A text replaces them.
+# Tool outputs that models cannot be shown here. A text replaces them.
 _UNSEEN = ("input_file", "input_audio", "audio", "encrypted_content")
-# The role under which parts of a tool's output are read.
+# The role of a tool's output.
 TOOL = "tool"
 
 
@@ -77,7 +77,7 @@ def read_plain_parts(
 
 
 def content_of(name: str, parts: list[Part]) -> Content:
-    """Return a chat message's content: one text, or parts if it has images."""
+    """Make a chat message's content: one text, or parts if it has images."""
     return joined(
         [
             image_part(part["image_url"], f"{name}[{index}]")
@@ -89,11 +89,7 @@ def content_of(name: str, parts: list[Part]) -> Content:
 
 
 def text_of(parts: list[Part]) -> str:
-    """Join the parts into one text, like the parts of a chat message."""
     return "\n".join(part.get("text", part.get("refusal", "")) for part in parts)
-
-
-# ---- Documentation -----------------------------------------------------------------------------
 
 
 def item_schema(kinds: Sequence[str], *required: str, **properties: JsonObject) -> JsonObject:
@@ -116,7 +112,6 @@ def content_schema(*more: JsonObject) -> JsonObject:
 
 
 def plain_parts_schema(*kinds: str) -> JsonObject:
-    """Describe parts of these types, or null."""
     return or_null({"type": "array", "items": _part_schema(kinds, "text")})
 
 

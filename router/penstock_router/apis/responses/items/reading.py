@@ -54,7 +54,7 @@ ROLES = ("user", "assistant", "system", "developer")
 # Arrays of parts that chat messages do not have.
 _MORE_PARTS = ("output", "summary", "tools")
 _NOT_EMPTY = string(1)
-# Items that contain nothing for a model on this server.
+# Items that contain nothing for a model here.
 _LEFT_OUT = (
     *("web_search_call", "image_generation_call", "computer_call", "computer_call_output"),
     *("mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
@@ -78,7 +78,6 @@ class ParsedInput:
 
     @property
     def references(self) -> tuple[str, ...]:
-        """Ids of stored items that the body refers to."""
         return tuple(item["id"] for item in self.items if item["type"] == "item_reference")
 
 
@@ -122,7 +121,7 @@ def _add(parsed: ParsedInput, place: int, item: Item) -> None:
 
 
 def _read(parsed: ParsedInput, name: str, stem: str, item: JsonObject) -> Sequence[Item]:
-    """Return an item's stored form: one, none or two items."""
+    """Read an item to its stored form: one, none or two items."""
     # Messages may omit the type.
     kind = item.get("type") or "message"
     if kind == "reasoning":
@@ -145,9 +144,6 @@ def _read(parsed: ParsedInput, name: str, stem: str, item: JsonObject) -> Sequen
     served = ", ".join(_READERS)
     text = f"{name}.type: items of type {shorten(kind)} are not served, only reasoning, {served}"
     raise BadRequest(text, param="input")
-
-
-# ---- Messages and reasoning --------------------------------------------------------------------
 
 
 def _read_message(name: str, stem: str, item: JsonObject) -> MessageItem:
@@ -187,7 +183,7 @@ def _reasoning(parsed: ParsedInput, name: str, stem: str, item: JsonObject) -> R
 
 
 def _agent_message(parsed: ParsedInput, name: str, stem: str, item: JsonObject) -> Sequence[Item]:
-    """Read another agent's message as a user message with both agents' names."""
+    """Make a user message with both agents' names."""
     texts: list[str] = []
     for index, entry in enumerate(read_array(f"{name}.content", item.get("content"))):
         at = f"{name}.content[{index}]"
@@ -311,13 +307,10 @@ _READERS: Mapping[str, Callable[[str, str, JsonObject], Item]] = {
 }
 
 
-# ---- Calls that servers ran --------------------------------------------------------------------
-
-
 def _hosted(
     parsed: ParsedInput, name: str, stem: str, kind: str, item: JsonObject
 ) -> Sequence[Item]:
-    """Read a call that a server ran, and its output; nothing if it has no output."""
+    """Read a call that a server ran, and its output; nothing without output."""
     function, arguments, output = _HOSTED[kind](item)
     if not output:
         parsed.warnings.append(f"{name}: an item of type {kind} without output is left out")
@@ -352,15 +345,12 @@ def _file_search(item: JsonObject) -> tuple[Any, Any, Any]:
     return None, {"queries": item.get("queries") or []}, item.get("results")
 
 
-# The function's name, its arguments, and its output.
+# Function name (None: the item's type), arguments, and output.
 _HOSTED: Mapping[str, Callable[[JsonObject], tuple[Any, Any, Any]]] = {
     "mcp_call": _mcp,
     "code_interpreter_call": _code_interpreter,
     "file_search_call": _file_search,
 }
-
-
-# ---- Documentation -----------------------------------------------------------------------------
 
 
 _MESSAGE_SCHEMA: JsonObject = {

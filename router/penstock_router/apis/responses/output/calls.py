@@ -30,8 +30,6 @@ from penstock_router.text.answer_pieces import PieceKind
 
 
 class _CallOf(ItemBuilder):
-    """A call; its pieces are parts of the arguments."""
-
     grows_by = PieceKind.ARGUMENTS
 
     def __init__(self, stem: str, index: int, call_id: str, tool: ServedTool) -> None:
@@ -108,7 +106,7 @@ class _CustomCall(_CallOf):
 
 
 class _ClientsCall(_CallOf):
-    """A call of a client tool: all its fields are shown at its end."""
+    """A client tool's call, shown whole at its end."""
 
     _delta_type = ""
 
@@ -152,7 +150,7 @@ def _shell(given: JsonObject) -> JsonObject:
 
 
 def _texts(value: Any, shell: Sequence[str]) -> list[str]:
-    """Return a command's words; the `shell` runs a command that is one string."""
+    """Return a command's words; `shell` runs a command that is one string."""
     if isinstance(value, str):
         return [*shell, value]
     return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []

@@ -27,7 +27,7 @@ _REPLACEMENT = "\ufffd"
 
 class EncodedText:
     def __init__(self) -> None:
-        # The JSON before the string begins; afterwards `_rest` is the unread part of the string.
+        # The JSON before the string begins; then `_rest` is the unread part of the string.
         self._held: list[str] = []
         self._num_held = 0
         self._rest: str | None = None
@@ -50,7 +50,7 @@ class EncodedText:
         return added
 
     def _behind_opening(self, piece: str) -> str | None:
-        """Return the JSON after the string's opening quote; None if not there yet."""
+        """Return the JSON after the string's opening quote, if already there."""
         self._held.append(piece)
         if self._num_held > _MAX_SOUGHT:
             return None
@@ -116,7 +116,7 @@ def _is_unit_begun(digits: str) -> bool:
 
 
 def _text_in(arguments: str, *, was_cut: bool) -> str:
-    """Find the text in JSON of another form: the argument, the only string, or the whole JSON."""
+    """Find the text in other JSON: the argument, the only string, or the whole JSON."""
     try:
         given = msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, UnicodeError, RecursionError):

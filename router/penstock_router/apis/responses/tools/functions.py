@@ -47,7 +47,7 @@ LOCAL_SHELL, SHELL, APPLY_PATCH = "local_shell", "shell", "apply_patch"
 TOOL_SEARCH = "tool_search"
 # The argument that holds the text of a tool that takes text.
 INPUT = "input"
-# The key of a tool in requests: type, namespace and name.
+# Type, namespace and name of a tool in requests.
 ToolKey = tuple[str, str, str]
 
 _SYNTAX = one_of("lark", "regex")
@@ -61,7 +61,7 @@ class ServedTool:
     type: str
     name: str
     namespace: str = ""
-    # The grammar of the tool's text, if any: `lark` or `regex`, and the grammar.
+    # `lark` or `regex`, if the tool's text has a grammar.
     syntax: str = ""
     definition: str = ""
 
@@ -76,7 +76,7 @@ class Source(Enum):
     # The field `tools`, which answers repeat.
     FIELD = auto()
     ITEM = auto()
-    # A tool search's output, which shows the tool. Shown before the chat, it would change the
+    # A tool search's output, which shows the tool. Shown before the chat, the tool would change the
     # prompt's beginning, and the prefix cache would not find the prompt.
     SEARCH = auto()
 
@@ -137,8 +137,8 @@ class ParsedTools:
             shown = None
 
     def named(self) -> tuple[tuple[Tool, ...], dict[str, ServedTool]]:
-        """Return the functions, with distinct names, and by function name the tools that are not
-        plain functions. Of several tools with the same key, the last one counts.
+        """Return functions with distinct names, and the tools that are not plain functions, by
+        function name. Of several tools with the same key, the last one counts.
         """
         by_key = {entry.served.key: entry for entry in self.entries}
         at_front = {entry.served.key for entry in self.entries if entry.source is not Source.SEARCH}
@@ -160,7 +160,7 @@ class ParsedTools:
         return tuple(tools), served
 
     def definitions(self, names: Mapping[ToolKey, str]) -> list[str]:
-        """Write the functions as most chat templates do; `names` has those names that differ from
+        """Write the functions as most chat templates do; `names` has the names that differ from
         `flat_name`.
         """
         keyed = [(entry.served.key, entry.function) for entry in self.entries]
@@ -170,7 +170,6 @@ class ParsedTools:
         ]
 
     def shown(self) -> list[JsonObject]:
-        """Return the tools as answers repeat them."""
         own = (entry.shown for entry in self._of_field())
         return [shown for shown in own if shown is not None]
 
@@ -196,7 +195,7 @@ def _free_name(key: ToolKey, taken: set[str]) -> str:
 
 
 def _marked(key: ToolKey, name: str) -> str:
-    """Add a mark that identifies the tool and is the same in every request."""
+    """Mark the tool's name, in the same way in every request."""
     mark = hashlib.blake2b(repr(key).encode(), digest_size=5).hexdigest()
     return f"{name[: MAX_NAME_CHARS - len(mark) - 1]}_{mark}"
 
@@ -212,9 +211,6 @@ def _with_text(tool: Tool, before: str) -> Tool:
     return dataclasses.replace(
         tool, shown={**tool.shown, "function": {**function, "description": text}}
     )
-
-
-# ---- Reading a tool ----------------------------------------------------------------------------
 
 
 def _read(where: str, kind: str, tool: JsonObject, namespace: str) -> _Entry | None:
@@ -241,7 +237,7 @@ def _not_null(given: JsonObject, *keys: str) -> JsonObject:
 
 
 def _is_remote(tool: JsonObject) -> bool:
-    """True if a shell runs on OpenAI's servers."""
+    """True if OpenAI's servers run the shell."""
     environment = tool.get("environment")
     return isinstance(environment, dict) and environment.get("type") != "local"
 
@@ -329,13 +325,10 @@ _ABOUT_SEARCH: JsonObject = {
 }
 
 
-# ---- Grammars ----------------------------------------------------------------------------------
-
-
 def hold_to_grammars(
     tools: tuple[Tool, ...], served: Mapping[str, ServedTool], tool_format: CallFormat | None
 ) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
-    """Return the tools, and the names of tools whose grammar is shown to the model but not
+    """Return the tools, and the names of those whose grammar is shown to the model but not
     enforced. If the model writes text in calls literally, the tools have grammars for their texts.
     """
     bound = {name: tool for name, tool in served.items() if tool.syntax}
@@ -356,9 +349,6 @@ def _format(tool: ServedTool) -> JsonObject:
     kind = ConstraintKind.REGEX if tool.syntax == "regex" else ConstraintKind.GRAMMAR
     made: JsonObject = format_of(Constraint(kind, tool.definition))
     return made
-
-
-# ---- Documentation -----------------------------------------------------------------------------
 
 
 def _read_tools(name: str, value: Any) -> ParsedTools:
