@@ -121,7 +121,7 @@ class Turns:
             for client in wish.clients
             if client not in barred and not given.done()
         )
-        # Of equal entries, `min` returns the first.
+        # Among equal entries, `min` returns the first.
         first = min(found, key=lambda each: each[0], default=None)
         return None if first is None else first[1:]
 

@@ -114,7 +114,7 @@ def _message(name: str, value: Any) -> JsonObject:
 
 
 def _with_tools(message: JsonObject) -> JsonObject:
-    """Rewrite a function call or result of OpenAI's older form as a tool's."""
+    """Rewrite a function call or result of OpenAI's older form as a tool call or result."""
     if message.get("role") == "function":
         return {**message, "role": "tool"}
     if "function_call" not in message or message.get("role") != "assistant":
@@ -171,7 +171,7 @@ def read_parts(
     parts: list[Any],
     image_parts: Mapping[str, Callable[[str, JsonObject], Part]] = _IMAGE_PARTS,
 ) -> Content:
-    """Read parts of text and images, to a string if there are no images."""
+    """Read parts of text and images. The result is a string if there are no images."""
     read: list[Part] = []
     for index, part in enumerate(parts):
         at = f"{name}[{index}]"

@@ -1,7 +1,7 @@
 """Turns the fields that constrain an answer's text into one `Constraint`.
 
 The fields are OpenAI's `response_format`, vLLM's `structured_outputs` and older `guided_*`, and
-Hugging Face's clients'.
+those of Hugging Face's clients.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ _TAG: JsonObject = {
         {"type": "string"},
     ]
 }
-# Kinds of `structured_outputs`, each read as a wish or None.
+# The keys of `structured_outputs`, each read as a wish or None.
 _LANGUAGES: Mapping[str, Kind] = {
     "json": Kind(wish_of_schema, _SCHEMA),
     "regex": Kind(_constraint_of_regex, _TEXT.schema),

@@ -83,7 +83,7 @@ def as_definition(shown: JsonObject) -> str:
     return json.dumps(shown, ensure_ascii=False)
 
 
-# Templates see these entries; the others are for the APIs' vendors' servers.
+# Templates see these entries; other entries are for the vendors' servers.
 SHOWN = ("name", "description")
 
 

@@ -16,7 +16,7 @@ from penstock_router.errors import BadRequest
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """A float format of 16 or 8 bits, as IEEE 754 except for the largest codes."""
+    """A float format of 16 or 8 bits, as IEEE 754 except for the meaning of the largest codes."""
 
     exponent_bits: int
     fraction_bits: int

@@ -20,12 +20,12 @@ Pieces = Sequence[bytes]
 class Image:
     """A decoded image. Its memory counts in its client's share until its last reference is gone."""
 
-    # Of size and pixels: `penstock_common.image_digest`.
+    # The hash of size and pixels, by `penstock_common.image_digest`.
     digest: bytes
     # In pixels, after rotation by EXIF data.
     width: int
     height: int
-    # As the client sent them.
+    # The bytes that the client sent.
     encoded: Pieces = field(repr=False)
 
     @property

@@ -47,7 +47,7 @@ _STRIP_BYTES = 256 * 1024
 
 
 def set_limits(max_pixels: int) -> None:
-    """Set Pillow's own limits, as a second line of defence."""
+    """Set Pillow's own limits, as a second line of defense."""
     PIL.Image.MAX_IMAGE_PIXELS = max_pixels
     # Ignore other warnings: they are about metadata, and would fill the router's log.
     warnings.simplefilter("ignore")

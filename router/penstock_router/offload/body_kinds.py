@@ -1,4 +1,4 @@
-"""Lists the kinds of bodies by name, and runs the two steps for each, in any process."""
+"""Lists the kinds of bodies by name, and parses a body or works on its text, in any process."""
 
 from __future__ import annotations
 

@@ -224,8 +224,8 @@ class Body:
         is_long: bool,
     ) -> None:
         self.kind = reading.kind
-        # The body's images, perhaps megabytes of base64. They are removed from the request, because
-        # it lives as long as its answer.
+        # Sources of the body's images, perhaps megabytes of base64. They are removed from the
+        # request, because it lives as long as its answer.
         self._sources = getattr(reading.asked, "images", ())
         # The request of a long body has no text.
         self.asked = reading.asked

@@ -4,7 +4,7 @@ Clients share the processes by time. A client's tasks run in order of arrival, e
 body counts as arriving later. While a client's task takes long, other clients get one more process.
 
 If a task's client disconnects, the process gets a moment to finish, because it can be used again;
-then it is killed. A process that dies fails only the request of its task.
+then it is killed. If a process dies, only the request of its task fails.
 """
 
 from __future__ import annotations

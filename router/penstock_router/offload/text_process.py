@@ -3,8 +3,8 @@
     python -m penstock_router.offload.text_process FD LOG_LEVEL LOG_FORMAT
 
 Does one task at a time for the router at the other end of the socket FD, until the socket is
-closed. A task that takes too long ends the process. A task contains all its data, except that a
-model's files are kept from the model's first task on.
+closed. A task that takes too long ends the process. A task contains all its data, except a model's
+files: the model's first task brings them, and they are kept.
 """
 
 from __future__ import annotations

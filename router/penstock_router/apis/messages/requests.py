@@ -202,7 +202,7 @@ def _prompt(values: JsonObject) -> JsonObject:
     for warning in (*offered.warnings, *turns.context.warnings, *_without_effect(values)):
         add_warning(values, warning)
     system = [{"role": "system", "content": values["system"]}] if values.get("system") else []
-    # The answer continues a last message of the assistant.
+    # If the last message is the assistant's, the answer continues it.
     continues = messages[-1]["role"] == "assistant"
     tools = tool_options(values)
     return {

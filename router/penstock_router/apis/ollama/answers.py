@@ -106,7 +106,7 @@ class EmbeddingsAnswer(TypedDict):
 
 
 class Gain(TypedDict, total=False):
-    """What a line adds to the answer."""
+    """The text and calls that a line adds to the answer."""
 
     content: str
     thinking: str

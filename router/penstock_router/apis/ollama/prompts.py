@@ -1,7 +1,7 @@
 """Makes prompts of Ollama's requests, shortened to the model's context as Ollama does.
 
-The oldest messages are left out, except system messages, and never a call without its results. If
-the prompt is still too long, or is one text, its first tokens are cut off.
+The oldest messages are left out, but never a system message, and never a call without its results.
+If the prompt is still too long, or is one text, its first tokens are cut off.
 """
 
 from __future__ import annotations

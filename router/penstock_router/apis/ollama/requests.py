@@ -152,7 +152,7 @@ _EFFORT = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def _read_think(name: str, value: Any) -> JsonObject:
-    """Return template variables."""
+    """Read the field into template variables."""
     if isinstance(value, bool):
         return {"enable_thinking": value}
     effort = _EFFORT.read(name, value)
@@ -245,7 +245,7 @@ def parse_raw(body: JsonObject) -> OllamaRaw:
 
 
 def _chat(values: JsonObject, messages: list[Any], has_prompt: bool) -> OllamaChat:
-    # The answer continues a last message of the assistant.
+    # If the last message is the assistant's, the answer continues it.
     continues = bool(messages) and messages[-1]["role"] == "assistant"
     return OllamaChat(
         messages=messages,
