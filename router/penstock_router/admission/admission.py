@@ -127,7 +127,6 @@ class QueuePace:
         self._at_s = now_s
 
     def seconds_until(self, places: int, now_s: float) -> float:
-        """Estimate the time until this many more places become free."""
         age_s = max(1e-3, now_s - self._since_s)
         seen_s = _PACE_S * -math.expm1(-age_s / _PACE_S)
         # Add 1 for an estimate before any place became free.

@@ -91,7 +91,6 @@ class Keys:
         return key
 
     async def follow(self) -> None:
-        """Follow the file's changes until cancelled."""
         while self._path is not None:
             await asyncio.sleep(_POLL_S)
             self._take(*await asyncio.to_thread(self._look, self._path))

@@ -79,8 +79,8 @@ def _serve(stream: BufferedRWPair, max_pixels: int) -> None:
 
 
 def _limit_time() -> None:
-    """Let the kernel end the process after `MAX_DECODE_S` of CPU time, over all threads, for the
-    next image.
+    """Have the kernel end the process if the next image takes more than `MAX_DECODE_S` of CPU time,
+    over all threads.
     """
     until_s = math.ceil(time.process_time() + MAX_DECODE_S)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)

@@ -32,7 +32,7 @@ _MAX_REDIRECTS = 3
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _HEADERS = {
     "Accept": "image/jpeg, image/png, image/webp, image/gif",
-    # No inflating, because the size is counted while data arrives.
+    # The size is counted as data arrives, so data must not be compressed.
     "Accept-Encoding": "identity",
     "User-Agent": f"penstock/{VERSION}",
 }
@@ -56,7 +56,7 @@ class Fetcher:
     async def fetch(self, text: str, incoming: Incoming, client: str) -> None:
         """Fetch a URL's data into `incoming`. Raises `ImageRefused` and `TooManyRequests`."""
         url = self._parse(text)
-        # Never shared, because each `incoming` charges its own client.
+        # Fetches are never shared, because each `incoming` charges its own client.
         await self._line.do(incoming, lambda _: self._fetch(url, incoming), client)
 
     async def _fetch(self, url: URL, incoming: Incoming) -> None:
@@ -66,8 +66,8 @@ class Fetcher:
         except TimeoutError:
             raise ImageRefused(f"{_FAILED} within {_FETCH_S:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            # For the operator, without the URL. The client must not learn if an address is refused,
-            # does not answer, or does not resolve.
+            # Log for the operator, without the URL. The client must not learn if an address is
+            # refused, does not answer, or does not resolve.
             why = getattr(error, "os_error", None) or type(error).__name__
             logger.info("no image of %s: %s", url.raw_host, why)
             raise ImageRefused(f"{_FAILED}: its host gave no answer, or a broken one") from None

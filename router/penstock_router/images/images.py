@@ -1,8 +1,8 @@
 """Makes an `Image` from a URL or base64 text, and pixels from an `Image`.
 
 The hash of its encoded bytes identifies a repeated image, which is not decoded again. Encoded
-images and pixels are charged to their client, in a shared budget: each client may hold at most as
-much as is still free. Images that are only cached are dropped if memory is needed.
+images and pixels are charged to the client that caused them, in a shared budget: each client may
+hold at most as much as is still free. Images that are only cached are dropped if memory is needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock_router.json_fields import shorten
 from penstock_router.observe.metrics import Metrics
 from penstock_router.thread_pool import Threads
 
-# Maximum bytes: all encoded images and pixels, and those only cached.
+# Maximum of bytes: for all encoded images and pixels, for cached images, for cached pixels.
 _MEMORY_BYTES = 512 * 1024 * 1024
 _KEPT_IMAGES_BYTES = 64 * 1024 * 1024
 _KEPT_PIXELS_BYTES = 128 * 1024 * 1024
@@ -51,7 +51,7 @@ class Images:
         metrics: Metrics,
         resolver: AbstractResolver | None = None,
     ) -> None:
-        """Prepare; the first image starts a process. The default `resolver` of hosts' names is the
+        """The first image starts a process. The default `resolver` of hosts' names is the
         machine's.
         """
         self._config = config

@@ -38,8 +38,8 @@ _Result = TypeVar("_Result")
 logger = logging.getLogger(__name__)
 
 _MODULE = "penstock_router.offload.text_process"
-# Each byte of a body delays its place among its client's bodies by this: about twice the time of
-# its text work.
+# Seconds per byte by which a body counts as arriving later, among its client's bodies: about twice
+# the time of its text work.
 SECONDS_A_BYTE = 5e-7
 # Maximum of models in a process: a tokenizer takes many MB. For one more, the process is replaced.
 MAX_MODELS = 8
@@ -122,7 +122,7 @@ class _Lease:
 
 
 class TextPool:
-    """A few text processes and the queue of tasks for them, which `dispatch.py` bounds."""
+    """A few text processes and their queue of tasks, which `dispatch.py` bounds."""
 
     def __init__(self, num_processes: int, log_level: str, log_format: str = "auto") -> None:
         self._num_processes = num_processes

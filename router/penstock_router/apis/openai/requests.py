@@ -143,7 +143,7 @@ _RESERVED_KWARGS = frozenset(
 
 
 def own_kwargs(values: JsonObject) -> JsonObject:
-    """Return the template variables that the request names. Raises `BadRequest`."""
+    """Return the template variables that the request gives by name. Raises `BadRequest`."""
     kwargs: JsonObject = values.get("chat_template_kwargs", {})
     reserved = sorted(_RESERVED_KWARGS & kwargs.keys())
     if reserved:
