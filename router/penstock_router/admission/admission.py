@@ -1,7 +1,7 @@
 """Admits requests, queues them, and bounds how long each may run.
 
-An admitted request is *queued*: it is being prepared, or waits for places. Once it has all its
-places, one for each of its sequences, it is *in flight* until it ends.
+An admitted request is *queued*: it is being prepared, or waits for places. Once it has a place for
+each of its sequences, it is *in flight* until it ends.
 
     with admission.enter(key, sequences) as ticket:      # 429 at once if the queue is full
         async with ticket.limit.scope():
@@ -9,11 +9,10 @@ places, one for each of its sequences, it is *in flight* until it ends.
         await ticket.start(prompt_tokens)                # wait for places; 429 after a while
         ...                                              # generate, within `ticket.limit` too
 
-Leaving the scope gives everything back in all cases. Bounds hold for all keys together and, if set,
-for each key; `fair_queue.py` decides which request is next. If the queue is full and another key
-has more sequences here than the arriving request's key will have, that key's latest requests are
-refused to make room. McKenney's Stochastic Fairness Queueing (1990) drops from the longest queue in
-the same way. A key's account is deleted when it has no requests here.
+Leaving the scope always gives everything back. Bounds hold for all keys together and, if set, for
+each key; `fair_queue.py` decides which request is next. If the queue is full and another key has
+more sequences here than the new request's key will have, that key's latest requests are refused to
+make room, as in McKenney's Stochastic Fairness Queueing (1990).
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _PACE_S = 10.0
 
 
 class TimeLimit:
-    """The time when a request must end: at its own limit, or earlier if `end` is called."""
+    """The time when a request must end: at its own limit, or when `end` is called."""
 
     def __init__(self, timeout_s: float | None) -> None:
         now = asyncio.get_running_loop().time()
@@ -70,20 +69,18 @@ class TimeLimit:
         return _Scope(self)
 
     def _error(self) -> ApiError:
-        # Copy the error each time. A raised error refers to its frames, and its frames to this
-        # object: that would be a reference cycle.
+        # Copy the error each time, or its frames and this object would form a reference cycle.
         return TimedOut(TIME_IS_UP) if self._ended is None else copy.copy(self._ended)
 
     def end(self, error: ApiError) -> None:
-        """End the request now, with this error."""
         self.at_s, self._ended = asyncio.get_running_loop().time(), error
         if self._timer is not None and not self._timer.expired():
             self._timer.reschedule(self.at_s)
 
 
 class _Scope:
-    """The scope of `TimeLimit.scope`. It is not a contextlib generator: in Python 3.12 and later,
-    an error raised through a generator stays in memory until the garbage collector runs.
+    """The scope of `TimeLimit.scope`. A contextlib generator would do, but since Python 3.12 an
+    error raised through one stays in memory until the garbage collector runs.
     """
 
     def __init__(self, limit: TimeLimit) -> None:
@@ -107,7 +104,7 @@ class _Scope:
             is_timeout = True
         finally:
             self._limit._timer = None
-            # The error raised below refers to this frame: break the cycle.
+            # Break the cycle: the error raised below refers to this frame.
             del error, traceback
         if is_timeout and self._timer.expired():
             raise self._limit._error() from None
@@ -120,8 +117,8 @@ class QueuePace:
         self.begin(now_s)
 
     def begin(self, now_s: float) -> None:
-        """Start measuring: the worker is not idle any more."""
-        # The number of places that became free. Older places have less weight.
+        """Start measuring when the worker stops being idle."""
+        # The number of places freed; older ones have less weight.
         self._weight = 0.0
         self._at_s = self._since_s = now_s
 
@@ -130,10 +127,9 @@ class QueuePace:
         self._at_s = now_s
 
     def seconds_until(self, places: int, now_s: float) -> float:
-        """Estimate the time until this many more places become free."""
         age_s = max(1e-3, now_s - self._since_s)
         seen_s = _PACE_S * -math.expm1(-age_s / _PACE_S)
-        # Add 1, so that an estimate is possible before any place became free.
+        # Add 1 for an estimate before any place became free.
         return places * seen_s / (self._weight_at(now_s) + 1)
 
     def _weight_at(self, now_s: float) -> float:
@@ -142,14 +138,14 @@ class QueuePace:
 
 @dataclass(eq=False, slots=True)
 class _Account(Share):
-    """The holdings of a key, or of all keys: sequences, and prompt tokens that wait for places."""
+    """Sequences, and prompt tokens that wait for places, of a key or of all keys together."""
 
     key: str = ""
-    # True if the key has bounds of its own, besides those of all keys together.
+    # True if the key has bounds of its own.
     is_bounded: bool = False
     queued: int = 0
     queued_tokens: int = 0
-    # Queued tickets, in the order of arrival.
+    # Queued tickets, in order of arrival.
     tickets: OrderedDict[Ticket, None] = field(default_factory=OrderedDict)
 
     @property
@@ -179,14 +175,13 @@ class Ticket(Waiting):
         self.account = account
         self.limit = limit
         self.state: Literal["preparing", "waiting", "in flight", "gone"] = "preparing"
-        # Used while the ticket waits: its prompt tokens, and the future that is set when it gets
-        # its places.
+        # Used while the ticket waits; `placed` is set when it gets its places.
         self.prompt_tokens = 0
         self.placed: asyncio.Future[None] | None = None
 
     @property
     def waits(self) -> bool:
-        """Tell whether the request is prepared but has no places yet."""
+        """True if the request is prepared but has no places yet."""
         return self.state == "waiting"
 
     def queued_amount(self, amount: _Amount) -> int:
@@ -207,7 +202,9 @@ class Ticket(Waiting):
 
 
 def _latest(account: _Account, amount: _Amount, excess: int) -> list[Ticket]:
-    """The account's latest queued requests that together hold at least `excess` of `amount`."""
+    """Return the account's latest queued requests that together hold at least `excess` of the
+    amount.
+    """
     found: list[Ticket] = []
     for ticket in reversed(account.tickets):
         if excess <= 0:
@@ -238,17 +235,17 @@ class Admission:
 
     @property
     def in_flight(self) -> int:
-        """The sequences that have places."""
+        """Sequences that have places."""
         return self._all.in_flight
 
     @property
     def queued(self) -> int:
-        """The sequences that are being prepared or wait for places."""
+        """Sequences that are being prepared or wait for places."""
         return self._all.queued
 
     @property
     def queued_tokens(self) -> int:
-        """The tokens of the prompts that wait for places."""
+        """Tokens of the prompts that wait for places."""
         return self._all.queued_tokens
 
     @property
@@ -269,9 +266,9 @@ class Admission:
     ) -> Iterator[Ticket]:
         """Admit a request of this many sequences, or raise; `param` is the field that sets them.
 
-        The time limit is the server's or the request's own `timeout_s`, whichever is shorter,
-        counted from its arrival `waited_s` ago. `max_concurrent` replaces the common bound for this
-        key. `rates` holds the key's limits per minute.
+        The time limit is the shorter of the server's and the request's `timeout_s`, counted from
+        its arrival `waited_s` ago. `max_concurrent` replaces the common bound for this key. `rates`
+        holds the key's limits per minute.
         """
         if self.stopping:
             raise Unavailable(_STOPPING)
@@ -347,8 +344,8 @@ class Admission:
     def _check_room(self, account: _Account, sequences: int) -> None:
         """Raise `TooManyRequests` if there are neither places nor room in the queue."""
         everyone, max_queued = self._all, self._config.max_queued_requests
-        # The sequences that would wait: those of all keys (`beyond`), and those that this key's own
-        # bound makes wait (`key_beyond`).
+        # The sequences that would wait because of the bound for all keys (`beyond`), and because of
+        # this key's bound (`key_beyond`).
         beyond = everyone.in_flight + everyone.queued + sequences - self._limit
         if account.is_bounded:
             key_max = self._config.max_queued_requests_per_key
@@ -364,7 +361,7 @@ class Admission:
 
     def _check_tokens(self, ticket: Ticket, prompt_tokens: int) -> None:
         """Raise `TooManyRequests` if too many prompt tokens wait. A request may always wait if no
-        other request waits, however long its prompt is.
+        other does, however long its prompt is.
         """
         account, config = ticket.account, self._config
         others, others_of_key = self._all.queued_tokens, account.queued_tokens
@@ -383,8 +380,7 @@ class Admission:
         self, account: _Account, amount: _Amount, excess: int, *, wanted: int = 0
     ) -> bool:
         """Refuse the latest queued requests of the key with the most sequences here, if that key
-        keeps at least as many sequences as this key will have. Those requests would get places
-        last.
+        keeps at least as many sequences as this key will have.
         """
         others = [each for each in self._accounts.values() if getattr(each, amount) >= excess]
         most = max(others, key=lambda each: each.sequences, default=account)
@@ -396,7 +392,7 @@ class Admission:
             text = "the queue is full and other keys have less here"
             ticket.limit.end(self._refusal("pushed_out", ticket.places, text))
             self._forget(ticket)
-        # Give places only after the loop, or a ticket that is about to be refused could get one.
+        # Give places only after the loop, or a ticket about to be refused could get one.
         self._give_places()
         return True
 
@@ -419,8 +415,8 @@ class Admission:
             async with asyncio.timeout(timeout_s):
                 await ticket.placed
         except TimeoutError:
-            # At the same moment the request may have been refused to make room (then `check`
-            # raises), or may have got its places.
+            # Meanwhile the request may have been refused to make room (then `check` raises), or may
+            # have got its places.
             ticket.limit.check()
             if ticket.waits:
                 text = f"no place came free within {timeout_s:g} s (--queue-timeout-s)"

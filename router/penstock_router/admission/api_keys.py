@@ -1,9 +1,9 @@
-"""Checks the API keys of requests: keys come from the command line and from a file that may change.
+"""Checks API keys of requests: keys come from the command line and from a file that may change.
 
 Only SHA-256 digests are kept and compared. A plain hash is enough: a key is random and long
-(`penstock keys` makes 256 bits), so nobody tries all keys. The time of a look-up reveals nothing: a
-common prefix of two digests says nothing about the keys. Still, digests are compared in constant
-time, even if no key was found. For an expired, removed or unknown key the result is None.
+(`penstock keys` makes 256 bits), so nobody can try all keys. The time of a look-up reveals nothing:
+a common prefix of two digests says nothing about the keys. Still, digests are compared in constant
+time, even if no key was found.
 
 Once a second a thread calls `stat` on the file. It follows symbolic links, to notice a swapped link
 (as in Kubernetes). An unreadable or invalid file changes nothing.
@@ -33,16 +33,16 @@ _NO_DIGEST = bytes(len(key_file_format.digest_of(b"")))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Key:
-    """A key as it is kept: its hash and its rights, never the key itself."""
+    """A key's hash and rights, never the key itself."""
 
-    # The name that logs, metrics and the console may show.
+    # Logs, metrics and the console may show it.
     name: str
     digest: bytes = field(repr=False)
     # There is no `is_user`: every key has a user's rights.
     is_admin: bool = False
     # Unix time.
     expires_at: float = math.inf
-    # Maximum of sequences in flight; None: the bound for every key.
+    # The maximum of sequences in flight; None: the bound for every key.
     max_concurrent_requests: int | None = None
     rates: Rates = field(default_factory=Rates)
 
@@ -54,7 +54,7 @@ class Keys:
         on_change: Callable[[Collection[str]], None] = lambda names: None,
         on_refusal: Callable[[], None] = lambda: None,
     ) -> None:
-        """Load keys. When the valid keys change, `on_change` is called with the names of all keys.
+        """Load keys. `on_change` gets the names of all keys when the valid keys change.
         `on_refusal` is called each time the file is read but cannot be used.
         """
         self._config = config
@@ -63,26 +63,26 @@ class Keys:
         self._path = config.api_keys_file
         self._of_flags = _keys_of_flags(config)
         self._by_digest = self._of_flags
-        # The result of `stat` for the file when it was last read.
+        # The result of `stat` when the file was last read.
         self._seen: tuple[int, ...] = ()
         self._is_refused = False
         if self._path is not None:
-            # The router does not start with a bad file. If the file became bad after the start,
-            # none of its keys is accepted.
+            # `cli.py` refuses to start with a bad file. If the file became bad since, none of its
+            # keys is accepted.
             self._take(*self._look(self._path))
 
     @property
     def are_asked_for(self) -> bool:
-        """Tell whether users must show a key. A key file, even an empty one, requires it."""
+        """True if users must show a key. A key file, even an empty one, requires it."""
         return self._config.api_key is not None or self._path is not None
 
     @property
     def has_admins(self) -> bool:
-        """Tell whether keys for the operator's routes exist or may be added."""
+        """True if keys for the operator's routes exist or may be added."""
         return self._config.admin_key is not None or self._path is not None
 
     def find(self, shown: bytes) -> Key | None:
-        """Return the entry of this key, if it is valid now."""
+        """Return the entry of this key; None if it is unknown, removed or expired."""
         digest = key_file_format.digest_of(shown)
         key = self._by_digest.get(digest)
         is_equal = hmac.compare_digest(_NO_DIGEST if key is None else key.digest, digest)
@@ -91,7 +91,6 @@ class Keys:
         return key
 
     async def follow(self) -> None:
-        """Follow the file's changes; runs until cancelled."""
         while self._path is not None:
             await asyncio.sleep(_POLL_S)
             self._take(*await asyncio.to_thread(self._look, self._path))
@@ -149,12 +148,12 @@ class Keys:
 
 
 def _keys_of_flags(config: RouterConfig) -> dict[bytes, Key]:
-    """Make the keys given as flags, by digest. No name in a key file may begin with "--"."""
+    """Return the keys given as flags, by digest. No name in a key file may begin with "--"."""
     given = (("--api-key", config.api_key, False), ("--admin-key", config.admin_key, True))
     keys = [
         Key(name, key_file_format.digest_of(key.encode()), is_admin=is_admin)
         for name, key, is_admin in given
         if key is not None
     ]
-    # A key given as both is an admin's: the later entry wins.
+    # The later entry wins: a key given as both is an admin's.
     return {key.digest: key for key in keys}

@@ -2,13 +2,13 @@
 
 This is max-min fairness by progressive filling (Bertsekas and Gallager, Data Networks, 1987), which
 for one resource equals dominant resource fairness (Ghodsi et al., NSDI 2011). A key that asks for
-less than an equal part gets all that it asks for, and the others share the rest equally. Keys with
-equally many places, and the requests of one key, are served in the order of arrival. A request that
-needs several places keeps its turn until they are free: smaller requests never overtake it. A key
-at its own bound is passed over.
+less than an equal part gets all of it, and the others share the rest equally. Keys with equally
+many places, and the requests of one key, are served in order of arrival. A request that needs
+several places keeps its turn until they are free: smaller requests never overtake it. A key at its
+own bound is passed over.
 
-A choice costs a few microseconds, however many keys wait. Priorities are the shards' task: they
-order sequences in flight.
+A choice costs a few microseconds, however many keys wait. Shards apply priorities, to sequences in
+flight.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _FEW_ENTRIES = 64
 
 @dataclass(eq=False, slots=True)
 class Share:
-    """The places that one key has, and its requests that wait for more, in their order."""
+    """The places that one key has, and its waiting requests in order."""
 
     in_flight: int = 0
-    # Maximum of `in_flight`. After changing it, call `FairQueue.update`.
+    # The maximum of `in_flight`. After changing it, call `FairQueue.update`.
     max_places: float = math.inf
     waiting: OrderedDict[Waiting, None] = field(default_factory=OrderedDict)
 
@@ -37,12 +37,11 @@ class Waiting:
 
     share: Share
     places: int
-    # Its number in the order of arrival, over all keys.
+    # The position in the order of arrival, over all keys.
     number: int = 0
 
 
-# A share's places in flight when the entry was pushed, the number of its first request, and that
-# request.
+# A share's places in flight at the push, its first request's number, and that request.
 _Entry = tuple[int, int, Waiting]
 
 
@@ -50,15 +49,14 @@ class FairQueue:
     """The waiting requests. After changing a share's `in_flight`, call `update`."""
 
     def __init__(self) -> None:
-        # Entries are never updated, only pushed anew; stale ones are dropped when they are popped,
-        # or when there are too many.
+        # Entries are never updated, only pushed again; stale ones are dropped when popped, or when
+        # there are too many.
         self._heap: list[_Entry] = []
         self._tidy_at = _FEW_ENTRIES
         self._num_added = 0
         self._turn: Waiting | None = None
 
     def add(self, request: Waiting) -> None:
-        """Queue the request after the other waiting requests of its key."""
         request.number = self._num_added
         self._num_added += 1
         request.share.waiting[request] = None
@@ -76,7 +74,7 @@ class FairQueue:
             self.update(request.share)
 
     def update(self, share: Share) -> None:
-        """Note that the share's places in flight, its bound or its first request have changed."""
+        """Note that the share's places in flight, bound or first request changed."""
         if not share.waiting:
             return
         first = next(iter(share.waiting))
@@ -87,8 +85,8 @@ class FairQueue:
             self._tidy_at = max(_FEW_ENTRIES, 2 * len(self._heap))
 
     def first(self) -> Waiting | None:
-        """Return the request whose turn it is: the same one until it is removed. None if no key may
-        get places.
+        """Return the request whose turn it is, the same until it is removed; None if no key may get
+        places.
         """
         while self._turn is None and self._heap:
             entry = heapq.heappop(self._heap)

@@ -1,14 +1,15 @@
 """Limits each key's requests per minute, and its prompt and output tokens per minute.
 
 Token buckets (Turner, New directions in communications, 1986) are full at first and are refilled
-steadily. A request with a body takes 1 from the bucket of requests when it arrives, even if it is
-refused later. Once its prompt is tokenized, it takes the prompt's tokens and its maximum output
-from the bucket of tokens. For the output it takes at most an eighth of a minute's tokens: only the
-context bounds many answers, and most answers are far shorter. At the end, unused output tokens go
-back, or additional tokens are taken, even below zero. So every token that a shard generates counts,
-even if it is generated again for a resumed stream, or never read. No request is admitted before an
-overdraft is refilled. At most about eight answers overdraw at once. A full bucket admits any
-request, however long its prompt.
+steadily. An arriving request with a body takes 1 from the bucket of requests, even if it is refused
+later. Once its prompt is tokenized, it takes the prompt's tokens and its maximum output from the
+bucket of tokens. The output part is at most an eighth of a minute's tokens: often only the context
+bounds an answer, and most answers are far shorter.
+
+At the end, unused output tokens go back, or additional tokens are taken, even below zero. So every
+generated token counts, even if it is generated again for a resumed stream, or never read. No
+request is admitted before an overdraft is refilled. At most about eight answers overdraw at once. A
+full bucket admits any request, however long its prompt.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Bucket:
         self._at_s = now_s
 
     def change(self, per_minute: int, now_s: float) -> None:
-        """Set another limit. The level stays, or becomes the new size if that is smaller."""
+        """Set another limit. The level stays, or drops to the new size."""
         self._level = min(float(per_minute), self.level(now_s))
         self._at_s, self.per_minute = now_s, per_minute
 
@@ -88,25 +89,25 @@ def _changed(bucket: Bucket | None, per_minute: int | None, now_s: float) -> Buc
 
 
 class Charge:
-    """The part of its key's buckets that one request takes."""
+    """One request's use of its key's buckets."""
 
     __slots__ = ("_metrics", "_prompt_tokens", "_rates", "_record", "_taken")
 
     def __init__(self, rates: Rates | None, metrics: Metrics) -> None:
         self._rates = rates
         self._metrics = metrics
-        # Tokens taken from the bucket, and the prompt's tokens after they count as used.
+        # Tokens taken from the bucket, and prompt tokens once they count as used.
         self._taken = 0
         self._prompt_tokens = 0
         self._record: RequestRecord | None = None
 
     def take_request(self) -> None:
-        """Take one request, as it arrives. Raises `TooManyRequests`."""
+        """Take one request on arrival. Raises `TooManyRequests`."""
         if self._rates is not None and self._rates.requests is not None:
             self._take(self._rates.requests, 1, "requests")
 
     def take_tokens(self, prompt_tokens: int, max_output_tokens: int) -> None:
-        """Take the request's tokens, before it waits for places. Raises `TooManyRequests`."""
+        """Take the request's tokens before it waits for places. Raises `TooManyRequests`."""
         if self._rates is None or self._rates.tokens is None:
             return
         bucket = self._rates.tokens
@@ -115,7 +116,7 @@ class Charge:
         self._taken = prompt_tokens + outputs
 
     def begin(self, prompt_tokens: int) -> None:
-        """Note that the request has its places: from now on its prompt's tokens count as used."""
+        """Count the prompt's tokens as used, because the request has its places."""
         self._prompt_tokens = prompt_tokens
 
     def follow(self, record: RequestRecord) -> None:
@@ -123,7 +124,7 @@ class Charge:
         self._record = record
 
     def settle(self) -> None:
-        """End the request: correct the bucket to the tokens it used."""
+        """Correct the bucket to the tokens that the request used."""
         if self._rates is None or self._rates.tokens is None or not self._taken:
             return
         used = self._prompt_tokens

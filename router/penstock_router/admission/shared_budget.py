@@ -2,7 +2,7 @@
 
 A client may hold at most as much as is still free (the dynamic threshold of Choudhury and Hahne,
 "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", 1998). A greedy client gets
-half of the budget, and the next one half of the rest. So there is always room for another client.
+half of the budget, and the next one half of the rest, so there is always room for another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class _Gauge(Protocol):
 
 
 class SharedBudget:
-    """A budget in this process, and the share that each client holds."""
+    """A budget in this process, and each client's share of it."""
 
     def __init__(self, total: int, gauge: _Gauge | None = None) -> None:
         """Make a budget; `gauge` shows the held amount."""
@@ -32,12 +32,11 @@ class SharedBudget:
         return self._by_client.get(client, 0)
 
     def hold(self, client: str) -> Holding:
-        """Make an empty holding of this client."""
         return Holding(self, client)
 
     def allows(self, client: str, more: int, own: int = 0) -> bool:
-        """Tell whether a holding of the client may grow by `more` from `own`. The only holding of a
-        client may take all that is free. The only holding of all clients may take any amount.
+        """Tell whether a client's holding may grow by `more` from `own`. A client's only holding
+        may take all that is free. The only holding of all clients may take any amount.
         """
         if self.held == own:
             return True
@@ -78,20 +77,20 @@ class Holding:
         self.add(more)
 
     def add(self, more: int) -> None:
-        """Hold `more` in addition, even if the client's share does not allow it."""
+        """Hold `more` in addition, even beyond the client's share."""
         self._budget.change(self._client, more)
         self.amount += more
 
     @property
     def is_over(self) -> bool:
-        """Tell whether the client now holds more than its share."""
+        """True if the client now holds more than its share."""
         return not self._budget.allows(self._client, 0, self.amount)
 
     def shrink(self, amount: int) -> None:
         self.add(-amount)
 
     def close(self) -> None:
-        """Give back all that is held. Idempotent."""
+        """Give everything back. Idempotent."""
         self.shrink(self.amount)
 
     def __enter__(self) -> Self:

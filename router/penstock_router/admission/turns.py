@@ -1,9 +1,9 @@
 """Gives places for slow work to clients: each gets an equal part of the time.
 
 A free place goes to the waiting client whose work has taken the least time so far (start-time fair
-queueing, Goyal, Vin and Cheng, 1996). If each piece of a client's work takes ten seconds, other
-clients wait for one piece, not for all. Idle clients save up no time. If several clients wait for
-the same work, the first of them to get a turn starts it.
+queueing, Goyal, Vin and Cheng, 1996). If one client's pieces of work take ten seconds each, the
+others wait for one piece, not for all. Idle clients save up no time. If several clients wait for
+the same work, it starts in the first turn that one of them gets.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-# Unfinished work counts as at least this time, so that one client does not get all free places at
-# once.
+# Unfinished work counts as at least this time, or one client could get all free places at once.
 _EXPECTED_S = 0.1
 # Longer work is "long": while it runs, other clients may use spare places.
 LONG_S = 1.0
@@ -33,24 +32,24 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class _Wish:
-    # The clients that wait at present.
+    # The clients that wait now.
     clients: Collection[str]
     # One client's work starts in ascending `order`.
     order: Any
 
 
 class Turns:
-    """A number of places. Each place with long work adds a place, up to `spare`, for clients
-    without long work. So one very long task does not delay other clients.
+    """A number of places. Each place with long work adds one, up to `spare`, for clients without
+    long work, so that a very long task does not delay them.
     """
 
     def __init__(self, places: int, spare: int = 0) -> None:
         self._num_places = places
         self._num_spare = spare
         self._working: dict[Place, None] = {}
-        # In the order of arrival.
+        # In order of arrival.
         self._waiting: dict[asyncio.Future[Place], _Wish] = {}
-        # The time of each client that waits, works, or has used more than its share.
+        # The time spent by each client that waits, works, or has used more than its share.
         self._spent_s: dict[str, float] = {}
         # The spent time of the client that got a place most recently.
         self._now_s = 0.0
@@ -65,8 +64,8 @@ class Turns:
         return len(self._waiting)
 
     async def take(self, clients: Collection[str], order: Any = 0) -> Place:
-        """Get a place in the turn of any of `clients`; the collection is read when places become
-        free. The place must be given back. Raises the error passed to `stop`.
+        """Get a place in the turn of any of `clients`, which is read when places become free. The
+        place must be given back. Raises the error passed to `stop`.
         """
         if self._refusal is not None:
             raise self._refusal()
@@ -90,7 +89,7 @@ class Turns:
         self._hand_out()
 
     def stop(self, refusal: Callable[[], Exception]) -> None:
-        """Refuse all waiting work, and all later calls of `take`."""
+        """Refuse all waiting work and later calls of `take`."""
         self._refusal = refusal
         for given in self._waiting:
             if not given.done():
@@ -122,7 +121,7 @@ class Turns:
             for client in wish.clients
             if client not in barred and not given.done()
         )
-        # Of equal entries, `min` returns the first.
+        # Among equal entries, `min` returns the first.
         first = min(found, key=lambda each: each[0], default=None)
         return None if first is None else first[1:]
 

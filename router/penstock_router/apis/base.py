@@ -1,8 +1,7 @@
 """The parts of an API: a table of fields, a translation to requests, the shape of answers and
 errors.
 
-To add an API, write a file with an `Api`, and add it to `offload/body_kinds.py` and the table of
-routes.
+To add an API, write an `Api`, and add it to `offload/body_kinds.py` and the table of routes.
 """
 
 from __future__ import annotations
@@ -22,11 +21,12 @@ from penstock_router.observe.request_record import Usage
 from penstock_router.request import MAX_TIMEOUT_S, MIN_TIMEOUT_S, Options
 from penstock_router.text.prompts import TextModel, prepare_prompts
 
-# Anthropic's documentation asks clients to return arguments that are not a JSON object under it.
+# Anthropic's documentation asks clients to return arguments under this key if they are not a JSON
+# object.
 INVALID_JSON = "INVALID_JSON"
 AnyRequest = TypeVar("AnyRequest", bound=Options)
 
-# penstock's own field of all routes that generate, and of /v1/embeddings.
+# penstock's own field, of /v1/embeddings and all routes that generate.
 TIMEOUT = Field(
     "timeout",
     number(MIN_TIMEOUT_S, MAX_TIMEOUT_S),
@@ -41,15 +41,15 @@ class Envelope:
     response_id: str
     # Unix time, whole seconds.
     created: int
-    # Arrival of the request by `time.perf_counter`.
+    # `time.perf_counter` at the request's arrival.
     received_s: float
     usage: Usage
-    # Indexes of a resumed stream's choices that the client already has in part.
+    # Choices of a resumed stream that the client already has in part.
     begun: frozenset[int] = frozenset()
 
 
 class Shape(Protocol):
-    """Renders the deltas of one answer as JSON. A frame is an encoded event of a stream."""
+    """Renders one answer's deltas as JSON. A frame is an encoded event of a stream."""
 
     def opening(self) -> Sequence[bytes]:
         """The frames before the first delta."""
@@ -72,8 +72,8 @@ class Shape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """The media type of a stream, and the bytes that keep its connection open: none if clients
-    cannot skip them.
+    """A stream's media type, and the bytes that keep its connection open: none if clients cannot
+    skip them.
     """
 
     media_type: str
@@ -95,17 +95,16 @@ class ErrorForm:
     # Last frames of a stream that failed.
     frames: Callable[[ApiError], bytes]
     status: Callable[[ApiError], int] = lambda error: error.status
-    # (result of `body`, request id) -> that result, with the id if the API shows it.
+    # (result of `body`, request id) -> the result with the id, if the API shows it.
     name_request: Callable[[JsonObject, str], JsonObject] = lambda answer, request_id: answer
-    # (request id) -> headers of all answers, also of those without an error.
+    # (request id) -> headers of all answers, with or without an error.
     headers: Callable[[str], Mapping[str, str]] = lambda request_id: {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyKind:
-    """Two functions that parse a body and work on its text. They run in any process:
-    `offload/dispatch.py` chooses it. Between the two, the router finds the model and everything
-    else that the body refers to.
+    """Parses a body, then works on its text: in any process, as `offload/dispatch.py` chooses. In
+    between, the router finds the model and everything else that the body refers to.
     """
 
     # Name in messages to other processes.
@@ -137,17 +136,16 @@ AnyKind = BodyKind | SeveralKinds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Api(BodyKind, Generic[AnyRequest]):
-    """An HTTP API that generates tokens: reads bodies and renders answers."""
+    """An HTTP API that generates tokens."""
 
     request_type: type[AnyRequest]
-    # Fields of bodies, both checked and documented.
     fields: Table
     parse: Callable[[JsonObject], AnyRequest]
     work: Callable[[Any, TextModel], Any] = prepare_prompts
     make_shape: Callable[[Job, Envelope], Shape]
     # (request id, whether the client chose it) -> answer id.
     name_answer: Callable[[str, bool], str]
-    # Types of an answer and of a stream's event: TypedDicts or None.
+    # TypedDicts or None.
     answer: Any
     event: Any
     framing: Framing = EVENTS
@@ -158,26 +156,24 @@ class Api(BodyKind, Generic[AnyRequest]):
 
 
 def call_id(response_id: str, choice: int, call: int, prefix: str = "call_") -> str:
-    """The id of a tool call. It stays the same if the answer is generated again."""
+    """Return a tool call's id, the same if the answer is generated again."""
     data = f"{response_id} {choice} {call}".encode()
     return prefix + hashlib.blake2b(data, digest_size=12).hexdigest()
 
 
 def shown_arguments(text: str) -> JsonObject:
-    """The arguments of a call as an object. Text that is not an object, as in a call that was cut
-    off, is put under `INVALID_JSON`.
+    """Parse a call's arguments. Text that is not an object, as in a call that was cut off, is put
+    under `INVALID_JSON`.
     """
     given = object_in(text)
     return {INVALID_JSON: text} if given is None else given
 
 
 def data_frame(payload: bytes) -> bytes:
-    """A server-sent event without a name."""
     return b"data: %b\n\n" % payload
 
 
 def event_frame(name: str, payload: object) -> bytes:
-    """A server-sent event with a name."""
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(payload))
 
 
@@ -203,12 +199,12 @@ class ErrorAnswer(TypedDict):
 
 
 def error_answer(error: ApiError) -> JsonObject:
-    """An error as OpenAI's clients read it, in a plain answer and in a stream's event."""
+    """Render an error as OpenAI's clients read it, in an answer or an event."""
     shown: ErrorObject = {
         "message": error.message,
         "type": error.type,
         "param": error.param,
-        # langchain recognizes by this code that a prompt is too long. Clients check no other code.
+        # By this code langchain recognizes a prompt that is too long. Clients check no other code.
         "code": "context_length_exceeded" if isinstance(error, ContextExceeded) else error.status,
     }
     return {"error": shown}

@@ -1,7 +1,7 @@
 """Turns messages of a chat, in OpenAI's form, into the form that chat templates expect.
 
 That form has no nulls and no empty lists of calls, and arguments of calls are objects.
-`text/template_fit` makes the further changes that a model's own template needs.
+`text/template_fit` makes further changes for a model's own template.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from penstock_router.request import Message
 from penstock_router.text.contents import Content, Part, as_text, text_part
 
 MAX_ROLE_CHARS = 64
-# Maximum of messages, parts and tool calls in a body. Reading one takes a microsecond or more, and
-# blocks the event loop.
+# Reading a message, part or tool call takes a microsecond or more, and blocks the event loop.
 MAX_PIECES = 16_384
-# Maximum of keys in one message; templates read about ten.
+# Templates read about ten keys of a message.
 MAX_KEYS = 64
 # Keys with a string or null. Reasoning has one of two names.
 _TEXT_KEYS = ("tool_call_id", "reasoning_content", "reasoning")
@@ -60,17 +59,15 @@ def read_messages(name: str, value: Any) -> list[Message]:
 
 
 def ends_unfinished(messages: Sequence[Message]) -> bool:
-    """True if the last message is the beginning of an answer, as clients of Mistral, DeepSeek, Kimi
-    and Qwen mark it.
+    """True if the last message begins an answer, as clients of Mistral, DeepSeek, Kimi and Qwen
+    mark it.
     """
     last = messages[-1] if messages else {}
     return last.get("role") == "assistant" and any(last.get(key) for key in _UNFINISHED_KEYS)
 
 
 def check_size(name: str, messages: Sequence[Any]) -> None:
-    """Refuse more messages, parts and tool calls than `MAX_PIECES`; `messages` is unchecked
-    JSON.
-    """
+    """Refuse more than `MAX_PIECES`; `messages` is unchecked JSON."""
     if (count := _count_pieces(messages)) > MAX_PIECES:
         text = f"{name}: at most {MAX_PIECES} messages, parts and tool calls; given: {count}"
         raise BadRequest(text, param=name)
@@ -86,9 +83,7 @@ def _count_pieces(messages: Sequence[Any]) -> int:
 
 
 def _message(name: str, value: Any) -> JsonObject:
-    """A message as templates expect it: without nulls, one text as a string, several parts as a
-    list.
-    """
+    """Read a message as templates expect it: one text as a string, several parts as a list."""
     if len(read_object(name, value)) > MAX_KEYS:
         raise BadRequest(f"{name}: at most {MAX_KEYS} keys; given: {len(value)}", param=name)
     # Templates recognize "no content" by a missing key, not by null.
@@ -130,7 +125,6 @@ def _with_tools(message: JsonObject) -> JsonObject:
 
 
 def _with_refusal(message: JsonObject) -> JsonObject:
-    """Make an answer's refusal its content."""
     if "content" in message or not isinstance(message.get("refusal"), str):
         return message
     return {**message, "content": message["refusal"]}
@@ -160,7 +154,7 @@ def _with_thoughts(name: str, message: JsonObject) -> JsonObject:
 
 
 def _thought(name: str, part: JsonObject) -> str:
-    """The text of a reasoning part, under its type's name or `text`. Mistral sends parts."""
+    """Read a reasoning part, under its type's name or `text`. Mistral sends parts."""
     kind = part["type"]
     if kind == "redacted_thinking":
         return ""
@@ -199,7 +193,7 @@ def read_parts(
 
 
 def _type_of_part(part: JsonObject) -> object:
-    """The type of a part. Clients of vLLM may omit it: then the keys tell it."""
+    """The keys tell the type if a client of vLLM omits it."""
     kind = part.get("type")
     if kind is not None:
         return kind
@@ -207,9 +201,7 @@ def _type_of_part(part: JsonObject) -> object:
 
 
 def joined(parts: list[Part]) -> Content:
-    """Turn at most one text part into a string. Several parts stay a list: the chat template joins
-    them.
-    """
+    """Turn at most one text part into a string. The chat template joins several parts."""
     if len(parts) > 1 or any(part["type"] == "image" for part in parts):
         return parts
     return "".join(part["text"] for part in parts)
@@ -228,8 +220,8 @@ def _tool_calls(name: str, value: Any) -> list[JsonObject]:
 
 
 def _function_of(name: str, call: JsonObject) -> Any:
-    """The function of a call. It may be nested, or flat as in Responses. A custom tool's input
-    becomes the only argument.
+    """Return a call's function: nested, or flat as in Responses. A custom tool's input becomes the
+    only argument.
     """
     if "function" in call or not {"custom", "name"} & call.keys():
         return call.get("function")
@@ -255,8 +247,8 @@ def _called_function(name: str, value: Any) -> JsonObject:
 
 
 def _arguments_object(arguments: str) -> JsonObject | str:
-    """Parse arguments, which clients send as a JSON string and templates expect as an object. Any
-    other string is returned unchanged.
+    """Parse the JSON text that clients send, because templates expect an object. Any other text is
+    returned unchanged.
     """
     parsed = object_in(arguments or "{}")
     return arguments if parsed is None else parsed
@@ -277,8 +269,8 @@ class FunctionCall:
 def assistant_message(
     text: str | None, reasoning: str | None = None, calls: Sequence[FunctionCall] = ()
 ) -> Message:
-    """An assistant message as templates expect it. Only a message with calls may lack content:
-    templates distinguish missing from empty content.
+    """Make a message as templates expect it. Only a message with calls may lack content: templates
+    distinguish missing from empty content.
     """
     message: Message = {"role": "assistant"}
     if text is not None or not calls:
@@ -299,7 +291,7 @@ def _shown_call(call: FunctionCall) -> JsonObject:
 
 
 def tool_message(call_id: str, content: Content, name: str = "") -> Message:
-    """A function's result. Some templates show the function's name, which is added if known."""
+    """Make a function's result, with the name if known: some templates show it."""
     message = {"role": "tool", "tool_call_id": call_id, "content": content}
     return {**message, "name": name} if name else message
 
@@ -308,7 +300,7 @@ def tool_message(call_id: str, content: Content, name: str = "") -> Message:
 
 
 def _part_schema(key: str, schema: JsonObject, *kinds: str | None) -> JsonObject:
-    """A part with `key`; None among `kinds` means that the type may be missing."""
+    """Describe a part with `key`; None among `kinds` means that the type may be missing."""
     properties = {"type": {"enum": list(kinds)}, key: schema}
     required = [key] if None in kinds else ["type", key]
     return {"type": "object", "properties": properties, "required": required}
@@ -390,7 +382,7 @@ def _message_schema(*required: str, role: JsonObject, **more: JsonObject) -> Jso
 
 
 def messages_schema(role: JsonObject) -> JsonObject:
-    """Messages of these roles, with content or calls; the assistant's may have neither."""
+    """Describe messages with content or calls; the assistant's may have neither."""
     nothing: JsonObject = {"type": "null"}
     calls: JsonObject = {"anyOf": [_CALLS_SCHEMA, nothing]}
     forms = [

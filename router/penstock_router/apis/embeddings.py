@@ -145,8 +145,8 @@ EMBEDDINGS = BodyKind(
 def answer(
     asked: EmbedRequest, model: str, vectors: Sequence[Sequence[float]], num_tokens: int
 ) -> EmbeddingAnswer:
-    """Render the vectors in the order of their inputs. Raises `BadRequest` if a number is too large
-    for the requested dtype.
+    """Render the vectors in the order of their inputs. Raises `BadRequest` for a number too large
+    for the dtype.
     """
     data: list[Embedding] = [
         {"object": "embedding", "index": index, "embedding": _encoded(asked, vector)}

@@ -1,7 +1,7 @@
 """Reads the parts of messages that name an image, in the form of each API.
 
-While a body is read, a part is `{"type": "image", "source": ImageSource}`. A request has the
-sources in a separate list, in order.
+While a body is read, a part is `{"type": "image", "source": ImageSource}`. A request lists the
+sources separately, in order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock_router.json_fields import STRING, JsonObject, read_object, shorten
 from penstock_router.request import ImageSource, Message
 from penstock_router.text.contents import Part
 
-# Accepted without effect: an image's token count depends only on its size.
+# Without effect: an image's token count depends only on its size.
 _DETAILS = ("auto", "low", "high", "original")
 _MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 # TGI's images in texts: a Markdown link without words, around the URL.
@@ -23,7 +23,6 @@ _LINK_BEGIN, _LINK_END = "![](", ")"
 
 
 def image_part(url: str, param: str) -> Part:
-    """An image part of a message; `url` may be a data URL."""
     return {"type": "image", "source": ImageSource(url, param)}
 
 
@@ -40,7 +39,7 @@ def take_images(messages: Iterable[Message]) -> tuple[ImageSource, ...]:
 
 
 def read_image_url(name: str, part: JsonObject) -> Part:
-    """OpenAI's `image_url` of a chat: a URL, or an object with a URL."""
+    """Read a chat's `image_url`: a URL, or an object with one."""
     given = part.get("image_url")
     if isinstance(given, dict):
         _check_detail(f"{name}.image_url", given)
@@ -49,7 +48,7 @@ def read_image_url(name: str, part: JsonObject) -> Part:
 
 
 def read_input_image(name: str, part: JsonObject) -> Part:
-    """OpenAI's `input_image` of Responses: the URL."""
+    """Read the URL of `input_image` in Responses."""
     _check_detail(name, part)
     if part.get("file_id") is not None:
         raise BadRequest(f"{name}.file_id: files are not served, only image_url", param=name)
@@ -57,7 +56,7 @@ def read_input_image(name: str, part: JsonObject) -> Part:
 
 
 def read_image_block(name: str, block: JsonObject) -> Part:
-    """Anthropic's `image`: a source in base64, or a URL."""
+    """Read Anthropic's `image`: a source in base64, or a URL."""
     source = read_object(f"{name}.source", block.get("source"))
     kind = source.get("type")
     if kind == "url":
@@ -75,7 +74,9 @@ def read_image_block(name: str, block: JsonObject) -> Part:
 
 
 def data_part(name: str, data: Any) -> Part:
-    """Ollama's image: base64, or a data URL. The decoder finds the media type from the content."""
+    """Read Ollama's image: base64, or a data URL. The decoder finds the media type from the
+    content.
+    """
     text = STRING.read(name, data)
     return image_part(text if text.startswith("data:") else f"data:image/png;base64,{text}", name)
 
@@ -87,7 +88,7 @@ def split_markdown(name: str, text: str) -> tuple[list[str], tuple[ImageSource, 
     at = 0
     while (begin := text.find(_LINK_BEGIN, at)) >= 0:
         url_at = begin + len(_LINK_BEGIN)
-        # If no `_LINK_END` follows this link, none follows a later link.
+        # If no `_LINK_END` follows this link, none follows a later one.
         if (end := text.find(_LINK_END, url_at)) < 0:
             break
         texts.append(text[at:begin])

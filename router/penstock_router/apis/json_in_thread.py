@@ -1,7 +1,7 @@
-"""Encodes long JSON in threads, and often releases the interpreter lock.
+"""Encodes long JSON in threads, in small pieces.
 
-msgspec's C encoder holds the lock until it is done, which would block the event loop. So the value
-is encoded in small pieces.
+msgspec's C encoder holds the interpreter lock until it is done, which would block the event loop.
+Between pieces the lock is released.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ _encode = msgspec.json.encode
 
 # Encoding a piece takes some tens of microseconds.
 PIECE_BYTES = 64 * 1024
-# The number of numbers, or of objects that describe a token, in a piece.
+# Items of a list in a piece: numbers, or objects that describe a token.
 _PIECE_ITEMS = 256
-# Sleep after this many bytes, so that the event loop gets the lock; after a sleep of 0 s this
+# Sleep after this many bytes, so that the event loop gets the lock. After a sleep of 0 s this
 # thread would often win it back.
 _TURN_BYTES = 256 * 1024
 _TURN_S = 1e-6
 
 
 def encode(value: object) -> bytes:
-    """The value's JSON, as msgspec encodes it."""
     return join(json_pieces(value))
 
 

@@ -1,5 +1,5 @@
 """Hints about a request's KV blocks, in the envelope of vLLM's `kv_hints` (0.32, pull request
-53423), which leaves the kinds of actions to servers.
+53423), which lets servers define the actions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock_router.json_fields import (
 
 # The only supported action: retain the KV blocks of a request for the next turn.
 _RETAIN = "retain"
-# Longest retention: retained blocks take memory from other clients.
+# Retained blocks take memory from other clients.
 _MOST_RETAINED_S = 600.0
 _MOST_S = 86_400.0
 _PAYLOAD = object_of(
@@ -32,7 +32,7 @@ _ENVELOPE = object_of(actions=_ACTIONS)
 
 def _read(name: str, value: Any) -> Retain | None:
     """Read how to retain the request's KV blocks. The last "retain" action counts; other actions
-    are hints for other servers.
+    are for other servers.
     """
     retain: Retain | None = None
     for index, action in enumerate(_ENVELOPE.read(name, value).get("actions", ())):

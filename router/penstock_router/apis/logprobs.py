@@ -1,7 +1,7 @@
-"""Renders log-probabilities as OpenAI's answers show them: of completions, chats and prompts.
+"""Renders log-probabilities of completions, chats and prompts as OpenAI's answers show them.
 
-Values below -9999 are shown as -9999: JSON has no minus infinity. Each token's entry is encoded
-immediately, because freeing the objects of many tokens would block all other requests. The constant
+JSON has no minus infinity: values below -9999 are shown as -9999. Each token's entry is encoded
+immediately, because freeing the objects of many tokens would block other requests. The constant
 part of a token's JSON is encoded only once: an entry may list a whole vocabulary.
 """
 
@@ -61,8 +61,6 @@ _Made = TypeVar("_Made")
 
 
 class _Table(dict[int, _Made]):
-    """A cache of values that depend only on the token."""
-
     def __init__(self, make: Callable[[int], _Made]) -> None:
         super().__init__()
         self._make = make
@@ -92,12 +90,11 @@ class _Tables:
 
 
 def as_id(token_id: int) -> str:
-    """A token's name that does not depend on its text."""
     return f"token_id:{token_id}"
 
 
 def token_text(tokenizer: Tokenizer, *, as_ids: bool) -> TokenText:
-    """The function that names tokens beside their log-probabilities."""
+    """Return the function that names tokens beside their log-probabilities."""
     return _tables(tokenizer, as_ids).texts.__getitem__
 
 
@@ -128,7 +125,6 @@ class CompletionLogprobs:
     def add_prompt(
         self, result: CompletionColumns, token_ids: Sequence[int], columns: Logprobs | None
     ) -> None:
-        """Add a row for each token of the prompt; the first has no log-probability."""
         self._add_token(result, token_ids[0])
         result["token_logprobs"].append(None)
         result["top_logprobs"].append(None)
@@ -146,9 +142,8 @@ class CompletionLogprobs:
         self._offset += len(text)
 
     def _top(self, token_id: int, row: int, columns: Logprobs) -> msgspec.Raw:
-        """The log-probabilities of the sampled token and its alternatives, by text. If two tokens
-        have the same text, the later one is named by its id. So the sampled token is always named
-        by its text.
+        """The sampled token and its alternatives, by text. If two tokens have the same text, the
+        later one is named by its id, so the sampled token is always named by its text.
         """
         top = {self._text_of(token_id): _finite(columns.chosen[row])}
         others = _alternatives(columns, row, self._top_n, self._requested_ids)
@@ -188,8 +183,8 @@ def chat_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], columns: Logprobs | None, top_n: int
 ) -> list[msgspec.Raw | None]:
-    """Render the `PromptLogprob`s of each prompt token by token id: its own, and the `top_n`
-    likeliest at its position. The first token has None.
+    """Render the `PromptLogprob`s of each prompt token, by token id: its own, and the `top_n`
+    likeliest there. The first token has None.
     """
     parts = _tables(tokenizer, False).prompt_parts
     rows: list[msgspec.Raw | None] = [None]
@@ -224,7 +219,7 @@ def _numbers(values: Sequence[float]) -> list[bytes]:
 def _alternatives(
     columns: Logprobs, row: int, top_n: int, requested_ids: Sequence[int] = ()
 ) -> tuple[Sequence[int], Sequence[float]]:
-    """The `top_n` likeliest tokens of a row; or the requested ids, if the row has any."""
+    """Return the `top_n` likeliest tokens of a row, or the requested ids if the row has any."""
     if requested_ids and columns.requested:
         count = len(requested_ids)
         return requested_ids, columns.requested[row * count : (row + 1) * count]

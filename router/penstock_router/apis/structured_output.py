@@ -34,7 +34,7 @@ from penstock_router.json_fields import (
 )
 from penstock_router.text.schema_keywords import keyword_warnings
 
-# Maximum nesting depth of a schema: later code may recurse over the schema.
+# Later code may recurse over the schema.
 MAX_NESTING = 200
 # The key in a schema that tells shards how to write JSON.
 _WRITTEN_KEY = "x-guidance"
@@ -92,7 +92,6 @@ def _json(value: object) -> str:
 
 
 def wish_of_schema(name: str, value: Any) -> OfSchema:
-    """JSON that conforms to a schema, which is an object or its JSON as text."""
     return OfSchema(_object_or_text(name, value))
 
 
@@ -137,7 +136,7 @@ _TAG: JsonObject = {
         {"type": "string"},
     ]
 }
-# Each key of `structured_outputs` is read as a wish, or None.
+# The keys of `structured_outputs`, each read as a wish or None.
 _LANGUAGES: Mapping[str, Kind] = {
     "json": Kind(wish_of_schema, _SCHEMA),
     "regex": Kind(_constraint_of_regex, _TEXT.schema),
@@ -152,12 +151,12 @@ _LANGUAGES: Mapping[str, Kind] = {
 
 
 def _leaves_writing(wish: Wish) -> bool:
-    """True if the wish is a schema that does not set the whitespace of its JSON."""
+    """True for a schema that does not set the whitespace of its JSON."""
     return isinstance(wish, OfSchema) and wish.schema.get(_WRITTEN_KEY) in (None, {})
 
 
 def _add_writing(name: str, how: JsonObject, wish: Wish) -> OfSchema:
-    """Add to a wish how its JSON is written; `name` is the field that sets this."""
+    """Set how the JSON is written; `name` is the field that asks for this."""
     if not isinstance(wish, OfSchema):
         raise BadRequest(f"{name}: only for JSON", param=name)
     if not _leaves_writing(wish):
@@ -167,15 +166,15 @@ def _add_writing(name: str, how: JsonObject, wish: Wish) -> OfSchema:
 
 
 def _constraint_of(wish: Wish) -> Constraint:
-    """The constraint for shards. By default, JSON is written without whitespace."""
+    """Make the constraint for shards. By default, JSON is written without whitespace."""
     if isinstance(wish, Constraint):
         return wish
     schema = {**wish.schema, _WRITTEN_KEY: _COMPACT} if _leaves_writing(wish) else wish.schema
     return Constraint(ConstraintKind.JSON_SCHEMA, _json(schema))
 
 
-# Keywords whose value is a schema or a list of schemas, and keywords with schemas by name. `not`
-# and `if` are missing, because closing objects within them would allow more, not less.
+# Keywords with a schema or a list of schemas, and keywords with schemas by name. `not` and `if` are
+# missing: closing objects within them would allow more, not less.
 _HOLDING = frozenset(
     (
         *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
@@ -194,8 +193,8 @@ _OF_OTHERS = frozenset(("additionalProperties", "unevaluatedProperties"))
 
 
 def close(schema: JsonObject) -> None:
-    """Forbid properties that a schema does not list, unless the schema itself allows or forbids
-    them. Changes `schema`.
+    """Forbid properties that a schema does not list, unless it allows or forbids them itself.
+    Changes `schema`.
     """
     rest: list[Any] = [schema]
     while rest:
@@ -224,9 +223,8 @@ FORMATS = ("text", "json_object", "json_schema", "json", "regex", "structural_ta
 
 
 def wish_of_format(name: str, value: Any) -> Wish | None:
-    """Translate all forms of `response_format`: OpenAI's for chats, OpenAI's flat form for
-    responses, the form of Messages, and the forms of Hugging Face's clients, which have a `value`.
-    None: any text.
+    """Translate all forms of `response_format`: OpenAI's for chats, its flat form for responses,
+    the form of Messages, and Hugging Face's forms, which have a `value`. None: any text.
     """
     given = read_object(name, value)
     match given.get("type"):
@@ -260,7 +258,7 @@ def _wish_of_named_schema(name: str, given: JsonObject) -> OfSchema:
     holder = given
     if key != "schema":
         name, holder = f"{name}.{key}", read_object(f"{name}.{key}", given[key])
-    # The schema is enforced whether or not `strict` is set.
+    # The schema is enforced with or without `strict`.
     for key, kind in (("strict", BOOLEAN), ("name", STRING), ("description", STRING)):
         if holder.get(key) is not None:
             kind.read(f"{name}.{key}", holder[key])
@@ -268,7 +266,7 @@ def _wish_of_named_schema(name: str, given: JsonObject) -> OfSchema:
 
 
 def _only_key(name: str, given: JsonObject, *keys: str) -> str | None:
-    """The key of `keys` that is given, if any; two are refused."""
+    """Return the only given key, if any; two are refused."""
     found = [key for key in keys if given.get(key) is not None]
     if len(found) > 1:
         raise BadRequest(f"{name}: not both {found[0]} and {found[1]}", param=name)
@@ -313,7 +311,7 @@ def _closed(name: str, wish: Wish) -> OfSchema:
 
 
 def _read_writing(name: str, given: JsonObject) -> tuple[str, JsonObject] | None:
-    """The key that says how JSON is written, and its value; None if there is none."""
+    """Return the key that says how JSON is written, and its value, if any."""
     compact = given.get("disable_any_whitespace")
     if "whitespace_pattern" in given:
         name = f"{name}.whitespace_pattern"
@@ -329,7 +327,7 @@ def _read_writing(name: str, given: JsonObject) -> tuple[str, JsonObject] | None
 
 # ---- A body's constraint -----------------------------------------------------------------------
 
-# Fields by which a body asks for a constraint; the last fields belong to only one API.
+# Fields that ask for a constraint; the last ones belong to only one API.
 _ASKING = (
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
@@ -339,7 +337,7 @@ _ASKING = (
 
 
 def constraint_options(values: JsonObject) -> JsonObject:
-    """Turn the fields into options of `Options`. May add to the warnings in `values`."""
+    """Turn the fields into fields of `Options`. May add warnings to `values`."""
     name = _only_asking(values)
     pattern = values.get("guided_whitespace_pattern")
     if name is None:
@@ -356,7 +354,6 @@ def constraint_options(values: JsonObject) -> JsonObject:
 
 
 def _only_asking(values: JsonObject) -> str | None:
-    """The field that asks for a constraint, if any; two such fields are refused."""
     found = [name for name in _ASKING if values.get(name) is not None]
     if len(found) > 1:
         text = f"{found[1]}: not together with {found[0]}; an answer has one constraint"

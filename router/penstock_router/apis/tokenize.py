@@ -43,11 +43,11 @@ from penstock_router.text.prompts import TextModel, chat_prompt, completion_prom
 from penstock_router.text.token_places import Bounds, chat_places, completion_places
 from penstock_router.text.tokenizer import TokenPlace
 
-# More ids than any context has. A thread decodes this number in about a second.
+# More ids than any context has. A thread decodes them in about a second.
 _MAX_IDS = 4_000_000
 # Tokenizing a text takes about 100 bytes of memory per character.
 MAX_CHARS = 4_000_000
-# Maximum of tokens shown with their places in a text. Each takes about 500 bytes of memory.
+# Tokens shown with their places in a text take about 500 bytes of memory each.
 MAX_PLACES = 1_000_000
 
 _MODEL = Field("model", STRING, "One of /v1/models; may be left out if there is only one.")
@@ -90,11 +90,9 @@ TOKENIZER_INFO_QUERY = table([_MODEL])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensRequest:
-    """A body of one of these routes."""
-
     model: str
     values: JsonObject
-    # These have the same meaning as in requests that generate.
+    # As in requests that generate.
     images: tuple[ImageSource, ...] = ()
     image_sizes: ImageSizes = ()
 
@@ -104,13 +102,12 @@ class TokensRequest:
         return "chat_template" in self.values
 
     def without_text(self) -> Self:
-        """A copy without fields that may be long. `brings_template` stays the same."""
         values = {"chat_template": ""} if self.brings_template else {}
         return dataclasses.replace(self, values=values)
 
 
 def parse_with(fields: Table) -> Callable[[JsonObject], TokensRequest]:
-    """A parser of bodies with these fields, which raises `BadRequest`."""
+    """Make a parser of bodies with these fields, which raises `BadRequest`."""
 
     def parse(body: JsonObject) -> TokensRequest:
         values = read_fields(fields, body)
@@ -133,8 +130,8 @@ class PromptTokens(TypedDict):
 
 
 class TextToken(TypedDict):
-    """A token and its position, in bytes of the text. All tokens of an image have the position of
-    the image's text.
+    """A token and its position, in bytes of the text. An image's tokens all have the position of
+    its text.
     """
 
     id: int
@@ -161,7 +158,6 @@ class DetokenizeAnswer(TypedDict):
 
 
 def chat_to_tokenize(asked: TokensRequest) -> ChatRequest:
-    """A chat to tokenize without generating."""
     values = asked.values
     return ChatRequest(
         messages=values["messages"],
@@ -173,7 +169,7 @@ def chat_to_tokenize(asked: TokensRequest) -> ChatRequest:
 
 
 def text_tokens(text: str, places: Iterable[TokenPlace]) -> list[TextToken]:
-    """The tokens of a text; `places` has the range of characters of each token."""
+    """Describe a text's tokens; `places` has each one's range of characters."""
     # The byte at which each character begins.
     begins = [0]
     for character in text:

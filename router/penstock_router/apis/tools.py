@@ -50,7 +50,7 @@ def read_name(name: str, value: Any) -> str:
 
 
 def _read_parameters(name: str, value: Any) -> JsonObject | None:
-    """Read the schema of the arguments, an object; None if it is missing or empty."""
+    """Read the arguments' schema, an object; None if missing or empty."""
     if value is None or value == {}:
         return None
     parameters = read_object(name, value)
@@ -79,11 +79,11 @@ def read_tool(
 
 
 def as_definition(shown: JsonObject) -> str:
-    """A tool as most chat templates write it; `shown` is its `Tool.shown`."""
+    """Render `Tool.shown` as most chat templates write it."""
     return json.dumps(shown, ensure_ascii=False)
 
 
-# Entries that templates see; the APIs' other entries are for their vendors' servers.
+# Templates see these entries; other entries are for the vendors' servers.
 SHOWN = ("name", "description")
 
 
@@ -95,8 +95,8 @@ def _chat_tool(where: str, value: Any) -> Tool:
         key = "input_schema" if tool.get("parameters") is None else "parameters"
         return read_tool(where, tool, SHOWN, key)
     function = read_object(f"{where}.function", tool.get("function"))
-    # Some templates read more entries, such as what a function returns. Templates need not know
-    # whether the schema is enforced.
+    # Some templates read more entries, such as a function's result. They need not know whether the
+    # schema is enforced.
     shown = [key for key in function if key not in ("strict", "parameters")]
     return read_tool(f"{where}.function", function, shown)
 
@@ -125,16 +125,14 @@ def _read_tools(name: str, value: Any) -> tuple[Tool, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolChoice:
-    """A body's tool_choice."""
-
     choice: ToolChoice
     # The only tools that may be called; None: all.
     allowed: tuple[str, ...] | None = None
-    # True if several calls are allowed; None: the choice does not say.
+    # True if several calls are allowed; None: not said.
     parallel: bool | None = None
 
 
-# The words of a choice; the last word is Mistral's.
+# The last word is Mistral's.
 _MODES: Mapping[str, ToolChoice] = {
     "none": ToolChoice("none"),
     "auto": ToolChoice("auto"),
@@ -161,7 +159,7 @@ def _chat_choice(name: str, value: Any) -> ParsedToolChoice:
 
 
 def _function_name(where: str, entry: JsonObject) -> str:
-    """The name of a function: nested as in chats, or flat as in Responses."""
+    """Read a function's name, nested as in chats, or flat as in Responses."""
     if "function" not in entry and "name" in entry:
         return read_name(f"{where}.name", entry["name"])
     function = read_object(f"{where}.function", entry.get("function"))
@@ -179,8 +177,8 @@ def _read_allowed(name: str, value: JsonObject) -> ParsedToolChoice:
 def read_allowed(
     name: str, value: JsonObject
 ) -> tuple[Literal["auto", "required"], dict[str, JsonObject]]:
-    """The mode of a choice among allowed tools, and the entries that name the tools, by place:
-    nested under "allowed_tools" as in chats, or flat as in Responses.
+    """Read a choice among allowed tools: its mode, and the entries that name tools, by place. They
+    are nested under "allowed_tools" as in chats, or flat as in Responses.
     """
     key = "allowed_tools"
     held = value
@@ -202,7 +200,7 @@ def read_allowed(
 
 def tool_options(values: JsonObject) -> JsonObject:
     """Turn `tools`, `tool_choice` and `parallel_tool_calls` into fields of `ChatRequest`. May add
-    to the warnings in `values`. Raises `BadRequest`.
+    warnings to `values`. Raises `BadRequest`.
     """
     tools = _last_of_each_name(values)
     asked: ParsedToolChoice = values.get("tool_choice") or ParsedToolChoice(ToolChoice("auto"))
@@ -224,7 +222,7 @@ def tool_options(values: JsonObject) -> JsonObject:
 
 
 def _last_of_each_name(values: JsonObject) -> tuple[Tool, ...]:
-    """The tools. If several tools have the same name, the last one counts, with a warning."""
+    """Keep the last of several tools with the same name, and add a warning."""
     given: tuple[Tool, ...] = values.get("tools", ())
     by_name = {tool.name: tool for tool in given}
     if len(by_name) == len(given):
@@ -236,7 +234,6 @@ def _last_of_each_name(values: JsonObject) -> tuple[Tool, ...]:
 
 
 def last_counts(names: Sequence[str]) -> str:
-    """The warning of names that several tools have."""
     return f"tools: several are named {', '.join(names[:16])}; the last counts"
 
 
@@ -290,7 +287,7 @@ NAMED: JsonObject = {
 def choice_schema(
     *forms: JsonObject, words: Iterable[str] = ("none", "auto", "required")
 ) -> JsonObject:
-    """A tool_choice that is a word, or has one of these forms."""
+    """Describe a tool_choice: a word, or one of these forms."""
     return {"anyOf": [{"type": "string", "enum": list(words)}, *forms]}
 
 
@@ -323,7 +320,7 @@ _NAMED_ONE: JsonObject = {
 
 
 def allowed_schemas(tool: JsonObject) -> list[JsonObject]:
-    """A choice among allowed tools, in the two forms that `read_allowed` reads."""
+    """Describe the two forms that `read_allowed` reads."""
     allowing = _allowed_form(tool)
     return [
         add_type("allowed_tools", allowing),

@@ -16,9 +16,7 @@ from penstock_router.errors import BadRequest
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """A float format of fewer than 32 bits, as IEEE 754 except for the meaning of the largest
-    codes.
-    """
+    """A float format of 16 or 8 bits, as IEEE 754 except for the meaning of the largest codes."""
 
     exponent_bits: int
     fraction_bits: int
@@ -26,7 +24,7 @@ class _Format:
     largest: int
 
     def value(self, code: int) -> float:
-        """The number of a code without a sign."""
+        """Return a code's number, without sign."""
         exponent, fraction = divmod(code, 1 << self.fraction_bits)
         if exponent:
             fraction += 1 << self.fraction_bits
@@ -45,7 +43,7 @@ ENDIANNESS = ("little", "big", "native")
 
 
 def encode(vector: Sequence[float], dtype: str, endianness: str) -> bytes:
-    """The vector as numbers of one of `DTYPES`. Raises `BadRequest` if a number is too large."""
+    """Encode a vector as one of `DTYPES`. Raises `BadRequest` if a number is too large."""
     values = array("f", vector) if dtype == "float32" else _codes(vector, dtype)
     if endianness not in (sys.byteorder, "native"):
         values.byteswap()
@@ -53,7 +51,7 @@ def encode(vector: Sequence[float], dtype: str, endianness: str) -> bytes:
 
 
 def _codes(vector: Sequence[float], dtype: str) -> array[int]:
-    """Round to the nearest numbers of a dtype. If two are equally near, take the one whose last bit
+    """Round to the nearest numbers of a dtype; of two equally near, to the one whose last bit
     is 0.
     """
     coded, sizes = _FORMATS[dtype], list(map(abs, vector))
@@ -77,7 +75,7 @@ def _codes(vector: Sequence[float], dtype: str) -> array[int]:
 
 @cache
 def _middles(dtype: str) -> list[float]:
-    """The midpoints between neighbouring numbers, from 0 up."""
+    """The midpoints between neighboring numbers, from 0 up."""
     coded = _FORMATS[dtype]
     values = map(coded.value, range(coded.largest + 1))
     return [(low + high) / 2 for low, high in pairwise(values)]

@@ -1,5 +1,4 @@
-"""Processes that decode images: started with the first image, one image each, replaced when they
-end.
+"""Processes that decode images: started with the first image, one image at a time each.
 
 An image that ends its process, or takes too long, is refused; the next one gets a new process.
 """
@@ -38,20 +37,20 @@ class Pixels:
 
 
 class DecoderPool:
-    """Processes that decode images: one for each image decoded at the same time."""
+    """One process for each image decoded at the same time."""
 
     def __init__(self, config: RouterConfig) -> None:
         limits = config.max_image_pixels, config.max_image_bytes
         self._arguments = config.log_level, config.log_format, *map(str, limits)
-        # The last process is taken first.
+        # The last one is taken first.
         self._free: list[ChildProcess] = []
         # Tasks may outlive their callers.
         self._work: set[asyncio.Task[Pixels]] = set()
 
     async def decode(self, encoded: Pieces) -> Pixels:
         """Decode an image. Raises `ImageRefused`, `TooManyRequests` after too long, and
-        `Unavailable` if no process starts. If cancelled, the call still waits for the image, which
-        takes less time than a new process.
+        `Unavailable` if no process starts. If cancelled, still waits for the image: that is faster
+        than a new process.
         """
         work = asyncio.create_task(self._decode(encoded))
         self._work.add(work)

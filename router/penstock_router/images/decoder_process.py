@@ -2,8 +2,8 @@
 
     python -m penstock_router.images.decoder_process FD LOG_LEVEL LOG_FORMAT MAX_PIXELS MAX_BYTES
 
-Serves the router at the other end of the socket FD until the socket is closed. An image that takes
-too long ends the process.
+Serves the router at the socket FD until the socket is closed. An image that takes too long ends the
+process.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from penstock_router.images.pixels import decode, format_of, set_limits, strips
 
 logger = logging.getLogger("penstock.images")
 
-# Bytes of address space for Python and Pillow. Most bytes per pixel (an animated WebP image: two
-# canvases, a frame, its copy, two images). The number of copies of an encoded image.
+# Address space: bytes for Python and Pillow, most bytes per pixel (an animated WebP image: two
+# canvases, a frame, its copy, two images), and copies of the encoded image.
 _BASE_BYTES = 384 * 1024 * 1024
 _BYTES_A_PIXEL = 24
 _ENCODED_COPIES = 4
@@ -80,7 +80,7 @@ def _serve(stream: BufferedRWPair, max_pixels: int) -> None:
 
 def _limit_time() -> None:
     """Have the kernel end the process if the next image takes more than `MAX_DECODE_S` of CPU time,
-    of all threads together.
+    over all threads.
     """
     until_s = math.ceil(time.process_time() + MAX_DECODE_S)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)

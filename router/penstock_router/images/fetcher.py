@@ -1,7 +1,7 @@
 """Fetches images from allowed hosts. Errors tell clients almost nothing about the network.
 
 A URL is parsed once, so the checked URL is the requested one. Names are resolved anew for each
-connection, and the address is checked where its socket is made. So no connection to a forbidden
+connection, and the address is checked where its socket is made, so no connection to a forbidden
 address is tried.
 """
 
@@ -32,7 +32,7 @@ _MAX_REDIRECTS = 3
 _REDIRECTS = frozenset((301, 302, 303, 307, 308))
 _HEADERS = {
     "Accept": "image/jpeg, image/png, image/webp, image/gif",
-    # The size is counted while data arrives, so the data must not need inflating.
+    # The size is counted as data arrives, so data must not be compressed.
     "Accept-Encoding": "identity",
     "User-Agent": f"penstock/{VERSION}",
 }
@@ -40,14 +40,12 @@ _FAILED = "the image could not be fetched"
 
 
 class AddressRefused(OSError):
-    """Raised for a host whose address images may not be fetched from."""
+    """Images may not be fetched from the host's address."""
 
 
 class Fetcher:
-    """Fetches images, at most `_MAX_FETCHES` at a time."""
-
     def __init__(self, config: RouterConfig, resolver: AbstractResolver | None = None) -> None:
-        """Make a fetcher; the default `resolver` is the machine's, in threads."""
+        """The default `resolver` is the machine's, in threads."""
         self._domains = config.allowed_media_domains
         self._networks = config.allowed_media_networks
         self._resolver = resolver
@@ -58,7 +56,7 @@ class Fetcher:
     async def fetch(self, text: str, incoming: Incoming, client: str) -> None:
         """Fetch a URL's data into `incoming`. Raises `ImageRefused` and `TooManyRequests`."""
         url = self._parse(text)
-        # Each `incoming` charges its own client, so fetches are never shared.
+        # Fetches are never shared, because each `incoming` charges its own client.
         await self._line.do(incoming, lambda _: self._fetch(url, incoming), client)
 
     async def _fetch(self, url: URL, incoming: Incoming) -> None:
@@ -148,7 +146,6 @@ class Fetcher:
         )
 
     def _make_socket(self, info: tuple[Any, ...]) -> socket.socket:
-        """Make a socket to connect to this address. Raises `AddressRefused`."""
         family, kind, protocol, _, address = info
         if not is_allowed_address(address[0], self._networks):
             raise AddressRefused(f"{address[0]} is not public, nor of --allowed-media-networks")

@@ -11,12 +11,12 @@ from yarl import URL
 from penstock_router.images.image import ImageRefused
 from penstock_router.images.pieces import PIECE_BYTES, check_size
 
-# All failures have the same text, so that it tells nothing about other folders.
+# All failures have the same text, which tells nothing about other folders.
 _NO_FILE = "it is no file that can be read below --allowed-media-folder"
 
 
 def read_file(url: str, folder: str | None, max_bytes: int) -> list[bytes]:
-    """Read a file in pieces. Call this in a thread, because disks may be slow.
+    """Read a file in pieces. Call this in a thread: disks may be slow.
 
     Raises `ImageRefused`.
     """

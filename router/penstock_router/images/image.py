@@ -12,22 +12,20 @@ from penstock_router.request import ImageSizes
 MAX_SIDE = 16_384
 MAX_RATIO = 200
 
-# Bytes in pieces, each of which is quickly hashed, copied or sent.
+# Bytes in pieces short enough to be hashed, copied or sent quickly.
 Pieces = Sequence[bytes]
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Image:
-    """A decoded image. While any reference to it exists, its memory counts in its client's
-    share.
-    """
+    """A decoded image. Its memory counts in its client's share until its last reference is gone."""
 
-    # The digest of size and pixels: `penstock_common.image_digest`.
+    # The hash of size and pixels, by `penstock_common.image_digest`.
     digest: bytes
-    # The size in pixels, after rotation by EXIF data.
+    # In pixels, after rotation by EXIF data.
     width: int
     height: int
-    # The encoded bytes that the client sent.
+    # The bytes that the client sent.
     encoded: Pieces = field(repr=False)
 
     @property
@@ -36,7 +34,7 @@ class Image:
 
 
 class ImageRefused(Exception):
-    """Raised for an unusable image, with the reason in one line without the field's name."""
+    """An image is unusable; the reason is one line without the field's name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
-"""The entrance of this room: makes an `Image` from a URL or base64 text, and pixels from an
-`Image`.
+"""Makes an `Image` from a URL or base64 text, and pixels from an `Image`.
 
-A repeated image is recognized by the hash of its encoded bytes, and not decoded again. Encoded
+The hash of its encoded bytes identifies a repeated image, which is not decoded again. Encoded
 images and pixels are charged to the client that caused them, in a shared budget: each client may
 hold at most as much as is still free. Images that are only cached are dropped if memory is needed.
 """
@@ -32,15 +31,15 @@ from penstock_router.json_fields import shorten
 from penstock_router.observe.metrics import Metrics
 from penstock_router.thread_pool import Threads
 
-# Bytes in this process: all encoded images and pixels, and the parts of them that are only cached.
+# Maximum of bytes: for all encoded images and pixels, for cached images, for cached pixels.
 _MEMORY_BYTES = 512 * 1024 * 1024
 _KEPT_IMAGES_BYTES = 64 * 1024 * 1024
 _KEPT_PIXELS_BYTES = 128 * 1024 * 1024
-# The overhead of a cached image. It counts because a file may have only some dozens of bytes.
+# The overhead of a cached image: a file may have only some dozens of bytes.
 _BYTES_BESIDE = 1024
 # The longest URL, except data: URLs.
 _MAX_URL_CHARS = 8192
-# Pixels are cached long enough to make and send a prompt. Later they are decoded again.
+# Pixels are cached long enough to make and send a prompt.
 _KEPT_PIXELS_S = 30.0
 
 
@@ -52,8 +51,8 @@ class Images:
         metrics: Metrics,
         resolver: AbstractResolver | None = None,
     ) -> None:
-        """Make the images' state. The first image starts a process. `resolver` resolves hosts'
-        names, by default the machine's.
+        """The first image starts a process. The default `resolver` of hosts' names is the
+        machine's.
         """
         self._config = config
         self._threads = threads
@@ -63,20 +62,19 @@ class Images:
         # Taken by work on the event loop.
         self._turn = asyncio.Lock()
         self._memory = SharedBudget(_MEMORY_BYTES, metrics.image_held_bytes)
-        # By the SHA-256 of the encoded bytes.
+        # By SHA-256 of the encoded bytes.
         self._images = Kept[Image](_KEPT_IMAGES_BYTES)
         # By an image's digest.
         self._pixels = Kept[mmap](_KEPT_PIXELS_BYTES)
-        # Images to be decoded, by SHA-256 of the encoded bytes or by digest.
+        # Images to decode, by SHA-256 of the encoded bytes or by digest.
         self._line = Line(config.image_processes, "decoded")
         self._is_closed = False
 
     async def load(self, url: str, *, param: str, client: str) -> Image:
         """Load the image that a data:, http:, https: or file: URL names.
 
-        Raises `ImageUnusable`, which begins with `param`, if the image is unusable,
-        `TooManyRequests` if the client's share of memory or of places in the line is used up, and
-        `Unavailable`.
+        Raises `ImageUnusable`, which begins with `param`, `TooManyRequests` if the client's share
+        of memory or of places in the line is used up, and `Unavailable`.
         """
         return await self._load(lambda incoming: self._read(url, incoming, client), param, client)
 
@@ -98,7 +96,6 @@ class Images:
         return memoryview(rows).toreadonly()
 
     async def close(self) -> None:
-        """End all work and all processes."""
         self._is_closed = True
         await asyncio.gather(self._line.close(), self._decoders.close())
         await self._fetcher.close()
@@ -192,7 +189,7 @@ class Images:
     # ---- memory ----
 
     def _charge(self, held: Image | mmap, num_bytes: int, client: str) -> None:
-        """Charge the client for `held` until its last reference is gone."""
+        """Charge `held` to the client until its last reference is gone."""
         holding = self._memory.hold(client)
         holding.add(num_bytes)
         weakref.finalize(held, holding.close).atexit = False
@@ -201,7 +198,7 @@ class Images:
 
     def _grow(self, holding: Holding, num_bytes: int) -> None:
         """Charge `num_bytes` more, dropping cached images if needed; raises `TooManyRequests` if
-        the client's share is still too small.
+        that does not free enough.
         """
         while True:
             try:

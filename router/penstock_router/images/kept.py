@@ -38,7 +38,6 @@ class Kept(Generic[_Value]):
         self._num_bytes -= num_bytes
 
     def drop_oldest(self) -> bool:
-        """Drop the oldest value; return false if the cache is empty."""
         if not self._entries:
             return False
         self.drop(next(iter(self._entries)))

@@ -1,7 +1,7 @@
 """Runs work on images in a few places, and bounds the number of waiting jobs and their wait.
 
 Equal jobs run once for all waiting clients, in the turn of the first client. A refusal reaches only
-the client that causes it: too many waiting jobs, too long a wait, too much memory.
+the client that causes it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _MAX_WAIT_S = 30.0
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    """A client that waits for a job, once or more often; it takes one place in the line."""
+    """A client that waits for a job, perhaps more than once, but takes only one place in the
+    line.
+    """
 
     holding: Holding
     num_waiting: int = 0
@@ -58,8 +60,8 @@ class Line:
     async def do(
         self, name: Hashable, work: Callable[[str], Awaitable[_Result]], client: str
     ) -> _Result:
-        """Return or raise what `work(client)` does, called in the turn of one of the clients that
-        wait for this job. The job is cancelled when no client waits any more.
+        """Return or raise what `work(client)` does, called in the turn of one client that waits for
+        this job. The job is cancelled when no client waits any more.
 
         Raises `TooManyRequests` if too many jobs wait, or after waiting too long.
         """
@@ -73,7 +75,7 @@ class Line:
                 # The refusal is for the other client; this client tries in its own turn.
                 self._end(name, job)
             finally:
-                # Breaks a cycle: an error refers to this frame, and the job's task to the error.
+                # Break a cycle: an error refers to this frame, and the job's task to the error.
                 del job
 
     async def close(self) -> None:
@@ -96,16 +98,16 @@ class Line:
             return await job.work(place.client)
         finally:
             self._turns.give_back(place)
-            # Breaks a cycle: an error refers to this frame, and the job's task to the error.
+            # Break the same cycle.
             del job
 
     def _end(self, name: Hashable, job: _Job[Any]) -> None:
-        # Another job of this name may have begun meanwhile.
+        # Another job of this name may have begun.
         if self._jobs.get(name) is job:
             del self._jobs[name]
         self._leave_line(job)
         if job.task.done() and not job.task.cancelled():
-            # If no client waits any more, only this line retrieves the exception.
+            # Retrieve the exception, because no client may wait any more.
             job.task.exception()
 
     def _leave_line(self, job: _Job[Any]) -> None:
@@ -138,8 +140,7 @@ class Line:
                 del job.clients[client]
 
     async def _has_begun(self, job: _Job[Any], waiter: _Waiter) -> None:
-        """Wait until the job has begun. Raises `TooManyRequests`."""
-        # If a place is free, the job has it after this.
+        # If a place is free, the job gets it now.
         await asyncio.sleep(0)
         if job.begun.is_set():
             return

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from penstock_router.images.image import ImageRefused, Pieces
 
-# The bytes handled between two turns of the event loop: a few tenths of a millisecond.
+# Bytes handled between two turns of the event loop, in a few tenths of a millisecond.
 PIECE_BYTES = 128 * 1024
 _SMALL_BYTES = PIECE_BYTES // 2
 # Characters of base64: four characters are three bytes.
@@ -56,7 +56,6 @@ class Incoming:
 
 
 def check_size(num_bytes: int, max_bytes: int) -> None:
-    """Raise `ImageRefused` for more bytes than an image may have."""
     if num_bytes > max_bytes:
         raise ImageRefused(f"the image has more than {max_bytes} bytes (--max-image-bytes)")
 
@@ -71,7 +70,7 @@ def base64_start(url: str) -> int:
 
 async def add_base64(incoming: Incoming, text: str, start: int, turn: asyncio.Lock) -> None:
     """Decode the base64 text from `start` on into `incoming`. All images with the same `turn`
-    together take one piece in each turn of the event loop.
+    together decode one piece in each turn of the event loop.
 
     Raises `ImageRefused`, also for base64 without padding or with line breaks.
     """
@@ -84,7 +83,6 @@ async def add_base64(incoming: Incoming, text: str, start: int, turn: asyncio.Lo
 
 
 def _decode_base64(piece: str, *, is_last: bool) -> bytes:
-    """Decode a piece. Raises `ImageRefused`."""
     padding = piece[-2:].count("=") if is_last else 0
     try:
         data = binascii.a2b_base64(piece, strict_mode=True)

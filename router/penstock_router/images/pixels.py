@@ -11,7 +11,7 @@ from io import BytesIO
 
 import PIL.Image
 
-# EXIF data needs this module. Import it now, because files cannot be opened later.
+# EXIF data needs this module. Import it now: no files can be opened later.
 import PIL.TiffImagePlugin
 from PIL import GifImagePlugin, ImageFile, JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 from PIL.Image import Image, Transpose
@@ -19,8 +19,8 @@ from PIL.Image import Image, Transpose
 from penstock_router.images.image import MAX_RATIO, MAX_SIDE, ImageRefused
 
 _Open = Callable[[BytesIO], ImageFile.ImageFile]
-# Formats by an image's first bytes. Pillow's plugins are called directly, so that no other plugin
-# ever runs.
+# Formats by an image's first bytes. Only these plugins of Pillow are called, directly, so that no
+# other ever runs.
 _FORMATS: tuple[tuple[bytes, str, _Open], ...] = (
     (b"\xff\xd8\xff", "JPEG", JpegImagePlugin.JpegImageFile),
     (b"\x89PNG\r\n\x1a\n", "PNG", PngImagePlugin.PngImageFile),
@@ -28,7 +28,7 @@ _FORMATS: tuple[tuple[bytes, str, _Open], ...] = (
     (b"GIF89a", "GIF", GifImagePlugin.GifImageFile),
     (b"RIFF", "WebP", WebPImagePlugin.WebPImageFile),
 )
-# The transpositions for EXIF's orientations; orientation 1 needs none.
+# Transpositions for EXIF's orientations; orientation 1 needs none.
 _ORIENTATION = 0x0112
 _TURNS = {
     2: Transpose.FLIP_LEFT_RIGHT,
@@ -42,14 +42,14 @@ _TURNS = {
 # Maximum of inflated bytes of texts and profiles in a PNG file: of each, and of all.
 _MAX_CHUNK_BYTES = 4 * 1024 * 1024
 _MAX_CHUNKS_BYTES = 16 * 1024 * 1024
-# Bytes of rows that are copied at once.
+# Bytes of rows copied at once.
 _STRIP_BYTES = 256 * 1024
 
 
 def set_limits(max_pixels: int) -> None:
-    """Set Pillow's own limits, as a second line of defence."""
+    """Set Pillow's own limits, as a second line of defense."""
     PIL.Image.MAX_IMAGE_PIXELS = max_pixels
-    # Ignore the other warnings: they are about metadata, and would fill the router's log.
+    # Ignore other warnings: they are about metadata, and would fill the router's log.
     warnings.simplefilter("ignore")
     warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
     ImageFile.LOAD_TRUNCATED_IMAGES = False

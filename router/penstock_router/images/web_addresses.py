@@ -22,11 +22,11 @@ def is_allowed_domain(host: str, domains: Sequence[str]) -> bool:
 
 
 def is_allowed_address(address: str, networks: Sequence[Network]) -> bool:
-    """Tell whether images may be fetched from an IP address: a public address or one in `networks`,
-    but never a link-local address or a cloud's metadata service.
+    """Tell whether images may be fetched from an IP address: a public one or one in `networks`, but
+    never a link-local address or a cloud's metadata service.
     """
     try:
-        # Without an interface's name, as in fe80::1%eth0.
+        # Drop an interface's name, as in fe80::1%eth0.
         ip = ipaddress.ip_address(address.partition("%")[0])
         check_unicast(ip)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Lists the kinds of bodies by name, and runs the two steps for each, in any process."""
+"""Lists the kinds of bodies by name, and parses a body or works on its text, in any process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Reading:
     kind: BodyKind
     asked: Any = None
     refusal: ApiError | None = None
-    # The `body_digest` of the body, if asked for.
+    # The `body_digest`, if asked for.
     digest: bytes = b""
 
 
@@ -70,7 +70,7 @@ def read(kind: AnyKind, data: bytes, *, with_digest: bool) -> Reading:
         asked = kind.parse(given)
         return Reading(kind, asked, digest=body_digest(given) if with_digest else b"")
     except ApiError as error:
-        # A traceback would refer to the frame of the error's holder: a reference cycle.
+        # A traceback would make a reference cycle, through the frame that holds the error.
         return Reading(kind, refusal=error.with_traceback(None))
 
 
@@ -82,6 +82,7 @@ def work(
     image_sizes: ImageSizes = (),
 ) -> PreparedPrompts | bytes:
     """Do a kind's text work on a request. `earlier` messages, as JSON or empty, precede its own.
+
     Return prompts, or an answer as JSON. Raises `BadRequest`.
     """
     if image_sizes:

@@ -1,10 +1,10 @@
 """Chooses where a body is parsed and its text worked on: here, in a thread, or in a text process.
 
 The body's length and its number of values decide, before it is parsed. Some work holds the
-interpreter lock, and with it the event loop, in any thread: building megabytes of objects or a list
-of 300,000 ids, rendering a thousand messages, writing a constraint of a hundred arguments. A long
-body is parsed in a text process. This process gets only the body's ids, in one block of memory, and
-texts that the answer shows. A text process also reads long stored responses.
+interpreter lock, and blocks the event loop, even in a thread: building megabytes of objects or a
+list of 300,000 ids, rendering a thousand messages, writing a constraint of a hundred arguments. So
+a text process parses long bodies, and reads long stored responses. This process gets only a body's
+ids, in one block of memory, and texts that the answer shows.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from penstock_router.text.answer_constraint import tools_held_to
 from penstock_router.text.prompts import PreparedPrompts, TextModel, takes_no_images
 from penstock_router.thread_pool import Threads
 
-# Up to this length a body's text is worked on here, in less than half a millisecond: tokenizing
-# takes about 0.15 us a character, and passing it to a thread may cost as much.
+# Shorter texts are worked on here, in less than half a millisecond: tokenizing takes about 0.15 us
+# a character, and passing it to a thread may cost as much.
 SHORT_BYTES = 2 * 1024
 # Longer bodies go to a text process. JSON of this length is parsed in at most 0.4 ms. A thread
 # tokenizes it in 2.5 ms without the interpreter lock, but competes with the event loop for the CPU.
-# A text process has lower priority than the loop; a round trip costs 0.5 ms.
+# A text process has lower priority; a round trip costs 0.5 ms.
 LONG_BYTES = 16 * 1024
 # A body with more values is also long: Python takes up to 10 us for each value.
 MANY_VALUES = 256
-# A body with enforced tools and more values is also long: a constraint may repeat each value.
+# The same for a body with enforced tools: their constraint may repeat each value.
 MANY_ENFORCED_VALUES = 64
-# The number of connections with long bodies that are read in one turn of the event loop. Each gives
-# about 256 kB, which takes a fifth of a millisecond.
+# Connections with long bodies that are read in one turn of the event loop. Each gives about 256 kB,
+# which takes 0.2 ms.
 _CONNECTIONS_A_TURN = 4
-# Maximum of bodies that wait for text processes or are in them. Their memory has its own bound.
+# Maximum of bodies in text processes or waiting for them. Their memory has its own bound.
 MAX_BODIES = 2048
 
 
@@ -57,7 +57,6 @@ class Incoming:
     """A body as it arrives, in pieces: joining a long body takes milliseconds."""
 
     def __init__(self, client: str, memory: Holding, queue: Holding, metrics: Metrics) -> None:
-        """Begin a body; `memory` and `queue` hold the body's memory and its place in the queue."""
         self.client = client
         self.pieces: list[bytes] = []
         self.num_bytes = 0
@@ -67,7 +66,6 @@ class Incoming:
 
     @property
     def is_long(self) -> bool:
-        """Tell whether the body is too long to be parsed in this process."""
         return self.num_bytes > LONG_BYTES
 
     def add(self, piece: bytes) -> None:
@@ -81,8 +79,8 @@ class Incoming:
         self._memory.grow(more_bytes, self._out_of_memory)
 
     def enqueue(self) -> None:
-        """Queue the body for a text process. Raises `TooManyRequests` if the client already has its
-        share of the queue.
+        """Queue the body for a text process. Raises `TooManyRequests` if the queue has no room for
+        the client.
         """
         if not self._queue.amount:
             self._queue.grow(1, self._queue_full)
@@ -101,15 +99,13 @@ class Incoming:
         )
 
     def drop(self) -> None:
-        """Free the body's memory and its place in the queue. Idempotent."""
+        """Free the body's memory and place in the queue. Idempotent."""
         self.pieces = []
         self._memory.close()
         self._queue.close()
 
 
 class Bodies:
-    """Reads bodies."""
-
     def __init__(
         self,
         threads: Threads,
@@ -120,15 +116,15 @@ class Bodies:
         images: Images,
         max_images: int,
     ) -> None:
-        """Prepare to read bodies; a request may have `max_images`."""
+        """Prepare to read bodies of requests with up to `max_images` images each."""
         self.images = images
         self.max_images = max_images
         self.threads = threads
         self.pool = pool
         self.programs = programs
-        # The memory of bodies, by client, until their text work is done.
+        # Memory of bodies, by client, until their text work is done.
         self.memory = memory
-        # Places in the queue: 1 for each body.
+        # 1 for each body.
         self.queue = SharedBudget(MAX_BODIES)
         self._metrics = metrics
         self._numbers = itertools.count(1)
@@ -136,7 +132,7 @@ class Bodies:
         self._inflating = asyncio.Lock()
 
     def stop(self) -> None:
-        """Refuse the bodies that wait for a process, and new bodies."""
+        """Refuse new bodies and those that wait for a process."""
         self.pool.stop()
         self.programs.pool.stop()
 
@@ -145,9 +141,7 @@ class Bodies:
         await self.programs.pool.close()
 
     async def take_turn(self) -> None:
-        """Wait before reading more of a long body, so that many long bodies do not occupy the event
-        loop.
-        """
+        """Wait before reading more of a long body, so that many do not occupy the event loop."""
         async with self._turns:
             await asyncio.sleep(0)
 
@@ -164,7 +158,7 @@ class Bodies:
 
     @contextmanager
     def incoming(self, client: str) -> Iterator[Incoming]:
-        """Begin a body. It is dropped at the end of the scope, if not before."""
+        """Begin a body; the end of the scope drops it."""
         memory, queue = self.memory.hold(client), self.queue.hold(client)
         incoming = Incoming(client, memory, queue, self._metrics)
         try:
@@ -173,12 +167,12 @@ class Bodies:
             incoming.drop()
 
     def _arrive(self, num_bytes: int) -> Arrival:
-        """Return the arrival of a body now; a long body counts as arriving later."""
+        """Return the body's arrival, now; a long body counts as arriving later."""
         now_s = asyncio.get_running_loop().time()
         return now_s + SECONDS_A_BYTE * num_bytes, next(self._numbers)
 
     async def read(self, kind: AnyKind, incoming: Incoming, *, with_digest: bool = False) -> Body:
-        """Parse a body that has arrived completely.
+        """Parse a complete body.
 
         Raises `BadRequest` if not even its kind is clear, `TooManyRequests` if its client has too
         many long bodies here, `Unavailable` and `TimeoutError` as `TextPool.run` does.
@@ -218,7 +212,7 @@ def count_values(pieces: Iterable[bytes]) -> int:
 
 
 class Body:
-    """A parsed body, whose text can be worked on once."""
+    """A parsed body. Its text work can be done once."""
 
     def __init__(
         self,
@@ -229,12 +223,11 @@ class Body:
         *,
         is_long: bool,
     ) -> None:
-        """Hold a body; with `is_long`, a text process has parsed it and does its text work."""
         self.kind = reading.kind
-        # The sources of the body's images, perhaps megabytes of base64. The request does not have
-        # them, because it lives as long as its answer.
+        # Sources of the body's images, perhaps megabytes of base64. They are removed from the
+        # request, because it lives as long as its answer.
         self._sources = getattr(reading.asked, "images", ())
-        # The request. The request of a long body has no text.
+        # The request of a long body has no text.
         self.asked = reading.asked
         if self._sources:
             self.asked = dataclasses.replace(reading.asked, images=())
@@ -244,15 +237,14 @@ class Body:
         # Stored items: first the conversation before the request, then each answer that items refer
         # to.
         self._earlier: list[bytes] = []
-        # The images that were loaded for the text work.
         self.images = NO_IMAGES
         self._bodies = bodies
         self._arrival = arrival
         self._incoming = incoming
 
     def add_earlier(self, items: bytes) -> None:
-        """Add stored items, as JSON, for the text work. They count as part of the body: raises
-        `TooManyRequests`.
+        """Add stored items, as JSON, for the text work. Raises `TooManyRequests`, because they
+        count as part of the body.
         """
         self._incoming.hold(len(items))
         self._earlier.append(items)
@@ -262,7 +254,7 @@ class Body:
     async def work(self, model: ServedModel) -> PreparedPrompts | bytes:
         """Load the body's images into `images`, then do the text work of its kind.
 
-        Raises what that work and `Images.load` raise, `TooManyRequests`, `Unavailable` and
+        Raises the errors of that work and of `Images.load`, `TooManyRequests`, `Unavailable` and
         `TimeoutError`.
         """
         try:
@@ -300,7 +292,7 @@ class Body:
         return await bodies.threads.run(made, self._incoming.client)
 
     def _is_enforced(self, model: TextModel) -> bool:
-        """Tell whether tools of many values constrain the answer."""
+        """True if tools of many values constrain the answer."""
         asked = self.asked
         return (
             isinstance(asked, ChatRequest)
@@ -320,7 +312,7 @@ class Body:
     async def _run_program(
         self, model: ServedModel, image_sizes: ImageSizes
     ) -> PreparedPrompts | bytes:
-        """Do the text work of a request with its own template, which may never end. It runs in a
+        """Do the text work of a request with its own template, which may never end. It gets a
         process that can be killed and that no other client waits for.
         """
         programs = self._bodies.programs
@@ -335,7 +327,6 @@ class Body:
         image_sizes: ImageSizes,
         max_s: float = MAX_TASK_S,
     ) -> PreparedPrompts | bytes:
-        """Do the text work in a process of the pool."""
         info, (arrived_s, number) = model.info, self._arrival
         facts = ModelFacts(
             info.model,

@@ -1,8 +1,8 @@
-"""Runs templates of requests: programs of strangers, which may never end.
+"""Runs templates of requests: strangers' programs, which may never end.
 
-They run in separate text processes, so that no other text waits for them, and each runs for at most
-a few seconds. A client may use as many places as are still free. Clients take turns: a client waits
-for at most one endless template of another client.
+Separate text processes run them, so that no other text waits for them, each for at most a few
+seconds. A client may use as many places as are still free. Clients take turns: a client waits for
+at most one endless template of another.
 """
 
 from __future__ import annotations
@@ -22,20 +22,18 @@ MAX_PROGRAMS = 32
 
 
 class Programs:
-    """The processes that run templates. The caller owns, and closes, the pool."""
-
     def __init__(self, pool: TextPool, metrics: Metrics) -> None:
         self.pool = pool
         self._metrics = metrics
-        # Counts 1 for each program, not bytes.
+        # Counts 1 for each template, not bytes.
         self._here = SharedBudget(MAX_PROGRAMS)
 
     @contextmanager
     def scope(self, client: str) -> Iterator[None]:
-        """Let one program of this client wait and run within the scope.
+        """Let one template of this client wait and run within the scope.
 
         Raises `TooManyRequests` if the client already has its share here, and `TimedOut` for a
-        program that does not end.
+        template that does not end.
         """
         with self._here.hold(client) as held:
             held.grow(1, self._refusal)

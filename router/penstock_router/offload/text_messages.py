@@ -1,9 +1,9 @@
 """Messages between a router and its text processes: a task there, and its outcome back.
 
-A message is its length and MessagePack. A task is followed by its parts as plain bytes: a body,
-files. Every message is decoded by its type, and an error travels as its name and fields: no
-received data is executed. Ids are packed as 32 bits, little-endian, so that both ends copy them
-without building Python integers.
+A message is its length and MessagePack. A task's parts follow as plain bytes: a body, files.
+Messages are decoded by type, and an error travels as its name and fields: no received data is
+executed. Ids are packed as 32 bits, little-endian, so that both ends copy them without building
+Python integers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock_router.offload.body_kinds import KINDS, Reading
 from penstock_router.request import ImageSizes
 from penstock_router.text.prompts import PreparedPrompts, pack_ids
 
-# No real text takes this long. An endless template does, or a machine that is out of memory.
+# No real text takes this long, only an endless template or a machine out of memory.
 MAX_TASK_S = 60.0
 
 
@@ -35,14 +35,14 @@ MAX_TASK_S = 60.0
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """Facts about a model that text work needs besides its files; they identify the model."""
+    """Facts besides a model's files that text work needs; they identify the model."""
 
     name: str
     tokenizer_hash: str
     max_model_len: int
     vocab_size: int
     trusts_templates: bool
-    # The names of formats that the operator chose.
+    # Names of the formats that the operator chose.
     tool_call_parser: str
     reasoning_parser: str
 
@@ -50,7 +50,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 class Read(msgspec.Struct, tag=True, frozen=True):
     """Parse a body, the only part. The outcome is a `Reading`, whose request has no text."""
 
-    # The body's number; a `Work` with the same number may use what was parsed.
+    # A `Work` with the same number may use what was parsed.
     number: int
     kind: str
     with_digest: bool
@@ -58,16 +58,15 @@ class Read(msgspec.Struct, tag=True, frozen=True):
 
 class Work(msgspec.Struct, tag=True, frozen=True):
     """Work on a body's text. The parts: the body, earlier messages as JSON, and the model's files
-    if the process does not have them yet.
+    if the process lacks them.
     """
 
     number: int
     kind: str
     model: ModelFacts
     file_names: tuple[str, ...] = ()
-    # The sizes of the request's images.
     image_sizes: ImageSizes = ()
-    # Maximum of seconds for the work, after files are loaded.
+    # Maximum of seconds, after files are loaded.
     max_s: float = MAX_TASK_S
 
 
@@ -82,7 +81,6 @@ _TASKS = msgspec.msgpack.Decoder(tuple[Task, list[int]])
 
 
 def encode_task(task: Task, sizes: Sequence[int]) -> bytes:
-    """Encode a task, and the sizes of the parts that follow it."""
     return framed((task, sizes))
 
 
@@ -108,12 +106,12 @@ class _WasRead(msgspec.Struct, tag=True, frozen=True):
     asked: bytes
     refusal: _Failed | None
     digest: bytes
-    # The URLs of its images, which may have megabytes of data.
+    # The URLs of its images, perhaps megabytes of data.
     image_urls: list[memoryview]
 
 
 class _WasPrepared(msgspec.Struct, tag=True, frozen=True):
-    # The prompts without ids. `ids` has a block for each prompt, and then one for the allowed ids.
+    # The prompts without ids. `ids` has a block for each prompt, and one for the allowed ids.
     prepared: PreparedPrompts
     ids: list[memoryview]
 
@@ -123,8 +121,8 @@ class _WasAnswered(msgspec.Struct, tag=True, frozen=True):
 
 
 _Message = _Failed | _WasRead | _WasPrepared | _WasAnswered
-# A decoder for each kind of body. msgspec analyses a type once, which two threads must not do at
-# the same time.
+# A decoder for each kind of body, made now: two threads must not make msgspec analyze a type at the
+# same time.
 _REQUESTS: dict[str, msgspec.json.Decoder[Any]] = {
     kind.name: msgspec.json.Decoder(kind.request_type)
     for kind in KINDS.values()
@@ -145,9 +143,8 @@ def encode_outcome(outcome: Outcome | ApiError) -> bytes:
 
 
 async def decode_outcome(data: bytes | mmap) -> Outcome:
-    """Decode what `encode_outcome` encoded, without its length; raise an error of the task.
-
-    Ids become arrays.
+    """Decode what `encode_outcome` encoded, without its length; raise an error of the task. Ids
+    become arrays.
     """
     match _OUTCOMES.decode(data):
         case _WasAnswered() as answered:

@@ -1,10 +1,10 @@
-"""Starts text processes when they are needed, lends each to one task at a time, and replaces them.
+"""Starts text processes when needed, lends each to one task at a time, and replaces them.
 
 Clients share the processes by time. A client's tasks run in order of arrival, except that a long
 body counts as arriving later. While a client's task takes long, other clients get one more process.
-Cancelling `run` ends the wait. If a task's client disconnects, the process gets a moment to finish,
-because it can be used again. Then it is killed. When a process dies, only the request of its task
-fails.
+
+If a task's client disconnects, the process gets a moment to finish, because it can be used again;
+then it is killed. If a process dies, only the request of its task fails.
 """
 
 from __future__ import annotations
@@ -38,16 +38,14 @@ _Result = TypeVar("_Result")
 logger = logging.getLogger(__name__)
 
 _MODULE = "penstock_router.offload.text_process"
-# For each byte, a body counts as arriving this much later among its client's bodies: about twice
+# Seconds per byte by which a body counts as arriving later, among its client's bodies: about twice
 # the time of its text work.
 SECONDS_A_BYTE = 5e-7
-# Maximum of models in a process, because a tokenizer takes many MB. For one more model, the
-# process is replaced.
+# Maximum of models in a process: a tokenizer takes many MB. For one more, the process is replaced.
 MAX_MODELS = 8
-# The seconds that a task may still run after its client has left: less than starting a new process
-# takes.
+# Seconds that a task may run on after its client left: less than starting a process takes.
 _GRACE_S = 1.0
-# The seconds for which the process that parsed a body is reserved for its text work.
+# Seconds for which the process that parsed a body is reserved for its text work.
 _HOLD_S = 0.005
 # Maximum of additional processes while tasks take long. Each has its models in memory.
 _SPARE_PROCESSES = 4
@@ -60,8 +58,6 @@ Arrival = tuple[float, int]
 
 
 class TextProcess:
-    """A process that takes one task at a time."""
-
     def __init__(self, log_level: str, log_format: str) -> None:
         """Start the process, in half a millisecond. Raises `Unavailable`."""
         self._models: set[ModelFacts] = set()
@@ -81,13 +77,12 @@ class TextProcess:
         return self._child.is_alive
 
     def has_room_for(self, task: Task) -> bool:
-        """Tell whether the process has the task's model, or has room for the model."""
         if not isinstance(task, Work) or task.model in self._models:
             return True
         return len(self._models) < MAX_MODELS
 
     async def do(self, task: Task, parts: Parts, files: Mapping[str, bytes]) -> Outcome:
-        """Have the process do a task; `files` are the files of the task's model, if any.
+        """Have the process do a task; `files` are those of the task's model, if any.
 
         Raises `Unavailable` if the process died, `TimeoutError` if it took too long, and errors of
         the task.
@@ -127,17 +122,17 @@ class _Lease:
 
 
 class TextPool:
-    """A few text processes, and the line of tasks for them, which `dispatch.py` bounds."""
+    """A few text processes and their queue of tasks, which `dispatch.py` bounds."""
 
     def __init__(self, num_processes: int, log_level: str, log_format: str = "auto") -> None:
         self._num_processes = num_processes
         self._logs = log_level, log_format
         self._turns = Turns(num_processes, _SPARE_PROCESSES)
-        # Idle processes. The last one is taken first.
+        # The last one is taken first.
         self._free: list[TextProcess] = []
         # Leases reserved for the text work on a body, by the body's number.
         self._held: dict[int, _Lease] = {}
-        # Tasks may outlive their callers; the event loop itself holds them weakly.
+        # Tasks may outlive their callers, and the event loop has only weak references to them.
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(
@@ -183,7 +178,6 @@ class TextPool:
                 self._give_back(lease)
 
     async def _usable(self, process: TextProcess | None, task: Task) -> TextProcess:
-        """Return the process, or a new one in its place."""
         if process is not None and not (process.is_alive and process.has_room_for(task)):
             logger.info("text process %d is replaced", process.pid)
             await process.kill()
@@ -222,7 +216,7 @@ class TextPool:
     # ---- the end ----
 
     def stop(self) -> None:
-        """Refuse the tasks that wait, and new tasks."""
+        """Refuse new tasks and those that wait."""
         self._turns.stop(lambda: Unavailable("the router is shutting down"))
 
     async def close(self) -> None:

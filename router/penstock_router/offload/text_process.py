@@ -43,19 +43,19 @@ from penstock_router.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger("penstock.text_process")
 
-# After bodies longer than this, returning memory to the system is worth a few milliseconds.
+# After longer bodies, returning memory to the system is worth a few milliseconds.
 _MUCH_BYTES = 1024 * 1024
 
 
 class TextWorker:
-    """Does the router's tasks. Keeps models, and the last body that was parsed."""
+    """Does the router's tasks. Keeps models, and the last body that it parsed."""
 
     def __init__(self) -> None:
         self._kept: tuple[int, Reading] | None = None
         self._models: dict[ModelFacts, TextModel] = {}
 
     def load(self, task: Work, parts: Sequence[bytes]) -> None:
-        """Load a task's model, if the task has the model's files."""
+        """Load the model of a task that brings its files."""
         if task.file_names:
             files = dict(zip(task.file_names, parts[2:], strict=True))
             facts = task.model
@@ -84,7 +84,7 @@ class TextWorker:
             raise
         except ApiError as error:
             return encode_outcome(error)
-        except Exception as error:  # a defect costs the body it shows on
+        except Exception as error:  # a defect fails only this body
             logger.exception("a body could not be worked on")
             return encode_outcome(as_api_error(error))
 

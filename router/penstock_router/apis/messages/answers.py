@@ -17,8 +17,6 @@ from penstock_router.generation.job import Job
 from penstock_router.json_fields import JsonObject
 from penstock_router.text.answer_pieces import Piece, PieceKind, join_pieces
 
-# ---- What answers look like --------------------------------------------------------------------
-
 
 class ThinkingBlock(TypedDict):
     """Reasoning. The signature is empty: reasoning that is sent back is accepted unchecked."""
@@ -130,9 +128,6 @@ def _event(type_: str, **rest: Any) -> bytes:
     return event_frame(type_, {"type": type_, **rest})
 
 
-# ---- Shapes ------------------------------------------------------------------------------------
-
-
 class MessageShape:
     def __init__(self, job: Job, envelope: Envelope) -> None:
         self._id = envelope.response_id
@@ -141,7 +136,7 @@ class MessageShape:
         self._end: MessageEnd = {"stop_reason": None, "stop_sequence": None}
         self._calls_tools = False
         self._ends_with_context = job.ends_with_context
-        # The kind and index of a stream's open block.
+        # The kind and index of the stream's open block.
         self._open: PieceKind | None = None
         self._index = -1
 
@@ -188,8 +183,7 @@ class MessageShape:
         elif isinstance(delta.stop_reason, str) and delta.finish_reason != "tool_calls":
             self._end = {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
         elif delta.finish_reason is not None:
-            # This holds also if tool_choice named the tool; other APIs then report an ordinary
-            # stop.
+            # Also if tool_choice named the tool; other APIs then report an ordinary stop.
             reason = "tool_use" if self._calls_tools else "end_turn"
             self._end = {"stop_reason": reason, "stop_sequence": None}
 
@@ -229,14 +223,12 @@ class MessageShape:
         return [_event("message_start", message=self._message([]))]
 
     def chunk(self, delta: Delta) -> bytes | None:
-        """Events for the delta's pieces, including ends and beginnings of blocks."""
         self._note_end(delta)
         if delta.pieces is None:
             return self._gain(Piece(PieceKind.CONTENT, delta.text)) if delta.text else None
         return b"".join([self._gain(piece) for piece in delta.pieces if piece.text]) or None
 
     def closing(self) -> list[bytes]:
-        """The end of the last block, the reason why the message ended, and its end."""
         first = self._begin(Piece(PieceKind.CONTENT, "")) if self._open is None else b""
         return [
             first + self._end_block(),

@@ -8,7 +8,7 @@ from penstock_router.apis.base import ErrorForm, event_frame
 from penstock_router.errors import ApiError, ContextExceeded, ImageUnusable
 from penstock_router.json_fields import JsonObject
 
-# Most texts have at least 3 characters per token; used for prompts whose tokens were not counted.
+# For prompts whose tokens were not counted: most texts have at least 3 characters per token.
 _CHARS_A_TOKEN = 3
 
 
@@ -45,7 +45,7 @@ def _error_answer(error: ApiError) -> JsonObject:
 
 
 def _words(error: ApiError) -> str:
-    """The message. Clients read in its words what to leave out when they retry."""
+    """Return the message. Clients read in its words what to leave out when they retry."""
     if isinstance(error, ImageUnusable):
         return f"Could not process image: {error.message}"
     if not isinstance(error, ContextExceeded):
@@ -58,7 +58,6 @@ def _words(error: ApiError) -> str:
 
 
 def name_request(answer: JsonObject, request_id: str) -> JsonObject:
-    """Add the failed request's id to an error."""
     return {**answer, "request_id": _shown_id(request_id)}
 
 

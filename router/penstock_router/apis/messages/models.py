@@ -56,7 +56,7 @@ def message_model(name: str, created: int, max_model_len: int) -> MessageModel:
 
 
 def page_of(models: Sequence[MessageModel], query: Mapping[str, str]) -> MessageModelPage:
-    """The page that a query asks for. Raises `BadRequest`."""
+    """Return the page that a query asks for. Raises `BadRequest`."""
     limit = _read_limit(query.get("limit"))
     after, before = query.get("after_id"), query.get("before_id")
     if after and before:

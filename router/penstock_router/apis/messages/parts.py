@@ -25,7 +25,7 @@ _Reader = TypeVar("_Reader")
 
 @dataclass(slots=True)
 class Context:
-    """Tools that turns add, and warnings of fields in turns that have no effect."""
+    """Tools that turns add, and warnings of their fields without effect."""
 
     added: list[Tool] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -35,13 +35,12 @@ _REFERENCE = "tool_reference"
 
 
 def _reference(name: str, before: str = "") -> Part:
-    """A placeholder for a tool's definition."""
     return {"type": _REFERENCE, "name": name, "before": before}
 
 
 def resolved(parts: list[Part], tools: OfferedTools, told: set[str]) -> list[Part]:
-    """Replace each reference by the tool's definition, unless the prompt already shows the
-    definition. Adds names to `told`.
+    """Replace each reference by the tool's definition, unless the prompt already shows it. Adds
+    names to `told`.
     """
     found = []
     for part in parts:
@@ -62,7 +61,6 @@ PartReader = Callable[[str, JsonObject, Context], list[Part]]
 def read_blocks(
     name: str, blocks: list[Any], context: Context, readers: Mapping[str, PartReader]
 ) -> list[Part]:
-    """Read the parts of an array of blocks, each of a type in `readers`."""
     check_size(name, blocks)
     parts: list[Part] = []
     for index, value in enumerate(blocks):
@@ -73,7 +71,7 @@ def read_blocks(
 
 
 def reader_of(at: str, block: JsonObject, readers: Mapping[str, _Reader]) -> _Reader:
-    """The reader of a block's type. Raises `BadRequest` if there is none."""
+    """Return the reader of a block's type. Raises `BadRequest`."""
     kind = block.get("type")
     reader = readers.get(kind) if isinstance(kind, str) else None
     if reader is None:
@@ -83,7 +81,7 @@ def reader_of(at: str, block: JsonObject, readers: Mapping[str, _Reader]) -> _Re
 
 
 def json_text(name: str, value: Any) -> str:
-    """The JSON of a result as a model can read it: without encrypted data and files."""
+    """Return a result's JSON as a model can read it: without encrypted data and files."""
     check_nesting(name, value)
     return json.dumps(_readable(value), ensure_ascii=False)
 
@@ -99,9 +97,6 @@ def _readable(value: Any) -> Any:
         for key, item in value.items()
         if item is not None and not key.startswith("encrypted_") and not (is_file and key == "data")
     }
-
-
-# ---- Types of blocks ---------------------------------------------------------------------------
 
 
 def _read_text(at: str, block: JsonObject, context: Context) -> list[Part]:
@@ -127,7 +122,7 @@ def _read_document(at: str, block: JsonObject, context: Context) -> list[Part]:
 
 def _unreadable(at: str, source: JsonObject) -> BadRequest:
     if source.get("media_type") == "application/pdf":
-        # Clients recognize by these words that they must leave the PDF out.
+        # By these words clients recognize that they must leave the PDF out.
         return BadRequest(f"{at}: this server does not support PDF input; send text", param=at)
     kind = shorten(source.get("type"))
     text = f"{at}: documents are read from a source of type text or content, not {kind}"
@@ -153,7 +148,6 @@ def _read_search_result(at: str, block: JsonObject, context: Context) -> list[Pa
 
 
 def _headed(at: str, block: JsonObject, what: str, keys: tuple[str, ...]) -> list[Part]:
-    """Lines above a text: one for each key that is present."""
     given = [key for key in keys if block.get(key) is not None]
     lines = [STRING.read(f"{at}.{key}", block[key]) for key in given]
     return [text_part(what + "\n".join(lines))] if lines else []

@@ -1,7 +1,4 @@
-"""Anthropic's Messages API: parses bodies to requests.
-
-Turns, tools, thinking and answers have their own modules.
-"""
+"""Anthropic's Messages API: parses bodies to requests."""
 
 from __future__ import annotations
 
@@ -57,8 +54,6 @@ from penstock_router.sessions import session_of_metadata
 from penstock_router.text.contents import Content, as_parts, as_text
 from penstock_router.text.prompts import TextModel, chat_prompt
 
-# ---- What comes before the chat ----------------------------------------------------------------
-
 
 def _read_system(name: str, value: Any) -> str:
     content: Content = ""
@@ -68,9 +63,6 @@ def _read_system(name: str, value: Any) -> str:
     else:
         content = TEXT.read(name, value)
     return as_text(without_billing(as_parts(content)), "")
-
-
-# ---- What the answer is like -------------------------------------------------------------------
 
 
 _OUTPUT = object_of(format=FORMAT, effort=STRING, task_budget=ANYTHING)
@@ -98,8 +90,6 @@ _EDITS = Kind(
     },
 )
 
-
-# ---- The two bodies ----------------------------------------------------------------------------
 
 _OF_ANTHROPICS_SERVERS = "For tools that Anthropic's servers run, which are left out."
 _PROMPT_FIELDS = (
@@ -153,7 +143,7 @@ _ANSWER_FIELDS = (
     Field("top_p", number(0, 1, above_low=True), "Nucleus sampling: likeliest up to this sum."),
     Field("top_k", integer(-1, INT32_MAX), "Sample among so many of the likeliest; 0 and -1: all."),
     TIMEOUT,
-    # Not in Anthropic's API, but sent by clients of other servers that support it.
+    # Not in Anthropic's API, but clients of other servers send them.
     *(
         CHAT_FIELDS[name]
         for name in (
@@ -203,11 +193,11 @@ def _asking(values: JsonObject) -> JsonObject:
 
 
 def _prompt(values: JsonObject) -> JsonObject:
-    """The options that determine the prompt and the parsing of the answer."""
+    """Return the options that determine the prompt and the parsing of the answer."""
     offered = _offered(values)
     turns: Turns = values["messages"]
     messages = turns.chat(offered)
-    # A tool that a turn adds is one of the body's tools, but is shown in that turn.
+    # A turn shows the tools that it adds, but they also belong to the body's tools.
     values["tools"] = (*offered.tools, *turns.context.added)
     for warning in (*offered.warnings, *turns.context.warnings, *_without_effect(values)):
         add_warning(values, warning)
@@ -236,7 +226,7 @@ def _offered(values: JsonObject) -> OfferedTools:
 
 
 def _without_effect(values: JsonObject) -> list[str]:
-    """Warnings of entries without effect in fields that have an effect."""
+    """Warn of entries without effect in fields with an effect."""
     found = []
     if values.get("context_management"):
         found.append(without_effect("context_management"))
@@ -246,7 +236,7 @@ def _without_effect(values: JsonObject) -> list[str]:
 
 
 def _template_kwargs(values: JsonObject, turns: Turns) -> JsonObject:
-    """Template variables that turn reasoning on or off and set its effort."""
+    """Set the template variables of reasoning and its effort."""
     kwargs = {**thinking_kwargs(values), **thinking_variables(values)}
     effort = turns.effort or values.get("output_config", {}).get("effort")
     if effort is not None:

@@ -12,14 +12,14 @@ _ENTRIES = object_of(type=_TYPE, budget_tokens=POSITIVE, display=STRING)
 
 
 def _read_thinking(name: str, value: Any) -> JsonObject:
-    """Options of `ChatRequest`, and `thinks`, which becomes a template variable."""
+    """Read options of `ChatRequest`, and `thinks`, which becomes a template variable."""
     given: JsonObject = _ENTRIES.read(name, value)
     thinks = _TYPE.read(f"{name}.type", given.get("type")) != "disabled"
     asked: JsonObject = {"thinks": thinks}
     if thinks and "budget_tokens" in given:
         asked["thinking_tokens"] = given["budget_tokens"]
     if "display" in given:
-        # All values except "omitted" show the reasoning, whole or in part.
+        # All values except "omitted" show reasoning, whole or in part.
         asked["include_reasoning"] = given["display"] != "omitted"
     return asked
 
@@ -28,12 +28,10 @@ THINKING = Kind(_read_thinking, {**_ENTRIES.schema, "required": ["type"]})
 
 
 def thinking_options(values: JsonObject) -> JsonObject:
-    """Options of `ChatRequest` that the field asks for."""
     asked = values.get("thinking", {})
     options = {name: value for name, value in asked.items() if name != "thinks"}
     return {**options, "requires_thinking_budget": False}
 
 
 def thinking_variables(values: JsonObject) -> JsonObject:
-    """Template variables that turn reasoning on or off."""
     return {"enable_thinking": values["thinking"]["thinks"]} if "thinking" in values else {}

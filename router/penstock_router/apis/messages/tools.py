@@ -1,4 +1,4 @@
-"""Reads the tools of Anthropic's Messages as `Tool`s, and decides which of them a prompt shows.
+"""Reads the tools of Anthropic's Messages as `Tool`s, and decides which ones a prompt shows.
 
 Tools that Anthropic's servers run are left out, with a warning. Tools that clients run, and whose
 arguments Anthropic has published, become ordinary functions. A tool with deferred loading is shown
@@ -43,13 +43,12 @@ class OfferedTools:
     """The tools of a body that its answer may call."""
 
     tools: tuple[Tool, ...] = ()
-    # Definitions of tools that are shown only where a turn refers to them.
+    # Definitions of tools shown only where a turn refers to them.
     deferred: Mapping[str, JsonObject] = field(default_factory=lambda: MappingProxyType({}))
-    # Warnings of tools that were left out.
     warnings: tuple[str, ...] = ()
 
     def showing(self, name: str) -> OfferedTools:
-        """A copy in which this tool is not deferred."""
+        """Return a copy in which this tool is not deferred."""
         if name not in self.deferred:
             return self
         rest = {other: shown for other, shown in self.deferred.items() if other != name}
@@ -124,9 +123,6 @@ _PUBLISHED: Mapping[str, JsonObject] = {
 }  # fmt: skip
 
 
-# ---- Reading -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """An entry of a body's tools; `tool` is None if it is left out."""
@@ -137,12 +133,12 @@ class _Entry:
 
     @property
     def finds_others(self) -> bool:
-        """True if the entry is the tool of Anthropic's servers that searches for deferred tools."""
+        """True for the tool of Anthropic's servers that searches for deferred tools."""
         return self.kind.startswith("tool_search_tool")
 
 
 def read_entry(where: str, value: Any) -> Tool | str:
-    """A tool, or why it is left out. Raises `BadRequest`."""
+    """Return a tool, or why it is left out. Raises `BadRequest`."""
     entry = _read_entry(where, value)
     return entry.tool or _left_out(where, entry.kind)
 
@@ -157,12 +153,12 @@ _OF_FUNCTIONS = ("name", "description", "parameters", "input_schema", "strict")
 
 
 def _in_own_form(where: str, given: JsonObject) -> JsonObject:
-    """Rewrite a tool from the form of chats or Responses to that of Messages."""
+    """Rewrite a tool of chats or Responses in the form of Messages."""
     if given.get("type") not in (None, "function"):
         return given
     if given.get("function") is not None:
         function = read_object(f"{where}.function", given["function"])
-        # Keys beside `function` say how to use the function; they do not describe it.
+        # Keys beside `function` say how to use it; they do not describe it.
         given = {key: given[key] for key in given if key not in _OF_FUNCTIONS} | function
         if given.get("parameters") is not None:
             given["input_schema"] = given["parameters"]
@@ -204,7 +200,7 @@ def _read_tools(name: str, value: Any) -> OfferedTools:
     served = [(entry.tool, entry.is_deferred) for entry in entries if entry.tool is not None]
     shown = {tool.name for tool, is_deferred in served if not is_deferred}
     deferred: JsonObject = {}
-    # Without another tool or a search tool, the model could not find deferred tools.
+    # Without another tool or a search tool, the model could not find deferred ones.
     if shown and not any(entry.finds_others for entry in entries):
         deferred = {tool.name: tool.shown for tool, _ in served if tool.name not in shown}
     tools = [replace(tool, shown={}) if tool.name in deferred else tool for tool, _ in served]
@@ -230,8 +226,6 @@ def _read_choice(name: str, value: Any) -> ParsedToolChoice:
         case other:
             raise refusal(f"{name}.type", "auto, any, tool or none", other)
 
-
-# ---- Kinds -------------------------------------------------------------------------------------
 
 _INPUT: JsonObject = {"type": "object", "properties": {"type": {"enum": ["object"]}}}
 _CUSTOM = describe(type={"enum": ["custom", None]}, input_schema=or_null(_INPUT))

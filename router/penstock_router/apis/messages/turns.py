@@ -1,7 +1,7 @@
 """Turns Anthropic's turns, made of content blocks, into messages of a chat.
 
-A turn may become several messages, in order. Each tool result is a separate message, also a result
-that Anthropic's servers added to an answer.
+A turn may become several messages, in order. Each tool result is a separate message, also one that
+Anthropic's servers added to an answer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from penstock_router.json_fields import (
 from penstock_router.request import Message
 from penstock_router.text.contents import Content, Part, as_text, join_contents, text_part
 
-# Role names that clients send; the last two for the user are Claude Code's.
+# Roles that clients send; the last two for the user are Claude Code's.
 _ROLES: Mapping[str, str] = {
     "user": "user",
     "assistant": "assistant",
@@ -55,26 +55,26 @@ _ROLES: Mapping[str, str] = {
 }
 # Names of tools and ids of calls.
 NAME = string(1, 256)
-# Chat messages have no flag for a failed tool call, so this text marks it.
+# Chat messages have no flag for a failed tool call.
 _ERROR_PREFIX = "Error: "
-# Values that say how long a system message is shown.
+# How long a system message is shown.
 _CLEAR_AT = one_of("next_user_message", "never")
 
 
 @dataclass(slots=True)
 class Turns:
-    """The turns while they are read: the messages, and settings found in turns."""
+    """The turns while they are read: messages, and settings found in them."""
 
     context: Context = field(default_factory=Context)
-    # Contents are parts; some parts are placeholders for definitions of tools.
+    # Contents are parts; some are placeholders for definitions of tools.
     messages: list[Message] = field(default_factory=list)
     # Templates expect the tool's name in a result; Anthropic's results have only the call's id.
     tools_by_id: dict[str, str] = field(default_factory=dict)
-    # The effort of the next answer, if a turn sets it.
+    # The next answer's effort, if a turn sets it.
     effort: str | None = None
 
     def chat(self, tools: OfferedTools) -> list[Message]:
-        """The messages, with these tools where turns refer to them."""
+        """Return the messages, with these tools where turns refer to them."""
         told: set[str] = set()
         return [_finished(message, tools, told) for message in self.messages]
 
@@ -90,7 +90,7 @@ def _finished(message: Message, tools: OfferedTools, told: set[str]) -> Message:
 
 
 def _read_turns(name: str, value: Any) -> Turns:
-    """Read a chat; check every block. Its last message may be an answer to continue."""
+    """Read and check every block. The last message may be an answer to continue."""
     given = read_array(name, value)
     if not given:
         raise BadRequest(f"{name}: at least one message is needed", param=name)
@@ -145,7 +145,7 @@ def _read_turn(name: str, value: Any, turns: Turns, *, is_past: bool) -> None:
 
 
 def _read_system(name: str, turn: JsonObject, turns: Turns, *, is_past: bool) -> None:
-    """Add a system message at its place, unless it was only for a past turn of the user."""
+    """Add a system message, unless it was only for a past turn of the user."""
     parts = _system_parts(name, turn, turns.context)
     _read_effort(f"{name}.output_config", turn, turns)
     clear_at = turn.get("clear_at")

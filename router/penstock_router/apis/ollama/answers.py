@@ -1,7 +1,7 @@
 """Renders deltas as answers of Ollama's API: messages or texts, whole or in lines of JSON.
 
-A line has the text added after the previous line; the final line has counts and times. A call is
-shown when it is complete.
+A line has the text since the previous line; the final line has counts and times. A call is shown
+when complete.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class OllamaGenerateAnswer(_End):
     response: str
     thinking: NotRequired[str]
     tool_calls: NotRequired[list[OllamaCall]]
-    # The token ids of prompt and answer, which a client sends as `context` of the next request. The
-    # end of every answer has them, except of a raw one.
+    # Token ids of prompt and answer, which a client sends as the next request's `context`. Every
+    # answer's end has them, except a raw one's.
     context: NotRequired[list[int]]
 
 
@@ -149,7 +149,7 @@ class _Lines(ABC):
 
     def _end(self) -> JsonObject:
         usage, now_s = self._envelope.usage, time.perf_counter()
-        # An unstreamed answer has no first delta: all its time counts as generation of tokens.
+        # An unstreamed answer has no first delta: all its time counts as generation.
         first_s = self._envelope.received_s if self._first_s is None else self._first_s
         return {
             "done": True,
@@ -217,7 +217,7 @@ class _Lines(ABC):
         return []
 
     def chunk(self, delta: Delta) -> bytes | None:
-        """A line; None if the delta adds nothing."""
+        """Render a line; None if the delta adds nothing."""
         if self._first_s is None:
             self._first_s = time.perf_counter()
         gain = self._gain(delta)
@@ -226,7 +226,6 @@ class _Lines(ABC):
         return _frame(self._line(gain, delta))
 
     def closing(self) -> list[bytes]:
-        """The line with counts and times."""
         return [_frame(self._line({}) | self._end())]
 
     def failure(self, error: ApiError) -> bytes:
@@ -259,7 +258,7 @@ class GenerateShape(_Lines):
 
 
 def load_answer(name: str, *, is_chat: bool, unloads: bool) -> JsonObject:
-    """Answer a request without a prompt, which only asks to load or unload the model."""
+    """Answer a request that only asks to load or unload the model."""
     empty = {"message": {"role": "assistant", "content": ""}} if is_chat else {"response": ""}
     reason = "unload" if unloads else "load"
     return {"model": name, "created_at": now(), **empty, "done": True, "done_reason": reason}
@@ -306,7 +305,7 @@ class OllamaError(TypedDict):
 
 
 def _error_answer(error: ApiError) -> JsonObject:
-    """Render an error. All clients check the status, and some clients look for these words."""
+    """Render an error. Some clients look for these words."""
     if isinstance(error, UnknownModel):
         return {"error": f"model '{error.name}' not found"}
     if isinstance(error, ContextExceeded):

@@ -1,6 +1,6 @@
 """Turns messages of Ollama's chats into the form that chat templates expect.
 
-Calls and results may lack ids. Then `tool_name`, or else the order, tells the call of a result.
+Calls and results may lack ids. Then `tool_name`, or else the order, tells a result's call.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ IMAGES = Kind(read_images, {"type": "array", "items": STRING.schema})
 
 
 def with_images(images: list[Part], text: str) -> Content:
-    """A message's content: its images come before its text."""
+    """Return a message's content, its images first."""
     return [*images, text_part(text)] if images else text
 
 
@@ -58,11 +58,11 @@ _ANY_CALL = ("", "")
 
 
 class _OpenCalls:
-    """Calls without a result yet, found by id, by name or by order in constant time."""
+    """Calls without a result yet, found by id, name or order in constant time."""
 
     def __init__(self, calls: Sequence[FunctionCall] = ()) -> None:
         self._left = dict(enumerate(calls))
-        # Places of calls by id, by name, and of all calls. Some may be taken already.
+        # Places of calls, some already taken.
         self._places: dict[tuple[str, str], deque[int]] = defaultdict(deque)
         for place, call in self._left.items():
             for key in (("id", call.call_id), ("name", call.name), _ANY_CALL):

@@ -20,7 +20,7 @@ _HEAD = re.compile(r"(For[A-Z]\w*|LMHeadModel|Model)$")
 
 
 def architecture(info: ShardInfo) -> str:
-    """The architecture, such as llama or qwen3moe."""
+    """Name the architecture, such as llama or qwen3moe."""
     kind = info.shape.model_type
     if kind in _ARCHITECTURES:
         return _ARCHITECTURES[kind]
@@ -28,12 +28,12 @@ def architecture(info: ShardInfo) -> str:
 
 
 def quantization(info: ShardInfo) -> str:
-    """The dtype of the weights, such as BF16."""
+    """Name the weights' dtype, such as BF16."""
     return _DTYPES.get(info.dtype, info.dtype.upper())
 
 
 def parameter_size(info: ShardInfo) -> str:
-    """The number of parameters, such as 8.0B; empty if unknown."""
+    """Show the number of parameters, such as 8.0B; empty if unknown."""
     count = info.shape.num_parameters
     if count >= 10**9:
         return f"{count / 10**9:.1f}B"
@@ -43,7 +43,7 @@ def parameter_size(info: ShardInfo) -> str:
 
 
 def digest(info: ShardInfo, adapter: str) -> str:
-    """A hash of the weights, as long as Ollama's; clients show its beginning."""
+    """Hash the weights, to Ollama's length; clients show its beginning."""
     parts = (info.weights_hash, info.adapter_hash(adapter))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

@@ -14,8 +14,8 @@ _PLACES = (
 
 
 def served_name(given: str, served: Collection[str]) -> str:
-    """The served name that the client means. It may differ in the default version, the place, or
-    upper and lower case. If no served name fits, return the name without version and place.
+    """Return the served name that the client means. It may differ in the default version, the
+    place, or upper and lower case. If none fits, return the given name without version and place.
     """
     forms = list(_forms(given))
     for form in forms:

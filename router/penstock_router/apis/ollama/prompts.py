@@ -1,7 +1,7 @@
 """Makes prompts of Ollama's requests, shortened to the model's context as Ollama does.
 
 The oldest messages are left out, but never a system message, and never a call without its results.
-If the prompt is still too long, or the prompt is one text, its first tokens are cut off.
+If the prompt is still too long, or is one text, its first tokens are cut off.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OllamaRequest = OllamaChat | OllamaRaw
 
 
 def prepare(request: OllamaRequest, model: TextModel) -> PreparedPrompts:
-    """The prompt of a request, shortened if necessary and allowed."""
+    """Make the prompt of a request, shortened if necessary and allowed."""
     if isinstance(request, OllamaChat):
         _check(request, model)
         if request.text and model.chat_template is None:
@@ -84,7 +84,7 @@ def _check(request: OllamaChat, model: TextModel) -> None:
 
 
 def _fitting(request: OllamaRequest, model: TextModel) -> PreparedPrompts | None:
-    """The prompt; None if it leaves no room for a token and must be shortened."""
+    """Make the prompt; None if it leaves no room for a token and must be shortened."""
     try:
         made = prepare_prompts(request, model)
     except ContextExceeded:
@@ -97,8 +97,8 @@ def _fitting(request: OllamaRequest, model: TextModel) -> PreparedPrompts | None
 
 
 def _after_context(request: OllamaChat, model: TextModel, made: PreparedPrompts) -> PreparedPrompts:
-    """Put the ids of `request.context` before the prompt. If the result is too long, its beginning
-    is cut off.
+    """Put the ids of `request.context` before the prompt, and cut off the beginning of a result
+    that is too long.
     """
     [prompt] = made.prompts
     if prompt.images:
@@ -149,8 +149,8 @@ def _without_oldest(chat: OllamaChat, model: TextModel, max_tokens: int) -> tupl
 
 
 def _kept_tokens(request: OllamaRequest, model: TextModel) -> int:
-    """The length to which a long prompt is cut. It leaves room for the answer, at most half the
-    context.
+    """Return the length to which a long prompt is cut. It leaves room for the answer, at most half
+    the context.
     """
     limit, wanted = model.max_model_len, request.max_tokens
     room = limit // 4 if wanted is None else min(wanted, limit // 2)
@@ -158,7 +158,7 @@ def _kept_tokens(request: OllamaRequest, model: TextModel) -> int:
 
 
 def _starts(messages: list[Message]) -> list[int]:
-    """Indexes at which the chat may begin after the system messages: not at a result, nor after an
+    """Return where the chat may begin after the system messages: not at a result, nor after an
     image, because the request has the image's pixels.
     """
     starts = []

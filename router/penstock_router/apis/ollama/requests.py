@@ -62,7 +62,7 @@ from penstock_router.text.prompts import embedding_prompts
 _MAX_TOP_LOGPROBS = 20
 # More than any context has.
 _MAX_CONTEXT_IDS = 10_000_000
-# Highest temperature that shards accept; Ollama has no bound.
+# Shards accept no higher temperature; Ollama has no bound.
 _MAX_TEMPERATURE = 100
 # With this `top_p`, only the likeliest token is kept.
 _LEAST_SHARE = 1e-9
@@ -152,7 +152,7 @@ _EFFORT = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def _read_think(name: str, value: Any) -> JsonObject:
-    """Template variables."""
+    """Read the field into template variables."""
     if isinstance(value, bool):
         return {"enable_thinking": value}
     effort = _EFFORT.read(name, value)
@@ -329,7 +329,7 @@ GENERATE = SeveralKinds("ollama_generate_or_raw", _choose, any_type=True)
 
 
 def _read_inputs(name: str, value: Any) -> tuple[str, ...]:
-    """Read the texts. An empty string asks for no vectors."""
+    """Read the texts; an empty string asks for no vectors."""
     inputs: tuple[str, ...] = _TEXTS.read(name, [value] if isinstance(value, str) else value)
     return () if value == "" else inputs
 

@@ -1,8 +1,8 @@
-"""Renders deltas as OpenAI's answers: completions and chats, whole and in chunks.
+"""Renders deltas as OpenAI's completions and chats, whole and in chunks.
 
-Almost every chunk is the same JSON around one escaped text. That JSON is rendered once per choice;
-only other chunks are built as objects. A delta is one chunk with its pieces of all kinds, because
-an event's id must identify one position in the answer. Clients read each kind from its own key.
+Almost every chunk is the same JSON around one escaped text, and rendered once per choice; only
+other chunks are built as objects. A delta is one chunk with its pieces of all kinds, because an
+event's id must identify one position in the answer. Clients read each kind from its own key.
 """
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ from penstock_router.observe.request_record import Usage
 from penstock_router.text.answer_pieces import Piece, PieceKind, content_of
 
 _encode = msgspec.json.encode
-
-
-# ---- What answers look like --------------------------------------------------------------------
 
 
 class PromptTokensDetails(TypedDict):
@@ -211,15 +208,12 @@ def usage_object(usage: Usage) -> UsageObject:
     return shown
 
 
-# ---- Shapes ------------------------------------------------------------------------------------
-
-
 class _OpenAIShape(ABC):
     """The common part of completions and chats: the envelope, and chunks around a text."""
 
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
-    # JSON around the text in a chunk's choice, after the choice's index.
+    # JSON around the text in a chunk's choice, after the index.
     _text_opens: ClassVar[bytes]
     _text_closes: ClassVar[bytes]
 
@@ -245,7 +239,6 @@ class _OpenAIShape(ABC):
         """The frames before the first delta."""
 
     def chunk(self, delta: Delta) -> bytes | None:
-        """A delta as a frame; None if it has nothing to show."""
         if delta.finish_reason is not None or delta.logprobs is not None or self._has_ids:
             return self._full_chunk([self._chunk_choice(delta)])
         if delta.pieces is not None:
@@ -253,16 +246,15 @@ class _OpenAIShape(ABC):
         return self._text_chunk(self._heads[delta.index], delta.text) if delta.text else None
 
     def _pieces_chunk(self, delta: Delta, pieces: Sequence[Piece]) -> bytes | None:
-        """The chunk of a delta that has only pieces."""
         return self._full_chunk([self._chunk_choice(delta)]) if pieces else None
 
     def _heads_for(self, opens: bytes) -> list[bytes]:
-        """The JSON before the text of a chunk, for each choice. The JSON ends with `opens`."""
+        """Return the JSON before a chunk's text, up to `opens`, for each choice."""
         head = b"data: " + _encode(self._head)[:-1] + b',"choices":[{"index":'
         return [b"%b%d%b" % (head, index, opens) for index in range(len(self._job.requests))]
 
     def _text_chunk(self, head: bytes, text: str, again: bytes = b"") -> bytes:
-        """A chunk with a text, which the key `again`, if given, repeats."""
+        """Render a chunk with a text, also under the key `again`, if given."""
         tail = self._tail
         if self._options.continuous_usage:
             usage = _encode(usage_object(self._usage))
@@ -279,11 +271,9 @@ class _OpenAIShape(ABC):
         return data_frame(_encode(body))
 
     def _usage_so_far(self, usage: Usage) -> UsageObject | None:
-        """The `usage` of a chunk before the last, if the client asked for it."""
         return usage_object(usage) if self._options.continuous_usage else None
 
     def closing(self) -> list[bytes]:
-        """The usage, if it was asked for, and [DONE]."""
         if not self._options.include_usage:
             return [DONE]
         return [self._full_chunk([], usage=usage_object(self._usage)), DONE]
@@ -333,7 +323,7 @@ class CompletionShape(_OpenAIShape):
             CompletionLogprobs(text_of, options.logprobs or 0, options.logprob_token_ids)
             for _ in job.requests
         ]
-        # Choices that the client has a part of, perhaps from before the stream was resumed.
+        # Choices that the client has in part, perhaps from an earlier connection.
         self._begun = set(envelope.begun)
         for index in self._begun if options.echo else ():
             self._logprobs[index].skip(job.prompt_of(index).token_ids)
@@ -342,7 +332,6 @@ class CompletionShape(_OpenAIShape):
         return []
 
     def chunk(self, delta: Delta) -> bytes | None:
-        """A delta as a frame; each choice's first frame has the prompt's log-probabilities."""
         if self._options.prompt_logprobs is not None and delta.index not in self._begun:
             return self._full_chunk([self._chunk_choice(delta)])
         return super().chunk(delta)
@@ -370,7 +359,7 @@ class CompletionShape(_OpenAIShape):
         return choice
 
     def _prompt_ids(self, delta: Delta) -> Sequence[int]:
-        # Each prompt has n answers, in the order of prompts, even if best_of generated more.
+        # Each prompt has n answers, even if best_of generated more.
         options = self._options
         return self._job.prompts[delta.index // options.n].token_ids
 
@@ -401,7 +390,6 @@ class ChatShape(_OpenAIShape):
         self._reasoning_heads = self._heads_for(self._reasoning_opens)
 
     def opening(self) -> list[bytes]:
-        """A chunk with the role for each choice."""
         prompt_ids = self._job.prompts[0].token_ids
         more: JsonObject = {"prompt_token_ids": list(prompt_ids)} if self._has_ids else {}
         # These chunks are sent with the first token, but show the usage before it.
@@ -417,7 +405,7 @@ class ChatShape(_OpenAIShape):
                 "finish_reason": None,
             }
             frames.append(self._full_chunk([choice], **more, **usage))
-            # All choices share one prompt, which may be long: show it once.
+            # All choices share one prompt, perhaps long: show it once.
             more = {}
         return frames
 
@@ -471,7 +459,6 @@ class ChatShape(_OpenAIShape):
         return self._full_chunk([self._chunk_choice(delta)]) if has_text else None
 
     def _gained(self, delta: Delta) -> ChatDelta:
-        """The delta's pieces, each kind under its own key."""
         if delta.pieces is None:
             return {"content": delta.text} if delta.text else {}
         gained: ChatDelta = {}
@@ -486,9 +473,8 @@ class ChatShape(_OpenAIShape):
         return gained
 
     def _calls(self, choice: int, pieces: Sequence[Piece]) -> dict[int, JsonObject]:
-        """Gather the pieces' additions to each call, by call number."""
         calls: dict[int, JsonObject] = {}
-        # Use one pass: an answer may make thousands of calls.
+        # In one pass: an answer may make thousands of calls.
         for piece in pieces:
             if piece.kind is PieceKind.CALL:
                 calls[piece.call] = {
@@ -497,7 +483,7 @@ class ChatShape(_OpenAIShape):
                     "function": {"name": piece.text, "arguments": ""},
                 }
             elif piece.kind is PieceKind.ARGUMENTS and piece.text:
-                # The call may have begun in an earlier chunk, or on an earlier connection.
+                # The call may have begun in an earlier chunk or connection.
                 known = calls.setdefault(piece.call, {"function": {"arguments": ""}})
                 known["function"]["arguments"] += piece.text
         return calls

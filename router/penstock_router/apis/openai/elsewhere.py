@@ -9,7 +9,7 @@ from penstock_router.apis.openai.fields import CHAT_FIELDS, OF_CHATS
 from penstock_router.apis.openai.other_servers import with_other_servers
 from penstock_router.json_fields import ANYTHING, Field, Table, Use, not_served
 
-# Values with which a field of chats has no effect. Other routes accept these values.
+# Values with which a field of chats has no effect. Other routes accept them.
 _NOTHING: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "response_format": ({"type": "text"},),
@@ -29,7 +29,7 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 
 
 def with_fields_of_chats(fields: Sequence[Field]) -> Table:
-    """A route's own fields with their other names, and fields of chats, which are refused if they
+    """Return a route's own fields with their other names, and fields of chats, refused if they
     would change an answer.
     """
     own = with_other_servers(fields)

@@ -1,6 +1,6 @@
 """Fields of completions and chats: OpenAI's, those that vLLM added, and other servers'.
 
-One table for each route. Bounds that depend on a model are checked once the model is known.
+Bounds that depend on a model are checked once the model is known.
 """
 
 from __future__ import annotations
@@ -149,8 +149,7 @@ _COMMON = (
     Field("stream", BOOLEAN, "Answer with events as tokens come."),
     Field("stream_options", STREAM_OPTIONS, "Only in streams: whether events contain the usage."),
     Field("stream_interval", POSITIVE, "Least number of tokens in an event of a stream."),
-    # Lower values run first. HTTP clients cannot go below the default of 0, or any client could
-    # overtake all others.
+    # HTTP clients cannot go below the default of 0, or any client could overtake all others.
     Field("priority", integer(0, 1000), "Lower runs first."),
     Field("slo", number(1e-6, 86_400), "Seconds between tokens to aim for."),
     Field("is_latency_sensitive", WORD_OR_BOOLEAN, "Prefer it to requests that are not."),
@@ -213,7 +212,7 @@ COMPLETION_FIELDS: Table = with_other_servers(
         ),
         not_served("suffix", STRING, ""),
         not_served("prompt_embeds", ANYTHING),
-        # Fields of chats that would change the answer are refused: to ignore them would mislead.
+        # Fields of chats that would change the answer are refused: ignoring them would mislead.
         not_served("max_completion_tokens", POSITIVE, help=OF_CHATS),
         not_served("top_logprobs", NUM_LOGPROBS, help=OF_CHATS),
         not_served("tools", ARRAY, help=OF_CHATS),

@@ -28,11 +28,11 @@ from penstock_router.request import WHOLE_VOCABULARY
 from penstock_router.text.stop_strings import MAX_CHARS as MAX_STOPS_CHARS
 
 MAX_LOGIT_BIASES = 1024
-# A token id as an object's key. No vocabulary has a thousand million tokens.
+# A token id as an object's key. No vocabulary has 1,000,000,000 tokens.
 _ID_KEY = re.compile("[0-9]{1,9}")
 
 
-# Shards set the real bound, which is known only with the model.
+# Shards set the real bound, known only with the model.
 NUM_LOGPROBS = integer(WHOLE_VOCABULARY, INT32_MAX)
 
 
@@ -50,8 +50,8 @@ def _read_stops(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _read_logit_bias(name: str, value: Any) -> dict[int, float]:
-    """Read biases by id, cut to -100..100. Ids are strings, because JSON's keys are strings. Or, as
-    in llama.cpp, the value is a list of pairs of id and bias, in which false bans a token.
+    """Read biases by id, cut to -100..100: an object whose keys are ids as strings, or, as in
+    llama.cpp, pairs of id and bias, where false bans a token.
     """
     given = value if isinstance(value, list) else read_object(name, value)
     if len(given) > MAX_LOGIT_BIASES:
@@ -80,8 +80,8 @@ def _pairs(name: str, given: list[Any]) -> list[tuple[str, Any]]:
 
 
 def prompts(at_most: int, empty: str) -> Kind:
-    """The four forms of a prompt, as a tuple of strings and lists of ids; `empty` is the error for
-    an empty prompt.
+    """Make the kind of a prompt's four forms, read as a tuple of strings and lists of ids; `empty`
+    is the error for an empty prompt.
     """
     forms = "a string, an array of token ids, or an array of either"
 
@@ -157,12 +157,11 @@ LOGIT_BIAS = Kind(
 
 
 def length(at_least: int) -> Kind:
-    """A number of tokens; -1 means up to the end of the context."""
+    """A number of tokens; -1: up to the end of the context."""
     return unless(integer(at_least, INT32_MAX), -1)
 
 
 def _read_lora(name: str, value: Any) -> str | None:
-    """Read the name of an adapter, alone or in an array of one."""
     match value:
         case [only]:
             value = only

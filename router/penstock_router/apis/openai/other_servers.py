@@ -1,7 +1,7 @@
 """Lists fields that clients of other servers add to completions and chats, by their effect here.
 
-The servers are SGLang, llama.cpp, text-generation-inference, vLLM and hosted models; their fields
-are known from their documentation and request schemas.
+The servers are SGLang, llama.cpp, text-generation-inference, vLLM and hosted models, as documented
+or in their request schemas.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock_router.json_fields import (
 # ---- Other names of served fields --------------------------------------------------------------
 
 
-# Name -> our field. A route has the name if it has our field.
+# Name -> our field. A route that has our field also has the name.
 _NAMES: Mapping[str, str] = {
     "n_cmpl": "n",
     "random_seed": "seed",
@@ -74,7 +74,7 @@ def _other_names(fields: Table) -> list[Field]:
 
 
 def _read_switch(name: str, value: Any) -> float:
-    """A number: 0 and negative values switch the field off."""
+    """Read a number; 0 and negative values switch the field off."""
     given: float = ANY_NUMBER.read(name, value)
     return max(given, 0.0)
 
@@ -180,7 +180,6 @@ _TAKEN: Mapping[str, Sequence[str]] = {
 
 
 def with_other_servers(fields: Sequence[Field]) -> Table:
-    """A route's own fields, and the fields that clients of other servers send."""
     own = table(fields)
     taken_fields = [taken(name, False, help=why) for why, names in _TAKEN.items() for name in names]
     others = [*_other_names(own), *_NOT_SERVED, *taken_fields]

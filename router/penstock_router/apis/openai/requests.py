@@ -1,4 +1,4 @@
-"""OpenAI's completions and chats: parses bodies to requests. The shapes are in `answers.py`."""
+"""OpenAI's completions and chats: parses bodies to requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from penstock_router.json_fields import JsonObject, read_fields, refusal
 from penstock_router.request import ChatRequest, CompletionRequest, Options
 
 _OPTION_NAMES = frozenset(Options.__dataclass_fields__)
-# Fields with another name in `Options`.
 _RENAMED = {
     "repeat_last_n": "penalty_window_tokens",
     "slo": "seconds_between_tokens",
@@ -37,15 +36,12 @@ _RENAMED = {
 }
 
 
-# ---- The two bodies ----------------------------------------------------------------------------
-
-
 def parse_completion(body: JsonObject) -> CompletionRequest:
     if body.get("prompt") is None and body.get("prompt_embeds") is None:
         raise BadRequest(NO_PROMPT, param="prompt")
     values = read_fields(COMPLETION_FIELDS, body)
     common = common_options(values)
-    # A length of -1 is read as None.
+    # -1 is read as None.
     no_default = "max_tokens" in values and values["max_tokens"] is None
     request = CompletionRequest(
         prompts=values["prompt"],
@@ -125,7 +121,7 @@ def _chat_logprobs(values: JsonObject) -> int | None:
 
 
 def template_options(values: JsonObject) -> JsonObject:
-    """Options of `ChatRequest`, besides the messages, on which a chat's prompt depends."""
+    """Return the options of `ChatRequest`, except messages, that a chat's prompt depends on."""
     continues = values.get("continue_final_message", ends_unfinished(values.get("messages", ())))
     begins = values.get("add_generation_prompt", not continues)
     if continues and begins:
@@ -140,14 +136,14 @@ def template_options(values: JsonObject) -> JsonObject:
     }
 
 
-# Template variables that the router sets itself; a request must not override them.
+# The router sets these variables itself; a request must not override them.
 _RESERVED_KWARGS = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "chat_template", "tokenize"}
 )
 
 
 def own_kwargs(values: JsonObject) -> JsonObject:
-    """Template variables that the request gives by name."""
+    """Return the template variables that the request gives by name. Raises `BadRequest`."""
     kwargs: JsonObject = values.get("chat_template_kwargs", {})
     reserved = sorted(_RESERVED_KWARGS & kwargs.keys())
     if reserved:
@@ -156,11 +152,8 @@ def own_kwargs(values: JsonObject) -> JsonObject:
     return kwargs
 
 
-# ---- The two APIs ------------------------------------------------------------------------------
-
-
 def _name_completion(request_id: str, named_by_client: bool) -> str:
-    # Each choice of a completion is a numbered request; clients expect the first request's id.
+    # A completion's choices are numbered requests; clients expect the first one's id.
     return f"cmpl-{request_id}-0" if named_by_client else f"cmpl-{request_id}"
 
 

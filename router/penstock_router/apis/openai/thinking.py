@@ -29,7 +29,7 @@ _THINKING = object_of(type=_TYPE, budget_tokens=_TOKENS, clear_thinking=BOOLEAN)
 
 
 def _read_thinking(name: str, value: Any) -> JsonObject:
-    """DeepSeek's, GLM's and Kimi's field: true, false, or an object with a type."""
+    """Read the field of DeepSeek, GLM and Kimi: true, false, or an object with a type."""
     if isinstance(value, bool):
         return {"enable_thinking": value}
     given: JsonObject = _THINKING.read(name, value)
@@ -90,13 +90,12 @@ THINKING_FIELDS = (
         "The same as reasoning_effort, thinking_token_budget, enable_thinking, include_reasoning.",
     ),
 )
-# Template variables, by field names.
 _VARIABLES = ("reasoning_effort", "enable_thinking", "clear_thinking")
 
 
 def spread_thinking(values: JsonObject, names: Sequence[str] = ("thinking", "reasoning")) -> None:
-    """Move the entries of these fields to the fields with the same meaning. Raises `BadRequest` if
-    two fields contradict each other.
+    """Move these fields' entries to the fields with the same meaning. Raises `BadRequest` if two
+    contradict each other.
     """
     for name in names:
         for ours, said in values.pop(name, {}).items():
@@ -106,5 +105,4 @@ def spread_thinking(values: JsonObject, names: Sequence[str] = ("thinking", "rea
 
 
 def thinking_kwargs(values: JsonObject) -> JsonObject:
-    """Template variables by which a request asks for reasoning."""
     return {name: values[name] for name in _VARIABLES if name in values}

@@ -1,7 +1,7 @@
 """Renders deltas in OpenAI's Responses API: a whole response, and the events of its stream.
 
-An answer that has only text is one message. In other answers, each run of pieces of one kind is an
-item. Every event has a number.
+A text-only answer is one message. In other answers, each run of pieces of one kind is an item.
+Every event has a number.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ CANCELLED: Final = "cancelled"
 IN_PROGRESS: Final = "in_progress"
 QUEUED: Final = "queued"
 
-# The statuses that this server uses.
 ResponseStatus = Literal["completed", "incomplete", "failed", "cancelled", "in_progress", "queued"]
 
-# A local name: every delta looks it up.
+# A local name, because every delta looks it up.
 _CONTENT = PieceKind.CONTENT
 
 
@@ -94,7 +93,7 @@ class ResponseAnswer(EchoedFields):
     output: list[Item]
     temperature: float | None
     top_p: float | None
-    # OpenAI's answers have no penalties, but Open Responses requires both fields.
+    # OpenAI's answers lack both, but Open Responses requires them.
     presence_penalty: float
     frequency_penalty: float
     usage: ResponseUsage | None
@@ -138,7 +137,7 @@ class ItemList(TypedDict):
 
 
 def usage_object(usage: Usage, unenforced: Sequence[str] = ()) -> ResponseUsage:
-    """The `usage` of a response; `unenforced` names tools whose grammars were not enforced."""
+    """Show the usage; `unenforced` names tools whose grammars were not enforced."""
     shown: ResponseUsage = {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {
@@ -174,13 +173,12 @@ class ResponseShape:
         self.usage = envelope.usage
         self._id_stem = envelope.response_id.removeprefix("resp_")
         self._items: list[ItemBuilder] = []
-        # The last item, which grows.
         self._growing: ItemBuilder | None = None
         self._num_calls = 0
         # Log-probabilities of tokens whose text is not in a message yet.
         self._logprobs: list[msgspec.Raw] = []
         self._finish_reason: EndReason | None = None
-        # Frames not sent yet, true if the answer is streamed, and the next event's number.
+        # Frames not sent yet, whether there is a stream, and the next event's number.
         self._frames: list[bytes] = []
         self._streams = False
         self._number = 0
@@ -248,7 +246,6 @@ class ResponseShape:
             self._number += 1
 
     def _begin(self, kind: PieceKind, text: str) -> ItemBuilder:
-        """Complete the last item and begin another."""
         if self._growing is not None and self._streams:
             self._close(self._growing, self._growing.as_item(COMPLETED))
         stem, index = self._id_stem, len(self._items)
@@ -273,7 +270,7 @@ class ResponseShape:
     # ---- ends ----
 
     def finish(self) -> None:
-        """Complete the response after its last delta. Does nothing if it has already ended."""
+        """Complete the response, if it has not ended yet."""
         answer = self.answer
         if answer["status"] not in (IN_PROGRESS, QUEUED):
             return
@@ -313,7 +310,7 @@ class ResponseShape:
         self.answer["output"] = before + [item.as_item(last) for item in self._items[-1:]]
 
     def stored(self) -> tuple[bytes, bytes]:
-        """The answer, and the conversation with the answer, which later responses continue; both as
+        """Return the answer, and the conversation with it, which later responses continue; both as
         JSON.
         """
         return json_in_thread.encode(self.answer), json_in_thread.join(self._all_items())
@@ -339,7 +336,6 @@ class ResponseShape:
         ]
 
     def chunk(self, delta: Delta) -> bytes | None:
-        """A delta's additions as frames; None if it has nothing to show."""
         self.take(delta)
         frames = self._frames
         if not frames:
@@ -348,14 +344,13 @@ class ResponseShape:
         return frames[0] if len(frames) == 1 else b"".join(frames)
 
     def closing(self) -> list[bytes]:
-        """The end of the last item, and the whole response."""
         self.finish()
         self._close(self._items[-1], self.answer["output"][-1])
         frames, self._frames = self._frames, []
         return [*frames, self._event(f"response.{self.answer['status']}", response=self.answer)]
 
     def failure(self, error: ApiError) -> bytes:
-        """The event with the failed response. The first event precedes it if not yet sent."""
+        """Render the failed response, after the stream's first event if not yet sent."""
         frames = b""
         if self._number == 0:
             frames = self._event("response.created", response=self.answer)
@@ -376,12 +371,12 @@ def _without_logprobs(item: Item) -> Item:
 
 
 def _first_of(given: float | None, default: float | None, idle: float = 1.0) -> float:
-    """The value in use. If neither is set, return `idle`, which has no effect."""
+    """Return the value in use, or `idle`, which has no effect."""
     return next((value for value in (given, default) if value is not None), idle)
 
 
 def mark_lost(answer: dict[str, Any]) -> None:
-    """Mark a stored response as failed, because the process that generated it is gone."""
+    """Mark a response as failed: the process that generated it is gone."""
     answer["status"] = FAILED
     answer["error"] = {
         "code": "server_error",

@@ -1,7 +1,7 @@
 """Errors in the form of OpenAI's Responses: with its types, and words as codes.
 
 At `context_length_exceeded`, Codex shortens the conversation. At a stream's `rate_limit_exceeded`,
-it waits for the time that the message says.
+it waits as long as the message says.
 """
 
 from __future__ import annotations
@@ -102,8 +102,7 @@ def _frames(error: ApiError) -> bytes:
 
 
 def _headers(request_id: str) -> dict[str, str]:
-    # Without this header, Codex adds its estimate of earlier reasoning, which the usage already
-    # counts.
+    # Otherwise Codex adds its estimate of earlier reasoning, which the usage already counts.
     return {"x-reasoning-included": "true"}
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 
 def catalogue(query: Mapping[str, str]) -> dict[str, list[Any]]:
-    """Entries of `GET /v1/models` for Codex, which sends its version in the query.
+    """Return entries of `GET /v1/models` for Codex, which sends its version in the query.
 
-    The list is empty, because an entry would replace Codex's own instructions for unknown models.
-    Without the key, Codex rejects the whole list.
+    The list is empty: an entry would replace Codex's own instructions for unknown models, and
+    without the key Codex rejects the whole list.
     """
     return {"models": []} if "client_version" in query else {}

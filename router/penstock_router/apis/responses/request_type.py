@@ -1,4 +1,4 @@
-"""A request of OpenAI's Responses API: a chat whose turns are items, and the fields that its answer
+"""A request of OpenAI's Responses API: a chat whose turns are items, and fields that its answer
 repeats.
 """
 
@@ -78,7 +78,7 @@ class ResponsesRequest(ChatRequest):
     previous_response_id: str | None
     background: bool
     store: bool
-    # Tools that are not plain functions, by the names of their functions.
+    # Tools that are not plain functions, by function name.
     served: dict[str, ServedTool] = field(default_factory=dict)
     # Ids of stored items that `items` refer to.
     references: tuple[str, ...] = ()
@@ -86,8 +86,7 @@ class ResponsesRequest(ChatRequest):
     seals_reasoning: bool = False
 
     def without_text(self) -> Self:
-        # `super()` would fail: slots=True creates the class anew, and `super()` refers to the first
-        # class.
+        # `super()` would fail: it refers to the first class, but slots=True creates the class anew.
         return dataclasses.replace(
             ChatRequest.without_text(self),
             items=[],
@@ -98,8 +97,8 @@ class ResponsesRequest(ChatRequest):
         )
 
     def after(self, earlier: Sequence[Any]) -> ResponsesRequest:
-        """The request with stored items. `earlier` has the conversation before the request, and
-        each answer that its items refer to. Raises `BadRequest`.
+        """Add stored items: `earlier` has the conversation before the request, and each answer that
+        its items refer to. Raises `BadRequest`.
         """
         before, answers = list(earlier[0]), earlier[1:]
         known = {item["id"]: item for items in (before, *answers) for item in items}
@@ -111,7 +110,6 @@ class ResponsesRequest(ChatRequest):
 
 
 def _resolved(item: Item, known: dict[str, Item]) -> Item:
-    """The stored item that an item refers to, or the item itself."""
     if item["type"] != "item_reference":
         return item
     found = known.get(item["id"])

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: parses bodies to requests. The shapes are in `answers.py`.
+"""OpenAI's Responses API: parses bodies to requests.
 
 The previous response's conversation is added later, where the store is available.
 """
@@ -76,7 +76,7 @@ _ENTRIES = {
 _NAMED_ENTRIES = 16
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
-# Details of tools that OpenAI's servers run, and of images: this server has none.
+# Details of tools that OpenAI's servers run, and of images: there are none here.
 _NOTHING_TO_INCLUDE = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -86,8 +86,6 @@ _NOTHING_TO_INCLUDE = (
     "web_search_call.results",
 )
 
-
-# ---- Kinds of this route -----------------------------------------------------------------------
 
 _METADATA_KEY = string(0, MAX_METADATA_KEY_CHARS)
 _METADATA_VALUE = string(0, MAX_METADATA_CHARS)
@@ -117,7 +115,7 @@ _METADATA = Kind(
 
 @dataclass(frozen=True, slots=True)
 class _ParsedFormat:
-    """The requested format: the form that answers repeat, and the constraint."""
+    """The requested format, as answers repeat it, and its constraint."""
 
     shown: TextFormat
     wish: Wish | None = None
@@ -168,9 +166,7 @@ _TEXT_FORMAT = Kind(
 
 _SUMMARY = one_of("auto", "concise", "detailed")
 
-# ---- The table ---------------------------------------------------------------------------------
 
-# Fields with the same names and meaning as in chats.
 _AS_IN_CHATS = (
     *("model", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens"),
     *("logit_bias", "allowed_token_ids", "bad_words", "skip_special_tokens"),
@@ -184,7 +180,7 @@ _AS_IN_CHATS = (
     *("guided_whitespace_pattern", "guided_decoding_backend"),
 )
 
-# Fields that cannot change an answer here, such as how long caches keep a prompt.
+# Fields that cannot change an answer here.
 _TAKEN = (
     *("prompt_cache_retention", "prompt_cache_options", "access_programs"),
     *("background_options", "image", "request_country"),
@@ -282,9 +278,6 @@ RESPONSES_FIELDS = with_fields_of_chats(
 )
 
 
-# ---- The body ----------------------------------------------------------------------------------
-
-
 def parse_response(body: JsonObject) -> ResponsesRequest:
     """Parse a body of /v1/responses, without the previous response's conversation."""
     values = read_fields(RESPONSES_FIELDS, body)
@@ -347,7 +340,7 @@ def _name_unknown_entries(values: JsonObject, body: JsonObject) -> None:
 
 
 def _all_tools(values: JsonObject, given: ParsedInput) -> ParsedTools:
-    """The tools of the field `tools`, and the tools given as items."""
+    """Return the tools of `tools`, and those given as items."""
     tools: ParsedTools = values.get("tools") or ParsedTools()
     for name, more in given.tools:
         tools.add(name, more, source=Source.ITEM)
@@ -358,7 +351,6 @@ def _all_tools(values: JsonObject, given: ParsedInput) -> ParsedTools:
 
 
 def _warnings(values: JsonObject, given: ParsedInput, tools: ParsedTools) -> JsonObject:
-    """Warnings of fields, items and tools without effect."""
     lines = [*values.get(WARNINGS, ()), *given.warnings, *tools.warnings]
     if values.get("text", {}).get("verbosity", "medium") != "medium":
         lines.append(without_effect("text.verbosity"))

@@ -1,7 +1,4 @@
-"""Shows a stored response, or pages of its conversation.
-
-The functions need only the stored JSON; `offload/dispatch.py` decides in which process they run.
-"""
+"""Shows a stored response, or pages of its conversation."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _decode, _encode = msgspec.json.decode, msgspec.json.encode
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Items to list: at most `limit`, in this order, after the item with the id `after`."""
+    """At most `limit` items to list, in this order, after the item with the id `after`."""
 
     limit: int
     order: Literal["asc", "desc"]
@@ -27,8 +24,8 @@ class Page:
 
 
 def read_stored(response: bytes, messages: bytes, page: Page | None) -> bytes:
-    """A page of the conversation that the response answers. Without `page`, return the response,
-    which the store lists as failed: if its JSON has another status, its process is gone. Raises
+    """Return a page of the conversation that the response answers, or without `page` the response.
+    The store lists it as failed: if its JSON has another status, its process is gone. Raises
     `BadRequest`.
     """
     answer: dict[str, Any] = _decode(response)

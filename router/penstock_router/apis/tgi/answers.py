@@ -1,6 +1,6 @@
 """Renders text-generation-inference's answers, whole and as events, and its errors.
 
-Each token is shown with its own text. No other API needs this text, so it is decoded here from ids.
+Each token is shown with its own text. Only this API needs it, so it is decoded here from ids.
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ from penstock_router.text.tokenizer import Tokenizer
 _encode = msgspec.json.encode
 
 
-# ---- Errors ------------------------------------------------------------------------------------
-
-
 class GenerateError(TypedDict):
     """An error; clients choose their exception by `error_type`."""
 
@@ -58,7 +55,6 @@ _TYPES_BY_STATUS = {
 
 
 def error_answer(error: ApiError) -> JsonObject:
-    """An error as clients of this API read it, in a plain answer and in a stream's event."""
     error_type = _TYPES_BY_STATUS.get(error_status(error), "unknown")
     text = error.message
     if isinstance(error, TemplateFailed):
@@ -78,16 +74,13 @@ def error_frames(error: ApiError) -> bytes:
 
 
 def error_status(error: ApiError) -> int:
-    """422 for a bad request, 424 if the generation failed, else the error's own status."""
     if isinstance(error, BadRequest):
         return 422
     return 424 if isinstance(error, GenerationFailed) else error.status
 
 
 def _refusal_text(error: BadRequest) -> str:
-    """The error's text. If the request exceeds the context, the text has words that clients look
-    for.
-    """
+    """Return the error's text, in the words that clients look for if the context is exceeded."""
     if not isinstance(error, ContextExceeded):
         return error.message
     limit, wanted = error.limit_tokens, error.wanted_tokens
@@ -105,9 +98,6 @@ def _refusal_text(error: BadRequest) -> str:
 ERRORS = ErrorForm(error_answer, GenerateError, error_frames, error_status)
 
 
-# ---- Options of answers ------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest(CompletionRequest):
     """A completion of one prompt, and the options of its answer."""
@@ -123,11 +113,7 @@ class GenerateRequest(CompletionRequest):
 
     @property
     def places(self) -> tuple[int, str]:
-        """The number of requested sequences, and the field that requests it."""
         return self.n, "best_of"
-
-
-# ---- Answers -----------------------------------------------------------------------------------
 
 
 GenerateEnd = Literal["length", "eos_token", "stop_sequence"]
@@ -203,15 +189,13 @@ class StreamEvent(TypedDict):
 
 
 class _TokenTexts:
-    """Decodes the text of each token of a growing sequence."""
-
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizers.start(prompt_ids, skip_special_tokens=True)
 
     def of(self, delta: Delta) -> list[str]:
-        """The text of each token. A character that spans several tokens is shown with the last of
-        them. A token in which a stop string ends is shown up to the stop string.
+        """Return each token's text; a character that spans several tokens is shown with the last. A
+        token in which a stop string ends is shown up to the stop string.
         """
         texts, rest = [], delta.text
         for token_id in delta.token_ids:
@@ -234,11 +218,8 @@ class GenerateShape:
             _TokenTexts(self._tokenizer, job.prompt_of(index).token_ids)
             for index in range(len(job.requests))
         ]
-        # The texts and the number of tokens shown so far.
         self._shown: list[str] = []
         self._num_tokens = 0
-
-    # ---- Streams
 
     def opening(self) -> list[bytes]:
         return []
@@ -266,7 +247,7 @@ class GenerateShape:
         return b"".join(frames) or None
 
     def _no_token(self) -> Token:
-        """A placeholder token: an end without a token still needs an event."""
+        """Make a placeholder: an end without a token still needs an event."""
         eos_id = next(iter(self._job.model.info.eos_token_ids), 0)
         return {"id": eos_id, "text": "", "logprob": None, "special": True}
 
@@ -286,10 +267,8 @@ class GenerateShape:
     def failure(self, error: ApiError) -> bytes:
         return error_frames(error)
 
-    # ---- Answers that are not streamed
-
     def whole(self, deltas: Sequence[Delta]) -> GenerateAnswer | list[GenerateAnswer]:
-        """The likeliest answer; its details contain the other answers."""
+        """Show the likeliest answer; its details contain the others."""
         best, *others = sorted(deltas, key=mean_logprob, reverse=True)
         self._num_tokens = len(best.token_ids)
         answer: GenerateAnswer = {"generated_text": self._job.prepared.full_text + best.text}
@@ -314,7 +293,7 @@ class GenerateShape:
         return sequence
 
     def headers(self) -> Mapping[str, str]:
-        """Sizes, and durations in whole milliseconds; x-compute-time is in seconds."""
+        """Return sizes, and durations in whole milliseconds; x-compute-time is in seconds."""
         total_s = time.perf_counter() - self._envelope.received_s
         validation_s = self._validated_s - self._envelope.received_s
         usage = self._envelope.usage
@@ -332,8 +311,6 @@ class GenerateShape:
             "x-prompt-tokens": str(usage.prompt_tokens),
             "x-generated-tokens": str(self._num_tokens),
         }
-
-    # ---- Parts of both
 
     def _seed(self, delta: Delta) -> int | None:
         """The seed that reproduces this sequence; None without sampling."""
@@ -361,7 +338,6 @@ class GenerateShape:
         return [self._token(token_id, text, logprob) for token_id, text, logprob in rows]
 
     def _top_tokens(self, delta: Delta) -> list[list[Token]]:
-        """The likeliest tokens at each token's position; empty if none were requested."""
         count = self._options.logprobs
         if not count or delta.logprobs is None:
             return []

@@ -1,7 +1,7 @@
-"""text-generation-inference's own API: parses bodies to requests. The shapes are in `answers.py`.
+"""text-generation-inference's own API: parses bodies to requests.
 
-That API is frozen, and clients rely on its bounds and error texts. So the bounds are kept even
-where this server could do more.
+The API is frozen, and clients rely on its bounds and error texts. So they are kept even where this
+server could do more.
 """
 
 from __future__ import annotations
@@ -54,11 +54,8 @@ MAX_TOP_N_TOKENS = 5
 UINT64_MAX = 2**64 - 1
 
 
-# ---- Fields ------------------------------------------------------------------------------------
-
-
 def _reword(any_kind: Kind, kind: Kind, text: str) -> Kind:
-    """`kind` with `text` as the error for values out of bounds; `any_kind` has no bounds."""
+    """Return `kind` with `text` as the error for values out of bounds; `any_kind` has no bounds."""
 
     def read(name: str, value: Any) -> Any:
         given = any_kind.read(name, value)
@@ -213,7 +210,7 @@ PARAMETERS = table(
         Field("grammar", _GRAMMAR, "What the text must be: JSON by a schema, or by a regex."),
         Field("return_full_text", BOOLEAN, "Begin the text with the inputs."),
         Field("adapter_id", STRING, "The adapter to use; none is the model itself."),
-        # penstock's own field; TGI has none.
+        # Not in TGI.
         TIMEOUT,
     ]
 )
@@ -242,10 +239,7 @@ COMPAT_FIELDS = table(
 )
 
 
-# ---- Bodies to requests ------------------------------------------------------------------------
-
-
-# Each of these fields turns sampling on.
+# Each turns sampling on.
 _SAMPLERS = ("temperature", "top_k", "top_p", "typical_p")
 # This API ignores the model's sampling defaults.
 _NEUTRAL_SAMPLING = {
@@ -335,14 +329,11 @@ def _check(parameters: JsonObject, best_of: int, *, samples: bool, stream: bool)
         raise BadRequest("`seed` must not be set when `best_of` > 1", param="seed")
 
 
-# ---- The APIs ----------------------------------------------------------------------------------
-
-
 def _prepare(asked: GenerateRequest, model: TextModel) -> PreparedPrompts:
     prepared = prepare_prompts(asked, model)
     [inputs] = asked.prompts
     if isinstance(inputs, TextWithImages):
-        # Without the images' data.
+        # Leave out the images' data.
         inputs = "![]()".join(inputs.texts)
     assert isinstance(inputs, str)
     return dataclasses.replace(prepared, full_text=inputs) if asked.full_text else prepared

@@ -49,8 +49,8 @@ def messages_of(
     served: Mapping[str, ServedTool],
     places: Sequence[int] = (),
 ) -> list[Message]:
-    """The messages for the chat template. `served` has tools by function name. `places` has each
-    item's index in the request, if the items are from the request.
+    """Make the messages for the chat template. `served` has tools by function name. `places` has
+    each item's index in the request, if the items are from the request.
     """
     messages: list[Message] = []
     if instructions is not None:
@@ -79,17 +79,15 @@ def messages_of(
 
 @dataclass(slots=True)
 class _AssistantTurn:
-    """An assistant message, collected from reasoning, message and call items."""
+    """An assistant message, collected from items."""
 
     reasoning: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     calls: list[FunctionCall] = field(default_factory=list)
 
     def takes(self, item: Item) -> bool:
-        """True if the item belongs to this message; otherwise the item begins another message.
-
-        Outputs must follow the message with their calls. So a message with calls takes all items
-        before the outputs.
+        """True if the item belongs to this message, not to another. Outputs must follow the message
+        with their calls, so a message with calls takes all items before the outputs.
         """
         return item["type"] in CALLS or bool(self.calls) or not self.texts
 
@@ -103,18 +101,15 @@ class _AssistantTurn:
             self.texts.append(text_of(item["content"]))
 
     def message(self) -> list[Message]:
-        """The chat message; none if there was only unreadable reasoning."""
+        """Return the message; none if there was only unreadable reasoning."""
         if not (self.reasoning or self.texts or self.calls):
             return []
         text = "\n".join(self.texts) if self.texts else None
         return [assistant_message(text, "\n".join(self.reasoning), self.calls)]
 
 
-# ---- Calls -------------------------------------------------------------------------------------
-
-
 def _call_of(item: Item, names: Mapping[ToolKey, str]) -> FunctionCall | None:
-    """The item's call of the function that stands for its tool; None if the item is not a call."""
+    """Return the call of the function that stands for the tool, if the item is a call."""
     if item["type"] not in CALLS:
         return None
     called: AnyCallItem = item  # type: ignore[assignment]
@@ -158,11 +153,7 @@ def _arguments_of(item: AnyCallItem) -> str | dict[str, object]:
             return arguments if isinstance(arguments, str | dict) else {}
 
 
-# ---- Items from clients ------------------------------------------------------------------------
-
-
 def _is_given(item: Item) -> bool:
-    """True if the item comes from the client, not from the assistant."""
     if item["type"] == "message":
         return item["role"] != "assistant"
     return item["type"] in OUTPUTS

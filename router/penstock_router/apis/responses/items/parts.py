@@ -23,9 +23,9 @@ from penstock_router.request import ImageSource
 from penstock_router.text.contents import Content, text_part
 
 TEXT_TYPES = ("text", "input_text", "output_text")
-# Types of tool output that this server cannot show to models. A text replaces them.
+# Tool outputs that models cannot be shown here. A text replaces them.
 _UNSEEN = ("input_file", "input_audio", "audio", "encrypted_content")
-# The role under which parts of a tool's output are read.
+# The role of a tool's output.
 TOOL = "tool"
 
 
@@ -77,7 +77,7 @@ def read_plain_parts(
 
 
 def content_of(name: str, parts: list[Part]) -> Content:
-    """A chat message's content: one text, or parts if it has images."""
+    """Make a chat message's content: one text, or parts if it has images."""
     return joined(
         [
             image_part(part["image_url"], f"{name}[{index}]")
@@ -89,15 +89,10 @@ def content_of(name: str, parts: list[Part]) -> Content:
 
 
 def text_of(parts: list[Part]) -> str:
-    """Join the parts into one text, like the parts of a chat message."""
     return "\n".join(part.get("text", part.get("refusal", "")) for part in parts)
 
 
-# ---- Documentation -----------------------------------------------------------------------------
-
-
 def item_schema(kinds: Sequence[str], *required: str, **properties: JsonObject) -> JsonObject:
-    """An item, or a part, of one of these types."""
     return {
         "type": "object",
         "properties": {"type": {"enum": list(kinds)}, **properties},
@@ -110,14 +105,13 @@ def _part_schema(kinds: Sequence[str], key: str) -> JsonObject:
 
 
 def content_schema(*more: JsonObject) -> JsonObject:
-    """A message's content; `more` are schemas of further parts."""
+    """Describe a message's content; `more` are schemas of further parts."""
     forms = [_part_schema(TEXT_TYPES, "text"), _part_schema(("refusal",), "refusal")]
     parts = {"type": "array", "items": {"anyOf": [*forms, INPUT_IMAGE_SCHEMA, *more]}}
     return {"anyOf": [STRING.schema, parts]}
 
 
 def plain_parts_schema(*kinds: str) -> JsonObject:
-    """Parts of these types, or null."""
     return or_null({"type": "array", "items": _part_schema(kinds, "text")})
 
 

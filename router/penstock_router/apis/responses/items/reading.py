@@ -51,10 +51,10 @@ from penstock_router.json_fields import (
 )
 
 ROLES = ("user", "assistant", "system", "developer")
-# Names of arrays of parts that chat messages do not have.
+# Arrays of parts that chat messages do not have.
 _MORE_PARTS = ("output", "summary", "tools")
 _NOT_EMPTY = string(1)
-# Items that contain nothing for a model on this server.
+# Items that contain nothing for a model here.
 _LEFT_OUT = (
     *("web_search_call", "image_generation_call", "computer_call", "computer_call_output"),
     *("mcp_list_tools", "mcp_approval_request", "mcp_approval_response"),
@@ -65,20 +65,19 @@ _LEFT_OUT = (
 
 @dataclass(slots=True)
 class ParsedInput:
-    """The items of a body, with the tools and warnings found in items."""
+    """The items of a body, with the tools and warnings found in them."""
 
     items: list[Item] = field(default_factory=list)
     # Each item's index in the body.
     places: list[int] = field(default_factory=list)
     # Tools given as items: the field, and the tools.
     tools: list[tuple[str, list[Any]]] = field(default_factory=list)
-    # The same for tools that a search found; the search's output shows these tools.
+    # The same for tools that a search found; the search's output shows them.
     found_tools: list[tuple[str, list[Any]]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     @property
     def references(self) -> tuple[str, ...]:
-        """The ids of stored items that the body refers to."""
         return tuple(item["id"] for item in self.items if item["type"] == "item_reference")
 
 
@@ -98,7 +97,7 @@ def check_items(name: str, items: Sequence[Any]) -> None:
 
 def read_input(name: str, value: Any) -> ParsedInput:
     """Read items, or a string, which becomes a user message."""
-    # All ids share one random stem: thousands of random stems would take time.
+    # All ids share one random stem: thousands would take time.
     stem = uuid.uuid4().hex
     parsed = ParsedInput()
     if isinstance(value, str):
@@ -122,7 +121,7 @@ def _add(parsed: ParsedInput, place: int, item: Item) -> None:
 
 
 def _read(parsed: ParsedInput, name: str, stem: str, item: JsonObject) -> Sequence[Item]:
-    """The stored form of an item: one, none or two items."""
+    """Read an item to its stored form: one, none or two items."""
     # Messages may omit the type.
     kind = item.get("type") or "message"
     if kind == "reasoning":
@@ -145,9 +144,6 @@ def _read(parsed: ParsedInput, name: str, stem: str, item: JsonObject) -> Sequen
     served = ", ".join(_READERS)
     text = f"{name}.type: items of type {shorten(kind)} are not served, only reasoning, {served}"
     raise BadRequest(text, param="input")
-
-
-# ---- Messages and reasoning --------------------------------------------------------------------
 
 
 def _read_message(name: str, stem: str, item: JsonObject) -> MessageItem:
@@ -187,7 +183,7 @@ def _reasoning(parsed: ParsedInput, name: str, stem: str, item: JsonObject) -> R
 
 
 def _agent_message(parsed: ParsedInput, name: str, stem: str, item: JsonObject) -> Sequence[Item]:
-    """Read another agent's message as a user message with both agents' names."""
+    """Make a user message with both agents' names."""
     texts: list[str] = []
     for index, entry in enumerate(read_array(f"{name}.content", item.get("content"))):
         at = f"{name}.content[{index}]"
@@ -218,7 +214,6 @@ class _Form:
     may_lack_call_id: bool = False
 
     def read(self, kind: str, name: str, stem: str, item: JsonObject) -> Item:
-        """Read an item of this type. Raises `BadRequest`."""
         call_id = _call_id(name, item, or_own=self.may_lack_call_id)
         entries = {
             key: entry.read(f"{name}.{key}", item.get(key))
@@ -312,13 +307,10 @@ _READERS: Mapping[str, Callable[[str, str, JsonObject], Item]] = {
 }
 
 
-# ---- Calls that servers ran --------------------------------------------------------------------
-
-
 def _hosted(
     parsed: ParsedInput, name: str, stem: str, kind: str, item: JsonObject
 ) -> Sequence[Item]:
-    """A call that a server ran, and its output; nothing if it has no output."""
+    """Read a call that a server ran, and its output; nothing without output."""
     function, arguments, output = _HOSTED[kind](item)
     if not output:
         parsed.warnings.append(f"{name}: an item of type {kind} without output is left out")
@@ -353,15 +345,12 @@ def _file_search(item: JsonObject) -> tuple[Any, Any, Any]:
     return None, {"queries": item.get("queries") or []}, item.get("results")
 
 
-# The function's name, its arguments, and its output.
+# Function name (None: the item's type), arguments, and output.
 _HOSTED: Mapping[str, Callable[[JsonObject], tuple[Any, Any, Any]]] = {
     "mcp_call": _mcp,
     "code_interpreter_call": _code_interpreter,
     "file_search_call": _file_search,
 }
-
-
-# ---- Documentation -----------------------------------------------------------------------------
 
 
 _MESSAGE_SCHEMA: JsonObject = {
@@ -403,7 +392,7 @@ INPUT = Kind(
                 "type": "array",
                 "minItems": 1,
                 "items": {"anyOf": [*_FIRST_SCHEMAS, *_OTHER_SCHEMAS]},
-                # No prompt can be made of only reasoning and items that are left out.
+                # Reasoning and items that are left out make no prompt.
                 "contains": {"anyOf": _FIRST_SCHEMAS},
             },
         ]

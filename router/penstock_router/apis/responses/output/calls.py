@@ -30,8 +30,6 @@ from penstock_router.text.answer_pieces import PieceKind
 
 
 class _CallOf(ItemBuilder):
-    """A call; its pieces are parts of the arguments."""
-
     grows_by = PieceKind.ARGUMENTS
 
     def __init__(self, stem: str, index: int, call_id: str, tool: ServedTool) -> None:
@@ -71,7 +69,7 @@ class _FunctionCall(_CallOf):
 
 
 class _CustomCall(_CallOf):
-    """A call of a tool that takes text; the text is read from the arguments."""
+    """A call of a tool that takes text, which is read from the arguments."""
 
     _prefix = "ctc"
     _delta_type = "response.custom_tool_call_input.delta"
@@ -79,7 +77,7 @@ class _CustomCall(_CallOf):
     def __init__(self, stem: str, index: int, call_id: str, tool: ServedTool) -> None:
         super().__init__(stem, index, call_id, tool)
         self._input = EncodedText()
-        # Text that is known only at the end and that no event has shown yet.
+        # Text known only at the end, which no event has shown yet.
         self._late = ""
 
     def grow(self, text: str, logprobs: Sequence[msgspec.Raw]) -> str:
@@ -108,7 +106,7 @@ class _CustomCall(_CallOf):
 
 
 class _ClientsCall(_CallOf):
-    """A call of a client tool: all its fields are shown at its end."""
+    """A client tool's call, shown whole at its end."""
 
     _delta_type = ""
 
@@ -152,7 +150,7 @@ def _shell(given: JsonObject) -> JsonObject:
 
 
 def _texts(value: Any, shell: Sequence[str]) -> list[str]:
-    """The words of a command; the `shell` runs a command that is one string."""
+    """Return a command's words; `shell` runs a command that is one string."""
     if isinstance(value, str):
         return [*shell, value]
     return [each for each in value if isinstance(each, str)] if isinstance(value, list) else []
@@ -176,7 +174,7 @@ def _tool_search(given: JsonObject) -> JsonObject:
     return {"execution": "client", "arguments": given}
 
 
-# The prefix of ids, and the fields of the item.
+# The prefix of ids, and the item's fields.
 _CLIENTS: Mapping[str, tuple[str, Callable[[JsonObject], JsonObject]]] = {
     LOCAL_SHELL: ("lsh", _local_shell),
     SHELL: ("sh", _shell),
@@ -188,9 +186,7 @@ _CLIENTS: Mapping[str, tuple[str, Callable[[JsonObject], JsonObject]]] = {
 def call_builder(
     stem: str, index: int, call_id: str, function: str, served: Mapping[str, ServedTool]
 ) -> ItemBuilder:
-    """The builder for a call of `function`, in the form of the tool that the function stands
-    for.
-    """
+    """Return the builder for a call of `function`, in the form of the tool that it stands for."""
     tool = served.get(function) or ServedTool(FUNCTION, function)
     if tool.type == FUNCTION:
         return _FunctionCall(stem, index, call_id, tool)

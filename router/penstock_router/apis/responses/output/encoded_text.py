@@ -14,7 +14,7 @@ import msgspec
 from penstock_router.apis.responses.tools.functions import INPUT
 
 _OPENS = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
-# A possible beginning of `_OPENS` is shorter than this, except for long whitespace.
+# A possible beginning of `_OPENS` is shorter, except for long whitespace.
 _MAX_SOUGHT = 4096
 _PLAIN = re.compile(r'[^"\\]+')
 _ESCAPES: Mapping[str, str] = {
@@ -27,8 +27,7 @@ _REPLACEMENT = "\ufffd"
 
 class EncodedText:
     def __init__(self) -> None:
-        # Before the string begins: the JSON so far. After that, `_rest`: the unread part of the
-        # string.
+        # The JSON before the string begins; then `_rest` is the unread part of the string.
         self._held: list[str] = []
         self._num_held = 0
         self._rest: str | None = None
@@ -40,7 +39,7 @@ class EncodedText:
         return "".join(self._texts)
 
     def feed(self, piece: str) -> str:
-        """The text that a piece of the JSON adds."""
+        """Return the text that a piece of the JSON adds."""
         if self._is_over:
             return ""
         text = self._behind_opening(piece) if self._rest is None else self._rest + piece
@@ -51,7 +50,7 @@ class EncodedText:
         return added
 
     def _behind_opening(self, piece: str) -> str | None:
-        """The JSON after the string's opening quote; None if the quote has not arrived yet."""
+        """Return the JSON after the string's opening quote, if already there."""
         self._held.append(piece)
         if self._num_held > _MAX_SOUGHT:
             return None
@@ -61,7 +60,7 @@ class EncodedText:
         return None if opened is None else json[opened.end() :]
 
     def end(self, *, was_cut: bool) -> str:
-        """The text that only the complete JSON reveals."""
+        """Return the text that only the complete JSON reveals."""
         if self._rest is not None:
             return ""
         self._rest, self._is_over = "", True
@@ -90,7 +89,7 @@ class EncodedText:
 
 
 def _escaped(text: str, at: int) -> tuple[str, int]:
-    """The character of an escape, and the escape's length: 0 if the escape is incomplete."""
+    """Return an escape's character, and the escape's length: 0 if incomplete."""
     kind = text[at + 1 : at + 2]
     if kind != "u":
         # An escape unknown to JSON stands for the escaped character.
@@ -117,7 +116,7 @@ def _is_unit_begun(digits: str) -> bool:
 
 
 def _text_in(arguments: str, *, was_cut: bool) -> str:
-    """The text in JSON of another form: the argument, the only string, or the whole JSON."""
+    """Find the text in other JSON: the argument, the only string, or the whole JSON."""
     try:
         given = msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, UnicodeError, RecursionError):

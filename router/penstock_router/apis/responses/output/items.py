@@ -23,20 +23,20 @@ from penstock_router.apis.responses.items.types import (
 )
 from penstock_router.text.answer_pieces import PieceKind
 
-# An event's type, and its fields other than type and sequence number.
+# An event's type, and its fields except type and sequence number.
 Event = tuple[str, dict[str, Any]]
 
 _encode = msgspec.json.encode
 
 
 class ItemBuilder(ABC):
-    """An item that grows, with a subclass per type. Its text is empty until the first piece."""
+    """An item that grows; its text is empty until the first piece."""
 
     # The kind of pieces that extend the item.
     grows_by: ClassVar[PieceKind]
     _prefix: ClassVar[str]
     _delta_type: ClassVar[str]
-    # JSON after an event's text if there are no log-probabilities.
+    # JSON after an event's text without log-probabilities.
     _beside_deltas: ClassVar[bytes] = b""
 
     def __init__(self, stem: str, index: int) -> None:
@@ -47,9 +47,7 @@ class ItemBuilder(ABC):
         self._delta_opens = b""
 
     def grow(self, text: str, logprobs: Sequence[msgspec.Raw]) -> str:
-        """Append a piece and its log-probabilities; return the text that the piece's event
-        shows.
-        """
+        """Append a piece; return the text that its event shows."""
         self._texts.append(text)
         return text
 
@@ -62,7 +60,6 @@ class ItemBuilder(ABC):
         """The events before the item's first piece."""
 
     def delta(self, text: str, logprobs: Sequence[msgspec.Raw], number: int) -> bytes:
-        """The frame of a piece's event."""
         return b'%b,"delta":%b%b,"sequence_number":%d}\n\n' % (
             self._delta_opens or self._begin_deltas(),
             _encode(text),
@@ -130,7 +127,7 @@ class MessageBuilder(_WithPart):
 
     def __init__(self, stem: str, index: int) -> None:
         super().__init__(stem, index)
-        # These are encoded once: the events at a stream's end repeat them four times.
+        # Encoded once: the events at a stream's end repeat them four times.
         self._logprobs: list[msgspec.Raw] = []
 
     def grow(self, text: str, logprobs: Sequence[msgspec.Raw]) -> str:
@@ -160,7 +157,7 @@ class ReasoningBuilder(_WithPart):
     _delta_type = "response.reasoning_text.delta"
 
     def __init__(self, stem: str, index: int, *, is_sealed: bool) -> None:
-        """Make an item; with `is_sealed`, its text is also shown as `encrypted_content`."""
+        """With `is_sealed`, show the text also as `encrypted_content`."""
         super().__init__(stem, index)
         self._is_sealed = is_sealed
 
@@ -181,6 +178,5 @@ class ReasoningBuilder(_WithPart):
 
 
 def output_text(text: str, logprobs: Sequence[msgspec.Raw]) -> Part:
-    """The text part of an answer's message."""
     shown = cast(list[ChatLogprob], list(logprobs))
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": shown}

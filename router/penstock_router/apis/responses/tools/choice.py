@@ -42,7 +42,7 @@ class AskedChoice:
 
     mode: Literal["none", "auto", "required", "named"]
     shown: Any
-    # With mode "named", the tool. Otherwise the tools that may be called; empty: all tools.
+    # With mode "named", the tool. Otherwise the allowed tools; empty: all tools.
     tools: tuple[ToolKey, ...] = ()
 
 
@@ -106,11 +106,8 @@ def _read_allowed(name: str, value: JsonObject) -> AskedChoice:
     return AskedChoice(mode if keys else "none", shown, tuple(keys))
 
 
-# ---- The tools of a request --------------------------------------------------------------------
-
-
 def tool_options(parsed: ParsedTools, asked: AskedChoice, parallel: bool) -> JsonObject:
-    """The request's tools, and the tools it may call, as fields of `ResponsesRequest`. Raises
+    """Return the tools, and those that may be called, as fields of `ResponsesRequest`. Raises
     `BadRequest`.
     """
     tools, served = parsed.named()
@@ -119,7 +116,7 @@ def tool_options(parsed: ParsedTools, asked: AskedChoice, parallel: bool) -> Jso
             raise BadRequest("tool_choice: needs tools", param="tool_choice")
         return {}
     index = _Index(tools, served)
-    # Take each key once: each key of a namespace stands for all its members.
+    # Take each key once: a namespace's key stands for all its members.
     keys = dict.fromkeys(asked.tools)
     wanted = [name for key in keys for name in index.names_of(key)]
     choice = ToolChoice(asked.mode, wanted[0] if asked.mode == "named" else "")
@@ -135,8 +132,6 @@ def tool_options(parsed: ParsedTools, asked: AskedChoice, parallel: bool) -> Jso
 
 
 class _Index:
-    """Finds the functions of tools that a tool_choice names."""
-
     def __init__(self, tools: Iterable[Tool], served: Mapping[str, ServedTool]) -> None:
         # A client may also use the name that the model sees.
         self._names = {(FUNCTION, "", tool.name): tool.name for tool in tools}
@@ -146,7 +141,7 @@ class _Index:
             self._members[tool.namespace].append(name)
 
     def names_of(self, key: ToolKey) -> list[str]:
-        """The function, or all functions of the namespace. Raises `BadRequest`."""
+        """Return the function, or all of the namespace. Raises `BadRequest`."""
         kind, namespace, _ = key
         if kind == NAMESPACE:
             found = self._members.get(namespace, [])

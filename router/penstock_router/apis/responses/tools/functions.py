@@ -47,7 +47,7 @@ LOCAL_SHELL, SHELL, APPLY_PATCH = "local_shell", "shell", "apply_patch"
 TOOL_SEARCH = "tool_search"
 # The argument that holds the text of a tool that takes text.
 INPUT = "input"
-# The key of a tool in requests: type, namespace and name.
+# Type, namespace and name of a tool in requests.
 ToolKey = tuple[str, str, str]
 
 _SYNTAX = one_of("lark", "regex")
@@ -61,7 +61,7 @@ class ServedTool:
     type: str
     name: str
     namespace: str = ""
-    # The grammar of the tool's text, if any: `lark` or `regex`, and the grammar.
+    # `lark` or `regex`, if the tool's text has a grammar.
     syntax: str = ""
     definition: str = ""
 
@@ -76,7 +76,7 @@ class Source(Enum):
     # The field `tools`, which answers repeat.
     FIELD = auto()
     ITEM = auto()
-    # The output of a tool search. It shows the tool: a tool shown before the chat would change the
+    # A tool search's output, which shows the tool. Shown before the chat, the tool would change the
     # prompt's beginning, and the prefix cache would not find the prompt.
     SEARCH = auto()
 
@@ -87,7 +87,7 @@ class _Entry:
 
     served: ServedTool
     function: Tool
-    # The form that answers repeat. A namespace's first tool has the form of the whole namespace.
+    # The form that answers repeat: of the whole namespace for its first tool.
     shown: JsonObject | None
     source: Source = Source.FIELD
 
@@ -137,12 +137,12 @@ class ParsedTools:
             shown = None
 
     def named(self) -> tuple[tuple[Tool, ...], dict[str, ServedTool]]:
-        """The functions, with distinct names; and the tools that are not plain functions, by
-        function name. If several tools have the same key, the last one counts.
+        """Return functions with distinct names, and the tools that are not plain functions, by
+        function name. Of several tools with the same key, the last one counts.
         """
         by_key = {entry.served.key: entry for entry in self.entries}
         at_front = {entry.served.key for entry in self.entries if entry.source is not Source.SEARCH}
-        # Plain functions choose names first, because models and clients rely on their names.
+        # Plain functions choose names first, because models and clients rely on them.
         plain = {key for key in by_key if key[0] == FUNCTION and not key[1]}
         taken = {key[2] for key in plain}
         tools: list[Tool] = []
@@ -160,7 +160,7 @@ class ParsedTools:
         return tuple(tools), served
 
     def definitions(self, names: Mapping[ToolKey, str]) -> list[str]:
-        """The functions as most chat templates write them; `names` has the names that differ from
+        """Write the functions as most chat templates do; `names` has the names that differ from
         `flat_name`.
         """
         keyed = [(entry.served.key, entry.function) for entry in self.entries]
@@ -170,7 +170,6 @@ class ParsedTools:
         ]
 
     def shown(self) -> list[JsonObject]:
-        """The tools as answers repeat them."""
         own = (entry.shown for entry in self._of_field())
         return [shown for shown in own if shown is not None]
 
@@ -184,7 +183,7 @@ class ParsedTools:
 
 
 def flat_name(key: ToolKey) -> str:
-    """The name of a tool's function, unless another function has it."""
+    """Return the name of a tool's function, unless another function has it."""
     _, namespace, name = key
     whole = f"{namespace}__{name}" if namespace else name
     return whole if len(whole) <= MAX_NAME_CHARS else _marked(key, whole)
@@ -196,7 +195,7 @@ def _free_name(key: ToolKey, taken: set[str]) -> str:
 
 
 def _marked(key: ToolKey, name: str) -> str:
-    """The name with a mark that identifies its tool. The mark is the same in every request."""
+    """Mark the tool's name, in the same way in every request."""
     mark = hashlib.blake2b(repr(key).encode(), digest_size=5).hexdigest()
     return f"{name[: MAX_NAME_CHARS - len(mark) - 1]}_{mark}"
 
@@ -212,9 +211,6 @@ def _with_text(tool: Tool, before: str) -> Tool:
     return dataclasses.replace(
         tool, shown={**tool.shown, "function": {**function, "description": text}}
     )
-
-
-# ---- Reading a tool ----------------------------------------------------------------------------
 
 
 def _read(where: str, kind: str, tool: JsonObject, namespace: str) -> _Entry | None:
@@ -241,7 +237,7 @@ def _not_null(given: JsonObject, *keys: str) -> JsonObject:
 
 
 def _is_remote(tool: JsonObject) -> bool:
-    """True if a shell runs on OpenAI's servers."""
+    """True if OpenAI's servers run the shell."""
     environment = tool.get("environment")
     return isinstance(environment, dict) and environment.get("type") != "local"
 
@@ -263,7 +259,7 @@ def _read_custom(where: str, tool: JsonObject, namespace: str) -> _Entry:
 
 
 def _read_format(name: str, value: Any) -> tuple[str, str]:
-    """The syntax and definition of a grammar; both are empty if any text is allowed."""
+    """Read a grammar's syntax and definition; both are empty if any text is allowed."""
     if value is None:
         return "", ""
     given = read_object(name, value)
@@ -329,14 +325,11 @@ _ABOUT_SEARCH: JsonObject = {
 }
 
 
-# ---- Grammars ----------------------------------------------------------------------------------
-
-
 def hold_to_grammars(
     tools: tuple[Tool, ...], served: Mapping[str, ServedTool], tool_format: CallFormat | None
 ) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
-    """The tools, and the names of tools whose grammar is shown to the model but not enforced. If
-    the model writes text in calls literally, the tools have grammars for their texts.
+    """Return the tools, and the names of those whose grammar is shown to the model but not
+    enforced. If the model writes text in calls literally, the tools have grammars for their texts.
     """
     bound = {name: tool for name, tool in served.items() if tool.syntax}
     if not bound:
@@ -356,9 +349,6 @@ def _format(tool: ServedTool) -> JsonObject:
     kind = ConstraintKind.REGEX if tool.syntax == "regex" else ConstraintKind.GRAMMAR
     made: JsonObject = format_of(Constraint(kind, tool.definition))
     return made
-
-
-# ---- Documentation -----------------------------------------------------------------------------
 
 
 def _read_tools(name: str, value: Any) -> ParsedTools:
