@@ -1,4 +1,4 @@
-"""Chooses the shard with the least work before a new request, in tokens. Remembers nothing."""
+"""Chooses the shard with the least work before a new request, in tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses one shard after another, regardless of load. Remembers each shard's last turn."""
+"""Chooses one shard after another, regardless of load."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _MAX_ADDRESSES = 1024
 class RoundRobin(Policy):
     """Chooses the candidate whose last turn is longest ago.
 
-    A counter over the candidates would favour some of them if requests for several models
-    alternate, as each model has its own candidates.
+    A counter would favor some candidates if requests for several models alternate, because each
+    model has its own candidates.
     """
 
     name = "round-robin"
