@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _router_problem(url: str, timeout_s: float) -> str:
-    """The problem; "" if healthy."""
+    """Return the problem; "" if healthy."""
     try:
         with open_directly(url, timeout_s):
             return ""
@@ -80,7 +80,7 @@ def _router_problem(url: str, timeout_s: float) -> str:
 def shard_problem(
     address: str, timeout_s: float, tls: Tls | None = None, *, live: bool = False
 ) -> str:
-    """The problem; "" if healthy."""
+    """Return the problem; "" if healthy."""
     import grpc
 
     from penstock_proto.transport import SPEAKS_HTTP, Connector, explain

@@ -15,8 +15,8 @@ _PAUSE_S = 1.0
 async def run_lasting(
     work: Callable[[], Awaitable[None]], what: str, pause_s: float = _PAUSE_S
 ) -> None:
-    """Run `work` until it returns or this task is cancelled. After a failure, log it under the name
-    `what` and run it again after a pause.
+    """Run `work` until it returns or this task is cancelled. Log a failure under the name `what`,
+    and run `work` again after a pause.
     """
     while True:
         try:

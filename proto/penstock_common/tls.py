@@ -1,7 +1,4 @@
-"""Certificates and keys in files: checked, and loaded again when the files change.
-
-Used by both ends of a connection, and the router's HTTP.
-"""
+"""Certificates and keys in files: checked, and loaded again when the files change."""
 
 from __future__ import annotations
 
@@ -32,9 +29,8 @@ class TlsFilesUnusable(Exception):
 @dataclass(frozen=True, slots=True)
 class Tls:
     """The authorities that a client trusts for shards, and its own certificate if shards ask for
-    one (mutual TLS).
-
-    Raises `ValueError` for a certificate without its key, or a key without its certificate.
+    one (mutual TLS). Raise `ValueError` for a certificate without its key, or a key without its
+    certificate.
     """
 
     # The authorities of shards' certificates; all files are PEM.
@@ -71,7 +67,7 @@ def check_authorities(ca_file: str) -> None:
 
 
 def check_server_files(cert_file: str, key_file: str, client_ca_file: str | None) -> None:
-    """Check a server's certificate and key, and its clients' CA. Raises `TlsFilesUnusable`."""
+    """Check a server's certificate and key, and its clients' CA. Raise `TlsFilesUnusable`."""
     load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), cert_file, key_file)
     if client_ca_file is not None:
         check_authorities(client_ca_file)
@@ -80,7 +76,7 @@ def check_server_files(cert_file: str, key_file: str, client_ca_file: str | None
 def load_pair(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
     """Load a certificate, with the chain that follows it, and its key.
 
-    Raises `TlsFilesUnusable`; `context` may then have the certificate without the key.
+    Raise `TlsFilesUnusable`; `context` may then have the certificate without the key.
     """
     if b"BEGIN CERTIFICATE" not in read_file(cert_file):
         raise TlsFilesUnusable(f"{cert_file}: holds no certificate in PEM")
@@ -100,7 +96,7 @@ def load_pair(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
 
 
 def read_file(path: str) -> bytes:
-    """Read a file. Raises `TlsFilesUnusable`."""
+    """Raise `TlsFilesUnusable`."""
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -109,7 +105,7 @@ def read_file(path: str) -> bytes:
 
 
 class FileReloader(Generic[T]):
-    """An object made from files, and made again when their content has changed.
+    """An object made from files, and made again when their content changes.
 
     If the files cannot be used (half a pair is written, a file is briefly missing), one line is
     logged and the old object stays.
@@ -122,7 +118,7 @@ class FileReloader(Generic[T]):
         clock: Callable[[], float] = time.monotonic,
         on_load: OnLoad = _ignore,
     ) -> None:
-        """Raises `TlsFilesUnusable`, as `make` does."""
+        """Raise `TlsFilesUnusable`, like `make`."""
         self._files = files
         self._make = make
         self._on_load = on_load
@@ -132,7 +128,7 @@ class FileReloader(Generic[T]):
         self._problem = ""
 
     def renew(self) -> T | None:
-        """Make and return a new `value` if the files have changed; look at most once a second."""
+        """Make and return a new `value` if the files have changed. Look at most once a second."""
         now_s = self._clock()
         if now_s < self._looked_s + _LOOK_EVERY_S:
             return None

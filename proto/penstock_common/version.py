@@ -8,7 +8,7 @@ from pathlib import Path
 
 # The name in `pyproject.toml`.
 DISTRIBUTION = "penstock-llm"
-# Bound of the text of a failed import's error, in characters.
+# Characters of a failed import's error.
 _LONGEST_REASON = 300
 
 
@@ -29,7 +29,7 @@ VERSION = _version()
 
 
 def how_to_install(extra: str) -> str:
-    """Tell in one line how to install an extra of penstock. No package index has penstock."""
+    """Say how to install an extra of penstock, in one line. No package index has penstock."""
     return (
         f"install penstock with the extra {extra}: pip install '.[{extra}]' in a checkout, or "
         f"pip install '{DISTRIBUTION}[{extra}] @ file:///PATH' with the path of a wheel"
@@ -37,7 +37,7 @@ def how_to_install(extra: str) -> str:
 
 
 def why_not_imported(error: ImportError, extra: str) -> str:
-    """Tell in one line which package is missing or unusable, and which extra brings it."""
+    """Say which package is missing or unusable, and which extra brings it, in one line."""
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed; {how_to_install(extra)}"
     reason = " ".join(str(error).split())[:_LONGEST_REASON]

@@ -24,7 +24,7 @@ _WORDS = (
     *("the", "of", "and", "to", "in", "is", "on", "by", "it", "or", "be", "at", "as"),
     *("an", "we", "us", "if", "do", "my", "up", "so", "he", "go", "no", "me"),
 )
-# Log-normal lengths, as in chats that people have shared: most are short, a few are very long.
+# Log-normal lengths, as in shared chats: most are short, a few are very long.
 _SHAREGPT_PROMPT_SIGMA = 1.4
 _SHAREGPT_OUTPUT_SIGMA = 1.0
 _SHAREGPT_MIN, _SHAREGPT_MAX = 4, 1024
@@ -38,8 +38,8 @@ class Load:
     """The arrival of requests.
 
     Closed loop: `level` requests at once; the end of one starts the next. Open loop: on average
-    `level` requests per second, regardless of answers, with exponential gaps (a Poisson process);
-    an infinite level sends all at once.
+    `level` requests per second, regardless of answers, with exponential gaps (a Poisson process).
+    An infinite level sends all at once.
     """
 
     open_loop: bool
@@ -65,7 +65,7 @@ class Lengths:
     spread: bool = False
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
-        """Prompt words and output tokens of the next request."""
+        """Draw the prompt words and output tokens of the next request."""
         if not self.spread:
             return self.prompt_words, self.output_tokens
         return (
@@ -81,9 +81,8 @@ def _log_normal(rng: random.Random, median: int, sigma: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The requests of one load; at least one of `requests` and `duration_s` ends it.
-
-    After `duration_s`, no new requests are sent, and the running ones are awaited.
+    """The requests of one load; at least one of `requests` and `duration_s` ends it. After
+    `duration_s`, no new requests are sent, and running ones are awaited.
     """
 
     load: Load
@@ -96,7 +95,7 @@ class Plan:
 class Server:
     """The measured server, and the fields of each request besides prompt and length.
 
-    Without `sends_done`, its streams end without the [DONE] of the OpenAI API.
+    Without `sends_done`, its streams end without the OpenAI API's [DONE].
     """
 
     url: str
@@ -120,7 +119,7 @@ class Server:
 
 @dataclass(slots=True)
 class Answer:
-    """A request as its client sees it. Times are of `time.perf_counter`."""
+    """A request as its client sees it. Times are `time.perf_counter`'s."""
 
     # The due time of the request: a late load must not flatter the server.
     due_s: float
@@ -154,7 +153,7 @@ class Answer:
         self.error_kind, self.error = kind, error
 
     def take(self, data: bytes) -> None:
-        """Take an event of the answer. Raises ValueError if `data` is not such an event."""
+        """Take an event of the answer. Raise ValueError if `data` is no such event."""
         if data == b"[DONE]":
             self.missing.discard("[DONE]")
             return
@@ -294,7 +293,7 @@ def _cause(error: Exception) -> Exception:
         and not isinstance(cause, ssl.SSLError)
         and (cause.errno or 0) > 0
     ):
-        # Use the system's words: asyncio's words name the call.
+        # Use the system's words, because asyncio's are about the call.
         return OSError(cause.errno, os.strerror(cause.errno or 0))
     return cause
 

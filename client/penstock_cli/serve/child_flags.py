@@ -49,8 +49,6 @@ class Unusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """The outcome of reading flags: exit status and output."""
-
     status: int
     said: str
 
@@ -67,7 +65,7 @@ class _Reading:
 
 def check(router: Typed, shards: Sequence[Typed], own: Sequence[str]) -> bool:
     """True if all processes would run; false if one printed its help. `own`: the flags of `penstock
-    serve` itself, which are typed among shards' flags. Raises `Unusable`.
+    serve` itself, which users type among shards' flags. Raise `Unusable`.
     """
     would_run = True
     checks = [*((_SHARD, shard, router) for shard in shards), (_ROUTER, router, shards[0])]
@@ -95,7 +93,7 @@ def _read(process: str, flags: Sequence[str], typed: Typed) -> _Reading:
 
 
 def _told(reading: _Reading, process: str, other_process: Typed, own: Sequence[str]) -> str:
-    """The process's error, in words for a user of `penstock serve`."""
+    """Rewrite the process's error for a user of `penstock serve`."""
     if not reading.unknown:
         return reading.said.strip().removeprefix(f"penstock {process}: ")
     flag = reading.unknown.split()[0]

@@ -62,13 +62,13 @@ class Rule:
     takes: Takes = Takes.VALUE
     to: str = ""
     part: Part = Part.SHARD
-    # Converts to our value; None if the flag is left out, because our default is the same.
+    # Converts to our value; None: leave the flag out, because our default is the same.
     convert: Convert = str
     why: str = ""
     loss: Loss = Loss.NONE
     # Values that change nothing, so that no loss is reported.
     harmless: frozenset[str] = frozenset()
-    # True if the flag may be given several times, as ours may.
+    # True if the flag may be given several times, like ours.
     repeats: bool = False
     # The separator of several values in one argument; "" if the flag takes one value.
     separator: str = ""
@@ -81,7 +81,7 @@ Table = dict[str, Rule]
 
 
 def rule_of(variable: str, table: Table) -> Rule | None:
-    """The variable's own rule, or the rule of its first family."""
+    """Return the variable's own rule, or the rule of its first family."""
     families = (name for name in table if "*" in name and fnmatchcase(variable, name))
     return table.get(variable) or table.get(next(families, ""))
 
@@ -147,7 +147,7 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def readable_int(text: str) -> str:
-    """Read a whole number in vLLM's form, where `1k` is 1000 and `1K` is 1024."""
+    """Parse a whole number in vLLM's form, where `1k` is 1000 and `1K` is 1024."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a whole number")
@@ -163,8 +163,8 @@ def readable_bytes(text: str) -> str:
 
 
 def one_of(values: dict[str, str | None], otherwise: str, loss: Loss = Loss.LOST) -> Convert:
-    """Convert values to their counterparts (None: leave the flag out). `otherwise`: the reason why
-    other values have no counterpart.
+    """Convert values to their counterparts (None: leave the flag out). `otherwise` says why other
+    values have no counterpart.
     """
 
     def convert(text: str) -> str | None:

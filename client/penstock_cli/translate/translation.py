@@ -1,7 +1,4 @@
-"""Translates another server's flags and variables to arguments of `penstock serve`, by rules.
-
-Prints nothing.
-"""
+"""Translates another server's flags and variables to arguments of `penstock serve`, by rules."""
 
 from __future__ import annotations
 
@@ -166,7 +163,7 @@ def translate(
 def _flags(
     peer: Peer, words: Sequence[str], variables: Mapping[str, str], gpus: int, result: Translation
 ) -> dict[str, Given]:
-    """Flags in effect, by name: from arguments, variables, and defaults."""
+    """Return the flags in effect, by name: from arguments, variables, and defaults."""
     flags = {name: Given(name, f"--{name}", (value,)) for name, value in peer.defaults.items()}
     if peer.flags_are_variables:
         flags |= {given.name: given for given in _flags_of(peer, variables)}
@@ -228,7 +225,7 @@ def _publish(run: DockerRun, result: Translation) -> None:
 
 
 def _chosen_gpus(text: str) -> str:
-    """The value of CUDA_VISIBLE_DEVICES for docker's --gpus; "" for all GPUs."""
+    """Return CUDA_VISIBLE_DEVICES for docker's --gpus; "" for all GPUs."""
     text = text.strip("\"'")
     if text.isdigit():
         return ",".join(map(str, range(int(text))))
@@ -258,7 +255,7 @@ def _read_flags(peer: Peer, words: Sequence[str], result: Translation) -> Iterat
 
 
 def _name(peer: Peer, word: str) -> tuple[str, bool, str | None]:
-    """A flag's name, true if the flag is switched off, and an attached value."""
+    """Return a flag's name, true if the flag is switched off, and an attached value."""
     flag, equals, value = word.partition("=")
     attached = value if equals else None
     # --compilation-config.mode gives one key of an object.
@@ -277,7 +274,7 @@ def _name(peer: Peer, word: str) -> tuple[str, bool, str | None]:
 
 
 def _inverse(peer: Peer, name: str) -> str | None:
-    """The flag that this one switches off."""
+    """Return the flag that this one switches off."""
     word, _, rest = name.partition("-")
     if not peer.has_inverses or word not in _INVERSES:
         return None
@@ -369,7 +366,7 @@ def _apply(rule: Rule, given: Given, result: Translation) -> None:
 
 
 def _words(rule: Rule, given: Given) -> list[str] | None:
-    """The words of our flag; None if it is left out."""
+    """Return the words of our flag; None if it is left out."""
     flag = rule.to.split()
     if rule.takes is Takes.NOTHING:
         if not flag[0].startswith("--[no-]"):

@@ -87,7 +87,9 @@ class OtlpSink:
 
 
 def _resource(service: str) -> Resource:
-    """The resource that OpenTelemetry's variables describe; `service` if they name no service."""
+    """Make the resource that OpenTelemetry's variables describe; `service` if they name no
+    service.
+    """
     resource = Resource.create({"service.version": VERSION})
     if str(resource.attributes["service.name"]).startswith("unknown_service"):
         resource = resource.merge(Resource({"service.name": service}))

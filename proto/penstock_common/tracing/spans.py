@@ -15,7 +15,7 @@ _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f
 # The longest accepted header: later versions of the format may append to it.
 _MAX_TRACEPARENT_CHARACTERS = 512
 _SAMPLED = 0x01
-# Traces are sampled by the random half of their id, which is below this number.
+# A trace is sampled by the random half of its id, which is below this number.
 _ID_LIMIT = 2**64
 
 
@@ -58,10 +58,9 @@ def _random_id(bits: int) -> str:
 
 
 def begin(traceparent: str, share: float) -> tuple[SpanContext, str]:
-    """The context of a new span, and its parent's id; "" for a trace's first span.
+    """Return the context of a new span, and its parent's id; "" for a trace's first span.
 
-    The process that begins a trace decides whether to sample it. `share`: the sampled share of
-    traces begun here.
+    The process that begins a trace decides whether to sample it: `share` of the traces begun here.
     """
     parent = SpanContext.parse(traceparent)
     if parent is not None:
@@ -85,7 +84,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A finished span: its begin and end (Unix time in ns), and its attributes."""
+    """A finished span: begin and end (Unix time in ns), and attributes."""
 
     name: str
     kind: Literal["server", "client", "internal"] = "internal"
