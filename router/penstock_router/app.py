@@ -259,7 +259,7 @@ web_urldispatcher._default_expect_handler = _expect
 
 
 def error_of_http(reason: str) -> web.Response:
-    """Answer bytes that are not a request, in the usual error form and with the usual headers."""
+    """Answer bytes that are not a request, in the usual error form."""
     error = BadRequest(f"not a request of HTTP/1.1: {reason}")
     response = json_response(ERRORS.body(error), status=ERRORS.status(error))
     response_headers.add(response.headers, uuid.uuid4().hex)
@@ -280,7 +280,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         records = request.app[_PROBES]
         record.record_outcome("probe")
     with records.track(record):
-        # The status in metrics if the client disconnects before the answer's end.
+        # The status in metrics if the client disconnects early.
         record.status = 499
         response = await _answer(request, handler)
         record.status = response.status
@@ -339,7 +339,7 @@ def _refusal_of_head(request: web.Request) -> BadRequest | None:
 
 
 def _from_http(error: web.HTTPException, request: web.Request) -> ApiError:
-    """Turn aiohttp's own errors (no such route, wrong method) into an `ApiError`."""
+    """Turn aiohttp's own errors into an `ApiError`."""
     where = f"{request.method} {request.path[:200]}"
     if isinstance(error, web.HTTPNotFound):
         return NotFound(f"no such route: {where}")

@@ -29,8 +29,6 @@ _MAX_PARTS = 2_000
 
 @dataclass(frozen=True, slots=True)
 class _Within:
-    """The schemas of an object's members and of a list's items."""
-
     members: Mapping[str, Any]
     # None: no schema.
     other_members: Any
@@ -49,7 +47,7 @@ _PLAIN = frozenset({"type", "title", "description", "default", "enum", "const"})
 
 class SchemaKinds:
     """The types that schemas with one root allow, and the schemas within them. Each part is
-    examined only once, even if there are many references to it.
+    examined only once.
     """
 
     def __init__(self, root: Schema) -> None:
@@ -73,7 +71,6 @@ class SchemaKinds:
         return within.members.get(name, within.other_members)
 
     def items(self, schema: Any) -> Any:
-        """Return the schema of a list's items; None if there is none."""
         return self._what_is_in(schema).items
 
     def _what_is_in(self, schema: Any) -> _Within:
@@ -93,9 +90,7 @@ class SchemaKinds:
         return self._found[id(schema)][1]
 
     def _find(self, schema: Schema) -> None:
-        """Find the types of a schema and of all schemas that it refers to, even circularly. Each
-        part passes each type to the parts that refer to it, at most once.
-        """
+        """Find the types of a schema and of all schemas that it refers to, even circularly."""
         new: dict[int, tuple[Schema, Kinds]] = {}
         holders: dict[int, list[int]] = {}
         waiting = [schema]
@@ -152,7 +147,6 @@ def _own_kinds(schema: Schema) -> Kinds:
 
 def _parts(schema: Any, root: Schema) -> Iterator[Schema]:
     """Yield a schema and all schemas that it refers to or combines, each once."""
-    # References may be circular or repeated.
     waiting, seen = [schema], set()
     while waiting:
         part = waiting.pop()

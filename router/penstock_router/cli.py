@@ -48,20 +48,18 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
     )
 
 
-# Each bound for one key, and the total bound that it must not exceed.
+# A key's bound, and the total bound that it must not exceed.
 _BOUNDS_OF_KEYS = {
     "max_concurrent_requests_per_key": "max_concurrent_requests",
     "max_queued_requests_per_key": "max_queued_requests",
     "max_queued_tokens_per_key": "max_queued_tokens",
 }
-# Bounds that are split between the workers; each worker needs at least 1.
+# Bounds that the workers share; each worker needs at least 1.
 _PLACES = ("max_concurrent_requests", "max_concurrent_requests_per_key", "max_connections")
 
 
 def _check_shares(parser: OneLineParser, config: RouterConfig) -> None:
-    """Check that each worker gets a part of every bound, and that no key's bound exceeds
-    the total.
-    """
+    """Check that each worker gets a part of every bound, and no key's bound exceeds the total."""
     for name in _PLACES:
         value = getattr(config, name)
         if value is not None and config.workers > value:

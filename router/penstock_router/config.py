@@ -335,6 +335,6 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         )
 
     def part_of(self, whole: int) -> int:
-        """Return this worker's part of a bound over all workers."""
+        """Return this worker's part of a bound."""
         part, rest = divmod(whole, self.workers)
         return part + (self.worker < rest)

@@ -59,7 +59,6 @@ class ApiError(Exception):
         self.param = param
 
     def headers(self) -> dict[str, str]:
-        """Return the answer's headers, except the headers of its body."""
         if self.retry_after_s is None:
             return {}
         return {"Retry-After": str(self.retry_after_s)}
@@ -199,7 +198,6 @@ class Unavailable(ApiError):
 
 
 def unavailable_model(name: str, model: str) -> Unavailable:
-    """Return the error for a model or adapter whose shards are away."""
     return Unavailable(f"no shard serves {name[:200]} at present; try again shortly", model=model)
 
 
@@ -232,7 +230,7 @@ def log_error(error: Exception, request_id: str) -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Turn an exception into an `ApiError`. No other place does this."""
+    """The only place that turns an exception into an `ApiError`."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, client_errors.PenstockError):
@@ -258,7 +256,7 @@ def _from_client(error: client_errors.PenstockError) -> ApiError:
         case client_errors.DeadlineExceeded():
             return TimedOut(TIME_IS_UP)
         case client_errors.Unauthenticated():
-            # The shard refuses *this router*. The client cannot change that.
+            # The shard refuses *this router*.
             return Unavailable("a shard refuses this router's API key (--shard-api-key)")
         case _:
             return GenerationFailed(

@@ -34,8 +34,6 @@ Reader = Callable[[str, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A reader of a value, and the JSON schema of accepted values."""
-
     read: Reader
     schema: JsonObject
 
@@ -45,8 +43,6 @@ def or_null(schema: JsonObject) -> JsonObject:
 
 
 class Use(Enum):
-    """The treatment of a field's value."""
-
     HONOURED = auto()
     # Refused after a check of the type, unless the value has no effect.
     REFUSED = auto()
@@ -71,7 +67,7 @@ class Field:
 
     @property
     def schema(self) -> JsonObject:
-        """Return the JSON schema of accepted values, including null."""
+        """The schema of accepted values, including null."""
         nothing = self.nothing or {"enum": list(self.neutral)}
         schema = nothing if self.use is Use.REFUSED else self.kind.schema
         if not self.required:
@@ -87,17 +83,17 @@ def table(fields: Iterable[Field]) -> Table:
 
 
 def not_served(name: str, kind: Kind, *neutral: Any, help: str = "Not served.") -> Field:
-    """Describe a field that is not served: only values without effect are accepted."""
+    """A field that is not served: only values without effect are accepted."""
     return Field(name, kind, help, use=Use.REFUSED, neutral=neutral)
 
 
 def taken(name: str, *neutral: Any, help: str = "Taken without effect.") -> Field:
-    """Describe a field that cannot change the answer; `neutral` values need no warning."""
+    """A field that cannot change the answer; `neutral` values need no warning."""
     return Field(name, ANYTHING, help, use=Use.TAKEN, neutral=neutral)
 
 
 def label(name: str) -> Field:
-    """Describe a field by which clients name their own requests."""
+    """A field by which clients name their own requests."""
     nothing = Kind(lambda name, value: None, {})
     return Field(
         name, nothing, "The client's own; nothing comes of it.", use=Use.TAKEN, neutral=(None,)
@@ -125,8 +121,8 @@ def body_schema(fields: Table) -> JsonObject:
 
 # The key under which `read_fields` returns warnings.
 WARNINGS = "warnings"
-# A warning names at most `_NAMED_FIELDS` unknown fields. Bodies with more than `_MAX_SOUGHT` fields
-# are not searched for unknown fields.
+# A warning names at most `_NAMED_FIELDS` unknown fields, and none of a body with more than
+# `_MAX_SOUGHT` fields.
 _NAMED_FIELDS = 16
 _MAX_SOUGHT = 1024
 
@@ -181,7 +177,7 @@ def _put(values: JsonObject, entry: Field, parsed: Any) -> None:
 
 
 def _name_unknown(body: JsonObject, fields: Table) -> list[str]:
-    """Return a warning that lists unknown fields which have a value, if any."""
+    """Return a warning that names the unknown fields with a value, if any."""
     unknown = sorted(name for name in body.keys() - fields.keys() if body[name] is not None)
     if not unknown:
         return []
@@ -249,7 +245,6 @@ def json_type(value: object) -> str:
 
 
 def shorten(value: object) -> str:
-    """Shorten a value for a message."""
     if isinstance(value, list | dict):
         # The value may be huge, or nested deeper than `repr` allows.
         return json_type(value)
@@ -258,7 +253,6 @@ def shorten(value: object) -> str:
 
 
 def refusal(name: str, wanted: str, value: object) -> BadRequest:
-    """Return the error for a wrong value."""
     given = json_type(value) if value is None else shorten(value)
     return BadRequest(f"{name}: must be {wanted}; given: {given}", param=name)
 
@@ -369,8 +363,6 @@ def one_of(*values: str) -> Kind:
 
 
 def token_ids(*, at_least: int = 0, at_most: int) -> Kind:
-    """Token ids as a tuple."""
-
     def read(name: str, value: Any) -> tuple[int, ...]:
         ids = read_array(name, value)
         if not at_least <= len(ids) <= at_most:

@@ -21,9 +21,7 @@ Message = dict[str, Any]
 ImageSizes = tuple[tuple[int, int], ...]
 # A number of log-probabilities that means all tokens.
 WHOLE_VOCABULARY = -1
-# The longest `Options.session`.
 MAX_SESSION_CHARS = 256
-# The longest `Options.request_id`.
 MAX_REQUEST_ID_CHARS = 256
 # Shards get the deadline as 32-bit milliseconds.
 MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, (2**32 - 1) // 1000
@@ -31,8 +29,6 @@ MIN_TIMEOUT_S, MAX_TIMEOUT_S = 0.001, (2**32 - 1) // 1000
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that an answer may call."""
-
     name: str
     # JSON schema of the arguments; None: any object.
     parameters: dict[str, Any] | None = None
@@ -88,7 +84,7 @@ class Options:
     max_tokens: int | None = None
     # The name of the body's field that set `max_tokens`, for errors.
     max_tokens_field: str = "max_tokens"
-    # True: a `max_tokens` beyond the context is reduced to fit. False: it is refused.
+    # True: a `max_tokens` beyond the context is reduced. False: it is refused.
     bounds_max_tokens: bool = False
     # The limit if `max_tokens` is None; None: up to the end of the context.
     default_max_tokens: int | None = None
@@ -131,7 +127,7 @@ class Options:
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream: bool = False
-    # The fewest tokens in an event of a stream, except the first and the last.
+    # The fewest tokens in a streamed event, except the first and the last.
     stream_interval: int = 1
     include_usage: bool = False
     continuous_usage: bool = False
@@ -210,13 +206,12 @@ class ChatRequest(Options):
     documents: list[dict[str, Any]] | None = None
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = NO_TOOLS
-    # True if one answer may make several calls.
     parallel_tool_calls: bool = True
     # True if reasoning is shown; and its most tokens (None: no bound).
     include_reasoning: bool = True
     thinking_tokens: int | None = None
-    # True: refuse the request if the model cannot bound its reasoning. False: leave the reasoning
-    # unbounded then.
+    # If the model cannot bound its reasoning, true refuses the request, and false leaves it
+    # unbounded.
     requires_thinking_budget: bool = True
     # The request's own template, allowed only with --trust-request-chat-template.
     chat_template: str | None = None

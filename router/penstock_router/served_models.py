@@ -136,7 +136,7 @@ class Models:
         # The model of each name and alias that was expected or ever served. Without shards, such a
         # model is unavailable, not unknown.
         self._names: dict[str, str] = {name: name for name in config.expected_models}
-        # The reason why a model does not load.
+        # Why each model does not load.
         self._troubles: dict[str, str] = {}
         self.started_at = int(time.time())
 
@@ -186,9 +186,7 @@ class Models:
         return {name: found[name] for name in order}
 
     def adapters_of(self, info: ShardInfo) -> dict[str, ShardInfo]:
-        """Return the adapters of this model's ready shards, each with the info of one of the
-        shards.
-        """
+        """Return the adapters of this model's ready shards, each with one such shard's info."""
         adapters: dict[str, ShardInfo] = {}
         for shard in self._fleet.shards:
             other = shard.info
@@ -351,8 +349,7 @@ class Models:
         task = self._texts.get(key)
         if task is None or (_failed(task) and self._may_retry(key)):
             task = self._texts[key] = asyncio.create_task(self._load(key))
-        # Unlike `await task`, `wait` does not cancel the task with this request: other requests
-        # need it.
+        # Unlike `await task`, `wait` does not cancel the task with this request. Others need it.
         await asyncio.wait((task,))
         error = task.exception()
         if error is None or isinstance(error, PenstockError | TokenizerUnusable | TemplateUnusable):

@@ -59,7 +59,5 @@ class Threads:
         self._num_pending -= 1
 
     async def run_for_all(self, work: Callable[[], _Result]) -> _Result:
-        """Run work that several clients may wait for. Never refuse it, because all of them would
-        suffer.
-        """
+        """Run work that several clients may wait for, and that is therefore never refused."""
         return await asyncio.wrap_future(self._executor.submit(work))

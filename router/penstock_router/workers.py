@@ -65,8 +65,8 @@ _MAX_FAILED_STARTS = 3
 _READY_S = 20.0
 _READY_POLL_S = 0.05
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A full garbage collection runs only after this many collections of the middle generation, which
-# run after every 7,000 new objects or so.
+# A full garbage collection runs only after this many of the middle generation, each of which runs
+# after about 7,000 new objects.
 _COLLECT_ALL_AFTER = 1000
 # Time after the shutdown timeout in which requests may still write their last events.
 _LAST_WORDS_S = 3.0
@@ -97,7 +97,6 @@ def run(config: RouterConfig) -> int:
 
 
 def _warn_if_open(config: RouterConfig, host: str, port: int) -> None:
-    """Warn if other machines can use the router without a key."""
     asks_for_keys = config.api_key is not None or config.api_keys_file is not None
     if not asks_for_keys and not is_for_this_machine(host):
         logger.warning(
@@ -204,7 +203,7 @@ async def serve(
                 memory=app[ROUTER].memory,
                 error_response=error_of_http,
                 handler_cancellation=True,
-                # The application itself waits for its requests at shutdown.
+                # The application itself waits for its requests.
                 shutdown_timeout=_LAST_WORDS_S,
             )
             await runner.setup()
@@ -407,13 +406,11 @@ def _check_audit_logs(config: RouterConfig) -> None:
 
 
 class _Parent:
-    """Starts workers, restarts those that die, and stops all at the end."""
-
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._context = multiprocessing.get_context("spawn")
-        # Workers hold one end. They stop when the other end closes, which also happens if this
-        # process dies.
+        # Workers hold one end. They stop when the other one closes, also by the end of this
+        # process.
         self._lifeline, self._lifeline_end = self._context.Pipe(duplex=False)
         self._wake, self._wake_end = os.pipe()
         self._signals = 0
@@ -462,7 +459,7 @@ class _Parent:
         heard, serving = self._context.Pipe(duplex=False)
         self._serving[index] = heard
         can_serve = self._first_can_serve
-        # A later replacement of the first worker listens only when it can serve, like the others.
+        # A replacement of the first worker listens only when it can serve, like the others.
         first = FirstWorker(index == 0 and not can_serve.is_set(), can_serve)
         worker = self._context.Process(
             target=_worker_main,

@@ -17,7 +17,7 @@ from penstock_common.logs import set_up_logging
 # If CPUs are scarce, the router's event loop has priority: many requests wait for it.
 NICENESS = 5
 # The kernel's oom_score_adj (at most 1000). If memory runs out, the kernel kills this process
-# first, because it is quickly replaced.
+# first: it is quickly replaced.
 _OOM_SCORE = 500
 
 
@@ -25,8 +25,8 @@ _OOM_SCORE = 500
 def stream_to_router(
     fd: str, log_level: str, log_format: str, *, niceness: int = NICENESS
 ) -> Iterator[BufferedRWPair]:
-    """Make this process a child of the router, with the socket `fd`. The scope ends quietly when
-    the router closes the socket.
+    """Make this process a child of the router, with the socket `fd`. The scope ends when the router
+    closes the socket.
     """
     set_up_logging(log_format, log_level)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -52,8 +52,8 @@ def _end_with(fd: int) -> None:
 
 
 def end_after(max_s: float) -> None:
-    """Have the kernel end the process by SIGALRM after `max_s` seconds; 0 cancels the alarm. Only
-    the kernel can end work that never releases the GIL, such as a huge power in a template.
+    """Have the kernel end the process after `max_s` seconds; 0 cancels. Only the kernel can end
+    work that never releases the GIL, such as a huge power in a template.
     """
     signal.setitimer(signal.ITIMER_REAL, max_s)
 

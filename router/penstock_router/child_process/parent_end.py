@@ -15,11 +15,9 @@ from penstock_router.child_process.framing import HEADER, PIECE_BYTES
 
 
 class ChildProcess:
-    """A process that runs one of our modules, and the socket to it."""
-
     def __init__(self, module: str, *arguments: str) -> None:
-        """Start `python -m MODULE FD ARGUMENTS`, in 0.5 ms. The child ends when this process ends,
-        for any reason. Raise `OSError`.
+        """Start `python -m MODULE FD ARGUMENTS`. The child ends whenever this process ends. Raise
+        `OSError`.
         """
         # The child imports from the same paths as this process, not from its working directory.
         environment = {**child_environment(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -81,7 +79,7 @@ class ChildProcess:
         return data
 
     async def kill(self) -> int:
-        """Kill the process; return its exit status, which is negative for a signal."""
+        """Kill the process; return its exit status (negative for a signal)."""
         self._process.kill()
         self._socket.close()
         return await asyncio.to_thread(self._process.wait)

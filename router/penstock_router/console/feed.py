@@ -1,8 +1,7 @@
 """Shows the fleet and the running requests to the console's watchers, as frames.
 
-While there are watchers, one task polls a few times a second, and encodes each frame once for all
-of them. Frames have numbers, names and times of requests, never texts. A watcher is a queue of
-frames.
+While there are watchers, one task polls a few times a second, and encodes each frame once for all.
+Frames have numbers, names and times, never texts of requests. A watcher is a queue of frames.
 """
 
 from __future__ import annotations
@@ -119,7 +118,6 @@ class Console:
                     _put(frames, frame)
 
     def _news(self, now_s: float) -> bytes:
-        """Make the frame of all changes since the last poll."""
         fleet, frame = self._fleet_now(now_s), b""
         if fleet != self._last_fleet or now_s >= self._last_told_s + _TELL_EVERY_S:
             self._last_fleet, self._last_told_s = fleet, now_s
@@ -293,7 +291,7 @@ def _put(frames: Frames, frame: bytes) -> None:
 
 
 def _end(frames: Frames) -> None:
-    """End a queue and drop its frames: its reader is too far behind, or the router stops."""
+    """End a queue and drop its frames."""
     while not frames.empty():
         frames.get_nowait()
     frames.put_nowait(None)

@@ -31,8 +31,6 @@ _TURN_S = 0.0003
 
 
 class Exposition:
-    """Metrics of several collectors, under our names and those of other servers."""
-
     def __init__(
         self,
         metrics: Metrics,
@@ -98,7 +96,7 @@ class _Only(Collector):
 
 
 def _text(family: Metric, start: int) -> bytes:
-    """Write some of a family's samples; help and type precede the first sample."""
+    """Write some of a family's samples. Help and type precede the first."""
     part = Metric(family.name, family.documentation, family.type)
     part.samples = family.samples[start : start + _SAMPLES_A_PIECE]
     text = generate_latest(_Only(part))

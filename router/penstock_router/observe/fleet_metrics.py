@@ -47,8 +47,6 @@ _COUNTERS: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
 
 
 class FleetCollector(Collector):
-    """Reads the fleet's state at each scrape."""
-
     def __init__(self, fleet: Fleet, shards_serving: Callable[[], Mapping[str, int]]) -> None:
         """`shards_serving` returns the number of serving shards of each known model,
         including 0.

@@ -50,7 +50,7 @@ class _Table(msgspec.Struct):
     rows: dict[str, dict[str, UsageRow]] = {}
 
     def row(self, key: str, model: str) -> UsageRow:
-        """Return the row of a key and a model; add it if missing."""
+        """Return the row of a key and a model, also a new one."""
         if key not in self.rows and len(self.rows) >= MAX_KEYS:
             key = OTHER_KEYS
         return self.rows.setdefault(key, {}).setdefault(model, UsageRow())
@@ -85,7 +85,6 @@ class KeyUsage:
         self._removed: dict[str, None] = {}
 
     def on_request_end(self, record: RequestRecord) -> None:
-        """Count a request if its prompt was ready."""
         if (usage := record.usage) is None:
             return
         cached = usage.cached_tokens or 0
@@ -128,7 +127,6 @@ class KeyUsage:
 
 
 def families_of(rows: Iterable[tuple[str, str, UsageRow]]) -> Iterator[Metric]:
-    """Yield counters for these keys and models."""
     tokens = CounterMetricFamily(
         "penstock_router_key_tokens",
         "Tokens of each API key (--metrics-by-key), by kind: prompt (computed), cached_prompt "
@@ -183,7 +181,7 @@ def _write(path: Path, table: _Table) -> None:
 
 
 def _read(path: Path) -> Iterator[_Table]:
-    """Yield the lines of a file; none if the worker has not written yet."""
+    """Yield the lines of a file; none if it does not exist yet."""
     if path.exists():
         for line in path.read_bytes().splitlines():
             yield _TABLES.decode(line)

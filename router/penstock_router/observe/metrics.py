@@ -74,7 +74,6 @@ class TokenMeter:
             self.write_out(now_s)
 
     def write_out(self, now_s: float) -> None:
-        """Add the counts to Prometheus's counters."""
         self._write_at_s = now_s + WRITE_EVERY_S
         if self._num_tokens:
             self._tokens.inc(self._num_tokens)
@@ -258,7 +257,6 @@ class Metrics:
     # ---- events ----
 
     def count_held(self, model: str, change: int) -> None:
-        """Add `change` to the number of requests that wait for a shard of this model."""
         self.requests_held.labels(model).inc(change)
 
     def observe_loop_lag(self, lag_s: float, worst_s: float) -> None:

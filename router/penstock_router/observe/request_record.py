@@ -18,7 +18,7 @@ from penstock_client.types import AttemptRecord
 
 logger = logging.getLogger(__name__)
 
-# The most recorded sequences of a request, which may have thousands.
+# A request may have thousands of sequences; only the first are recorded.
 _NUM_SEQUENCES = 16
 
 
@@ -69,7 +69,7 @@ class RequestRecord:
     choices: int | None = None
     max_tokens: int | None = None
 
-    # The times when the request was admitted, its prompts were ready, and it got its places.
+    # The times when the request was admitted, prepared, and given its places.
     admitted_s: float | None = None
     prepared_s: float | None = None
     placed_s: float | None = None
@@ -118,7 +118,7 @@ class RequestRecord:
         self.model = self.model or model
 
     def record_outcome(self, outcome: str, error: str = "") -> None:
-        """Set how the request ended; only the first call counts."""
+        """Only the first call counts."""
         if not self.outcome:
             self.outcome, self.error = outcome, self.error or error
 
@@ -135,8 +135,6 @@ def outcome_of(status: int) -> str:
 
 
 class Records:
-    """The running requests, and the listeners that get the records of ended requests."""
-
     def __init__(self) -> None:
         self.running: dict[RequestRecord, None] = {}
         # Called with every ended record. They must be quick.

@@ -28,8 +28,6 @@ _NS = 1_000_000_000
 
 
 class RequestTraces:
-    """Decides which requests are traced, and exports the spans of ended ones."""
-
     def __init__(self, sink: SpanSink | None, share: float = 1.0) -> None:
         """Without a sink, shards get the client's trace context unchanged. With a sink, this
         `share` of the requests without a trace begin one.

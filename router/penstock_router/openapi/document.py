@@ -170,7 +170,6 @@ def _refusals(route: Route, types: TypeSchemas) -> JsonObject:
 
 
 def _refusal(found: list[tuple[type[ApiError], ErrorForm]], types: TypeSchemas) -> JsonObject:
-    """Describe the errors of one status, in one or several forms."""
     kinds = list(dict.fromkeys(error for error, _ in found))
     forms = list(dict.fromkeys(form for _, form in found))
     headers = _ANSWER_HEADERS

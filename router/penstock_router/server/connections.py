@@ -5,7 +5,6 @@ arrives.
 aiohttp bounds headers (128 lines of 8 kB) and idle time, but not the time of headers: a client that
 sends one byte at a time could hold a connection for an hour. aiohttp would also keep all trailers
 and further headers that arrive during an answer. Bodies have their own timeouts (`routes/base.py`).
-A connection counts as soon as it is accepted, before its TLS handshake.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from penstock_router.server.write_timeout import WriteTimeout
 
 logger = logging.getLogger(__name__)
 
-# Open files of a process besides its connections: to shards, logs, libraries.
+# For connections to shards, logs, libraries.
 _OTHER_FILES = 512
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
 # Up to this size, a request's bytes are accepted even from a client that holds too much memory, so
-# that the client gets an error. It also bounds the bytes outside the body (trailers, further
+# that the client gets an error. Also the bound of bytes outside the body (trailers, further
 # requests) that arrive during an answer.
 _SHORT_HEAD_BYTES = 16 * 1024
 # The pause after the system refused to accept a connection, for example for lack of files.
@@ -46,19 +45,17 @@ _ACCEPTS_A_TURN = 16
 _HANDSHAKES_A_CLIENT = 16
 # An unread body is discarded for this time, so that the client can read the answer.
 _LINGER_S = 5.0
-# The send buffer of a connection; the kernel doubles it. By default the kernel accepts megabytes at
-# once, then nothing until the client has read a third of them, which takes a slow reader longer
-# than the write timeout.
+# By default the kernel accepts megabytes at once, then nothing until the client has read a third of
+# them, which takes a slow reader longer than the write timeout. The kernel doubles this value.
 _SEND_BUFFER_BYTES = 128 * 1024
 _HTTP: dict[str, Any] = {
     "access_log": None,
-    # Bytes of a body that aiohttp buffers before the handler reads. With few bytes, many long
-    # bodies cause less work in one turn of the event loop, and reading is no slower.
+    # aiohttp buffers this much of a body before the handler reads. Few bytes bound the work in one
+    # turn of the event loop, and reading is no slower.
     "read_bufsize": 32 * 1024,
     # Handlers inflate bodies while they read (`routes/base.py`); aiohttp would inflate every body.
     "auto_decompress": False,
-    # aiohttp would read the rest of a body that the handler did not read; `Connection` closes
-    # instead.
+    # aiohttp would read the rest of an unread body; `Connection` closes instead.
     "lingering_time": 0.0,
 }
 
@@ -67,8 +64,6 @@ ErrorResponse = Callable[[str], web.Response]
 
 
 class Runner(web.AppRunner):
-    """Runs an application with bounds on its connections."""
-
     def __init__(
         self,
         app: web.Application,
@@ -147,8 +142,8 @@ def _head_bytes(request: web.Request) -> int:
 
 
 def _allowed(max_connections: int) -> int:
-    """Return `max_connections`, or fewer if the process may not open enough files: then it could
-    not even accept connections to refuse them.
+    """Return `max_connections`, or fewer if the process cannot open enough files: it could then not
+    even refuse connections.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + _OTHER_FILES
@@ -195,8 +190,8 @@ class ConnectionFactory:
         return Connection(self, self._server)
 
     def accept_tls(self, listener: socket.socket, context: ssl.SSLContext) -> None:
-        """Accept connections until the listener is closed. asyncio's servers report neither a
-        connection before its handshake is over, nor a failed handshake.
+        """Accept connections until the listener is closed. asyncio's servers report no connection
+        before its handshake is over, and no failed handshake.
         """
         if listener.fileno() >= 0:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener, context)
@@ -225,8 +220,8 @@ class ConnectionFactory:
     async def _shake_hands(
         self, connection: Connection, accepted: socket.socket, context: ssl.SSLContext
     ) -> None:
-        """Do a TLS handshake, which takes 1 ms. Each client has a bounded number of handshakes at
-        once, and only one handshake begins in each turn of the event loop.
+        """Do a TLS handshake, which takes 1 ms. Each client has few handshakes at once, and only
+        one begins in each turn of the event loop.
         """
         turns = self._turns.setdefault(connection.client, asyncio.Semaphore(_HANDSHAKES_A_CLIENT))
         try:
@@ -254,8 +249,6 @@ class ConnectionFactory:
 
 
 class Connection(web.RequestHandler):
-    """A counted connection with timeouts for headers and writes."""
-
     __slots__ = (
         *("_begun", "_begun_before", "_body_bytes", "_client", "_door", "_ended", "_end_of_data"),
         *("_head", "_header_timer", "_is_last", "_request", "_unfinished", "write_timeout"),
@@ -264,7 +257,7 @@ class Connection(web.RequestHandler):
     def __init__(self, door: ConnectionFactory, server: web.Server) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **_HTTP)
         self._door = door
-        # None if the connection is not counted (any more).
+        # None if the connection is not counted.
         self._client: str | None = None
         # Bytes that belong to no request that has begun: the next headers, or trailers.
         self._head: Holding | None = None
@@ -278,7 +271,7 @@ class Connection(web.RequestHandler):
         self._body_bytes = 0
         # The number of the request whose headers are incomplete.
         self._unfinished = 0
-        # True if nothing more is read, because a request was answered before its body was read.
+        # True if a request was answered before its body was read: nothing more is read then.
         self._is_last = False
         self._ended = asyncio.Event()
         # None: the connection was refused, or is not made yet.
@@ -296,7 +289,7 @@ class Connection(web.RequestHandler):
 
     @property
     def client(self) -> str:
-        """The connection's client; "" if the connection is not counted any more."""
+        """The connection's client; "" if the connection is not counted."""
         return self._client or ""
 
     def leave(self) -> None:
@@ -312,7 +305,6 @@ class Connection(web.RequestHandler):
         if self._client is None and not self.let_in(transport.get_extra_info("peername")):
             transport.write(_FULL)
             transport.close()
-            # Ignore whatever arrives.
             self.force_close()
             return
         super().connection_made(transport)
@@ -344,8 +336,8 @@ class Connection(web.RequestHandler):
         self.force_close()
 
     def _time_head(self) -> None:
-        """Set the timer, because part of a request's headers has arrived. If all of them have,
-        `request_begins` follows at once.
+        """Set the timer: part of a request's headers has arrived. If all have, `request_begins`
+        follows at once.
         """
         self._unfinished = self._begun + 1
         if self._header_timer is None:
@@ -389,8 +381,8 @@ class Connection(web.RequestHandler):
     async def answer_last(self, request: web.Request, response: web.StreamResponse) -> None:
         """Answer a request whose body was not read, and read no other request.
 
-        A socket that is closed while bytes arrive is reset, and many clients then lose an unread
-        answer. So discard arriving bytes for a while.
+        A socket that is closed while bytes arrive is reset, and many clients then lose the answer.
+        So discard arriving bytes for a while.
         """
         self._is_last = True
         response.force_close()

@@ -13,7 +13,6 @@ DAMAGED = "the body is damaged: it does not decode or ends too early"
 _GZIP = ("gzip", "x-gzip")
 # zlib's codes for a gzip header, a zlib header, or none.
 _WITH_GZIP_HEADER, _WITH_ZLIB_HEADER, _WITHOUT_HEADER = 16 + 15, 15, -15
-# The low bits of a zlib header's first byte.
 _IS_DEFLATE = 8
 
 
@@ -32,7 +31,6 @@ class Inflater:
         self._is_gzip = is_gzip
         # zlib's decompressor. A gzip body has one for each member.
         self._member: Any = None
-        # Bytes that have arrived and are not inflated yet.
         self._packed = b""
         # True if there may be more output, although all input was consumed.
         self._is_full = False

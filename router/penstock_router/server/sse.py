@@ -2,8 +2,7 @@
 
 Headers are sent with the first delta, so that an earlier failure can have its HTTP status. A later
 error is the stream's last event. A delta becomes an event in the call that received it. A task
-waits only if a socket's buffer is full; the next event then carries all deltas that arrived
-meanwhile.
+waits only if a socket's buffer is full; the next event then has all deltas that arrived meanwhile.
 """
 
 from __future__ import annotations
@@ -168,8 +167,8 @@ async def stream(
     run_work: Callable[[Callable[[], bytes]], Awaitable[bytes]] | None = None,
     before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> web.StreamResponse:
-    """Stream a generation's deltas as they arrive. Await `before_end` before the closing frames.
-    `run_work` makes the first and last frames, if they may be long.
+    """Stream a generation's deltas. Await `before_end` before the closing frames. `run_work` makes
+    the first and last frames, if they may be long.
     """
 
     async def show_error(error: ApiError) -> bytes:
@@ -206,8 +205,8 @@ async def stream(
             await asyncio.wait((first,), timeout=config.keep_alive_s)
         if first.done():
             first.result()
-        # Use a separate task: each wake-up resumes the whole chain of awaiting coroutines, which is
-        # about 12 long in a handler.
+        # Use a separate task: each wake-up resumes the whole chain of awaiting coroutines, about 12
+        # in a handler.
         answering = _answer(request, send_all, show_error, request_id, config, framing)
         return await asyncio.create_task(answering)
     finally:
@@ -275,7 +274,6 @@ async def make_frame(shape: Shape, delta: Delta, threads: Threads) -> bytes | No
 
 
 def is_quick(delta: Delta) -> bool:
-    """True if the delta's frame may be made on the event loop."""
     if delta.logprobs is None and delta.prompt_logprobs is None:
         return True
     columns = [one for one in (delta.logprobs, delta.prompt_logprobs) if one is not None]

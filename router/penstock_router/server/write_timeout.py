@@ -2,8 +2,8 @@
 
 A client has the timeout's seconds to spend. It spends them while bytes are unsent. It regains a
 second for each `_BYTES_A_SECOND` that it reads, and time without unsent bytes. When no time is
-left, the connection is cut. So a client that reads nothing has the whole timeout, one that reads
-over 1 kB/s has no limit, and one that reads a byte a minute gains nothing.
+left, the connection is cut. So a client that reads over 1 kB/s has no limit, and one that reads a
+byte a minute gains nothing.
 
 Reading is visible only when the systems at both ends move their buffers, in steps of 100 kB
 (`connections.py` bounds our buffer). With a timeout of a minute, a reader of a long answer is safe
@@ -23,8 +23,6 @@ _LOOKS = 4
 
 
 class WriteTimeout:
-    """Disconnects a client that does not read the sent bytes."""
-
     __slots__ = (
         *("_at_s", "_is_cut", "_left_s", "_loop", "_nothing_left", "_timeout_s", "_timer"),
         *("_transport", "_unsent_bytes"),
@@ -66,7 +64,6 @@ class WriteTimeout:
         self._transport.set_write_buffer_limits(high=1)
 
     def pause(self) -> None:
-        """Note that the transport has unsent bytes."""
         self._note(-1)
         self._nothing_left.clear()
         self._look_later()

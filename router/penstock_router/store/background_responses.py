@@ -1,7 +1,6 @@
 """Generates responses while no client waits for them, and stores their ends.
 
-Cancellations are read from the store, which all workers share, because another worker may get the
-cancel request.
+Cancellations are read from the store, because another worker may get the request to cancel.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from penstock_router.store.response_store import ResponseStore, StoreUnavailable
 logger = logging.getLogger(__name__)
 
 _CANCEL_POLL_S = 0.25
-# The pause before storing is tried again, for example after a full disk. Meanwhile the stored
-# response stays in progress.
+# The pause before storing is tried again, for example after a full disk.
 _STORE_RETRY_S = 1.0
 # Seconds in which a stopping router may store the ends of the responses that it stops.
 _CLOSE_TIMEOUT_S = 2.0
@@ -28,8 +26,6 @@ Keep = Callable[[BaseException | None], Awaitable[None]]
 
 
 class Background:
-    """The responses that one worker generates in the background."""
-
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
         self._making: dict[str, asyncio.Task[None]] = {}
@@ -55,7 +51,7 @@ class Background:
             )
 
     def cancel(self, response_id: str) -> None:
-        """Cancel the response immediately, if this worker generates it."""
+        """Cancel the response, if this worker generates it."""
         making = self._making.get(response_id)
         if making is not None:
             making.cancel()
@@ -68,8 +64,8 @@ class Background:
                 await asyncio.wait((making,))
             finally:
                 making.cancel()
-        # The scope has given back the places, without waiting for the disk. Few ends wait here,
-        # because no response begins while the store fails.
+        # The scope has given back the places, without waiting for the disk. Few ends wait here: no
+        # response begins while the store fails.
         ended = asyncio.CancelledError() if making.cancelled() else making.exception()
         while True:
             try:

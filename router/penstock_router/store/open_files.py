@@ -12,16 +12,13 @@ from pathlib import Path
 
 # The database, its write-ahead log, and the log's index.
 _ENDINGS = ("", "-wal", "-shm")
-# Linux's list of this process's open files.
 _OPEN = Path("/proc/self/fd")
 
 _Identity = tuple[int, int]
 
 
 class FilesDisplaced(OSError):
-    """Files were removed or replaced. The text names them; `advice` tells the operator what
-    to do.
-    """
+    """Files were removed or replaced. The text names them; `advice` tells what to do."""
 
     def __init__(self, text: str, advice: str) -> None:
         super().__init__(text)
@@ -29,8 +26,6 @@ class FilesDisplaced(OSError):
 
 
 class OpenFiles:
-    """The files of one database that this process has open."""
-
     def __init__(self, path: str) -> None:
         """Note the files of the open database at this absolute path. Raise `OSError`."""
         self._identities = {path + ending: _identity(path + ending) for ending in _ENDINGS}

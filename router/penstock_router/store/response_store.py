@@ -2,11 +2,10 @@
 
 SQLite runs in one thread of each worker, so that the event loop never waits for the disk.
 
-The file holds at most `max_bytes` of used pages. A put that exceeds `max_bytes` evicts, in its
+The file holds at most `max_bytes` of used pages. A put that exceeds them evicts, in its
 transaction, responses of the key with the most bytes: finished responses first, the oldest first.
-So a key that stores much evicts its own responses. Finished responses expire after `ttl_s`. Beyond
-`max_bytes`, the disk must have room for one incoming document and SQLite's write-ahead log: some
-MiB, and at most about twice a document.
+Finished responses expire after `ttl_s`. Beyond `max_bytes`, the disk must have room for one
+incoming document and SQLite's write-ahead log: at most about twice a document, and some MiB.
 
 If an open file was removed or replaced, nothing more is written, because it would be lost with the
 process. Reading continues, and each heartbeat checks again.
@@ -40,8 +39,7 @@ MIN_BYTES = 1024 * 1024
 # Statuses of responses that a worker still generates; all others are final.
 UNFINISHED = ("queued", "in_progress")
 FAILED = "failed"
-# The status of a response deleted before its end. The row stays, so that storing the end does not
-# restore the response.
+# A response deleted before its end. The row stays, so that storing the end does not restore it.
 _DELETED = "deleted"
 
 # A document may take at most 1/_SHARE of the store, and must fit into an SQLite row.
@@ -62,8 +60,8 @@ _VERSION = 2
 # A response's size for its key: the documents, and SQLite's overhead of a small row.
 _SIZE = "(512 + length({0}.response) + length({0}.messages))"
 # Ids are blobs, because an id that a client made up may be invalid text. The large columns are
-# last, so that small columns are read without them. Triggers keep the size of each key, because
-# summing at each eviction would read all rows.
+# last, so that small columns are read without them. Triggers keep each key's size, because a sum
+# would read all rows.
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS responses (
@@ -101,8 +99,7 @@ PRAGMA user_version = {_VERSION};
 COMMIT;
 """
 
-# True if :reader may read a response. NULL may read all; any reader may read a response without a
-# key.
+# True if :reader may read a response. NULL may read all, and anyone a response without a key.
 _IS_THEIRS = "id = :id AND (:reader IS NULL OR key_name IN ('', :reader))"
 _IS_THERE = f"{_IS_THEIRS} AND status != '{_DELETED}' AND (running OR stored_s > :expired_s)"
 # A finished response drops its cancel request; an unfinished one keeps it.
@@ -245,7 +242,7 @@ def _connect(path: str) -> sqlite3.Connection:
 
 def _make_private(path: str) -> None:
     """Create the file for this user only. Do not open an existing file: closing it would release
-    the locks that SQLite may hold on it in this process.
+    SQLite's locks on it in this process.
     """
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -281,7 +278,7 @@ def _set_up(connection: sqlite3.Connection, path: str) -> None:
 
 @contextlib.contextmanager
 def _reported(path: str) -> Iterator[None]:
-    """Turn errors of opening a file into `StoreUnusable`, with a text for the operator."""
+    """Turn errors of opening a file into `StoreUnusable`."""
     try:
         yield
     except OSError as error:
@@ -310,7 +307,6 @@ def _writing(connection: sqlite3.Connection) -> Iterator[None]:
 
 
 def _trim(connection: sqlite3.Connection, max_bytes: int, spared: bytes | None = None) -> None:
-    """Evict until at most `max_bytes` are used."""
     while connection.execute(_USED_BYTES).fetchone()[0] > max_bytes:
         if not connection.execute(_EVICT, {"id": spared}).rowcount:
             break
@@ -362,8 +358,8 @@ class ResponseStore:
         self._files: OpenFiles
         self._thread = ThreadPoolExecutor(1, "response store")
         self._queued = 0
-        # Each client has at most one call in the thread's queue, so that its long documents hardly
-        # delay other clients.
+        # Each client has at most one call in the thread's queue, so that it hardly delays other
+        # clients.
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def __aenter__(self) -> ResponseStore:
@@ -374,7 +370,7 @@ class ResponseStore:
         await self.close()
 
     async def open(self) -> None:
-        """Open the file. Raise `StoreUnusable`."""
+        """Raise `StoreUnusable`."""
         try:
             await self._call(self._open)
         except StoreUnusable:
@@ -398,8 +394,8 @@ class ResponseStore:
                 raise
 
     async def close(self) -> None:
-        """Close the file. This worker's unfinished responses count as failed, at the latest when
-        its heartbeat is too old.
+        """Close the file. This worker's unfinished responses then count as failed, at the latest
+        when its heartbeat is too old.
         """
         self._beating.cancel()
         await asyncio.wait([self._beating])
@@ -455,7 +451,7 @@ class ResponseStore:
         hold: Hold = lambda num_bytes: None,
     ) -> StoredResponse | None:
         """Return the response; None if it is unknown, deleted, expired, evicted or belongs to
-        another key than the reader's. The reader None may read all. Raise what `hold` raises.
+        another key than the reader's. None may read all. Raise what `hold` raises.
         """
         key = _key(response_id)
         async with self._turn_of(client):
@@ -542,7 +538,6 @@ class ResponseStore:
             yield
 
     def _given(self, key: bytes, reader: str | None = None) -> dict[str, object]:
-        """Return the values that statements may use."""
         now_s = self._clock()
         return {
             **{"id": key, "reader": reader, "owner": self._owner},
