@@ -38,7 +38,6 @@ def add_url(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shard_tls(parser: argparse.ArgumentParser) -> None:
-    """Add flags for TLS to shards; `shard_tls` reads them."""
     for flag, about in (
         ("--tls-ca-file", "speak TLS to shards, whose certificates come from these authorities"),
         ("--tls-cert-file", "certificate to show to shards that ask for one"),
@@ -114,7 +113,6 @@ def is_router(target: str) -> bool:
 
 
 def shard_or_router(text: str) -> str:
-    """Parse HOST:PORT of a shard, or the address of a router, which has a scheme."""
     return http_url(text) if is_router(text) else shard_address(text)
 
 

@@ -62,7 +62,7 @@ def _greeting(url: str, model: str) -> str:
 
 
 def _names(url: str, key: str | None) -> dict[str, str]:
-    """Return the served names, each with its model, or "" for an adapter. Raise like `_deltas`."""
+    """Return the served names: name -> model, or "" for an adapter. Raise like `_deltas`."""
     with open_url(url + "/v1/models", key, timeout_s=_LIST_TIMEOUT_S) as response:
         try:
             listed = json.loads(response.read())["data"]
@@ -77,7 +77,7 @@ def _names(url: str, key: str | None) -> dict[str, str]:
 
 def _only(names: dict[str, str]) -> str:
     """Return a name of the only model. Raise ValueError if not exactly one model is served."""
-    # Each model's first name: it may have several.
+    # A model may have several names; take the first.
     models: dict[str, str] = {}
     for name, model in names.items():
         if model:
@@ -93,7 +93,6 @@ def _only(names: dict[str, str]) -> str:
 
 
 def _served(name: str, names: dict[str, str]) -> str:
-    """Return the name if it is served; otherwise raise ValueError."""
     if name not in names:
         raise ValueError(f"--model {name}: not served; choose one of: {', '.join(names)}")
     return name
@@ -132,7 +131,7 @@ def _print_answer(deltas: Iterator[tuple[_Kind, str]]) -> str:
 
 
 def _deltas(url: str, key: str | None, body: dict[str, Any]) -> Iterator[tuple[_Kind, str]]:
-    """Yield a streamed answer, piece by piece.
+    """Stream an answer.
 
     Raises:
         OSError: no connection, an error status, or a stream that ends before the answer.

@@ -29,7 +29,7 @@ from penstock_common.tls import Tls
 from penstock_proto.transport import SPEAKS_HTTP
 
 _TIMEOUT_S = 10.0
-# Lines of one block, each a name and a value.
+# (name, value)
 _Rows = list[tuple[str, object]]
 
 
@@ -195,8 +195,8 @@ def _state(load: LoadReport) -> str:
 
 
 def _router_blocks(url: str, key: str | None) -> list[_Rows]:
-    """Return the router's own rows, then the rows of each model. Raise like `open_url`, and
-    ValueError if the answer is not a router's.
+    """Return the router's own rows, then each model's. Raise like `open_url`, and ValueError if the
+    answer is not a router's.
     """
     listed = _body(url + "/v1/models", key)
     try:

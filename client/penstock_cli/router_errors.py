@@ -44,7 +44,6 @@ def no_answer(error: Exception, url: str) -> str:
 
 
 def reason(error: Exception, url: str) -> str:
-    """Explain why a request sent by `open_url` to the router at `url` failed."""
     if isinstance(error, urllib.error.HTTPError):
         with error:
             try:
@@ -72,7 +71,7 @@ def message_of(body: bytes) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Write the error in one line, for any bytes that the other side sent."""
+    """The other side may have sent any bytes."""
     # This error's text is what came instead of a status line: usually HTTP/2 frames.
     if isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError):
         return NOT_HTTP

@@ -2,8 +2,8 @@
 
 A line is `{"version", "keyed", "sequence", "previous", "record", "chain"}`. `chain` is a BLAKE2b
 hash over the line's other bytes, and `previous` is the chain of the line before, so a reader finds
-edited, removed and added lines. Rotation continues both numbers and chain: the files of a log,
-joined with `cat` (oldest first), are one log. Two changes stay unnoticed:
+edited, removed and added lines. The files of a rotated log, joined with `cat` (oldest first), are
+one log. Two changes stay unnoticed:
 
 - Without `key`, anybody who can write the file can compute every hash anew.
 - A log without its last lines is still in order. Compare it with a copy elsewhere.
@@ -77,9 +77,8 @@ class WithheldPrompt:
 class AuditRecord:
     """A request and its outcome.
 
-    The request should be as sent: with a seed, even if the user gave none. `output_token_ids` were
-    generated after the request's own `output_token_ids`. A request that ended with an error has no
-    `finish_reason`.
+    The request should be as sent: with a seed, even if the user gave none. `output_token_ids` came
+    after the request's own `output_token_ids`. After an error there is no `finish_reason`.
     """
 
     request_id: str
@@ -90,7 +89,7 @@ class AuditRecord:
     # The shard's name for the model; the request may have used an alias or none.
     model: str = ""
     weights_hash: str = ""
-    # Numerics of the request's shards, in order; "" for a shard that promises no equal bits.
+    # Numerics of the shards, in order; "" for a shard that promises no equal bits.
     numerics_fingerprints: Sequence[str] = ()
     # True if the request continued under other numerics, so its tokens may not be reproducible.
     approximate: bool = False
@@ -152,9 +151,8 @@ class AuditLog:
     ) -> None:
         """Continue the log at `path`, or begin one, for its owner only (mode 0600).
 
-        `keep` older files of about `max_bytes` each stay; `path.1` is the latest. An existing file
-        that others may read is refused. `on_drop` is called in any thread with the number of
-        records not written.
+        `keep` older files of about `max_bytes` each stay; `path.1` is the latest. `on_drop` is
+        called in any thread with the number of records not written.
 
         Raises:
             OSError: one line; the file cannot be opened, is a link, another user's, open to
@@ -218,7 +216,7 @@ class AuditLog:
         self._tell_of_end()
 
     def _drop(self, sequences: Sequence[int], why: str) -> None:
-        """Count dropped records, and log this at most once a minute."""
+        """Count dropped records; log at most once a minute."""
         if self._on_drop is not None:
             self._on_drop(len(sequences))
         now_s = time.monotonic()
@@ -238,7 +236,7 @@ class AuditLog:
             )
 
     def _tell_of_end(self) -> None:
-        """Log that records after the last line are missing: no missing number will show it."""
+        """Log that the last records are missing: no missing number will show it."""
         with self._changed:
             lost = sum(number > self._written for number in self._missing)
         if lost:
@@ -256,7 +254,7 @@ class AuditLog:
         self._file.close()
 
     def _take(self) -> tuple[int, AuditRecord] | None:
-        """Return the next record; None if the log is closed and the queue is empty."""
+        """Return None if the log is closed and the queue is empty."""
         with self._changed:
             while not self._queue and not self._closed:
                 self._changed.wait()
@@ -327,8 +325,6 @@ def _chain(body: bytes, key: bytes) -> str:
 
 
 class _RotatingFile:
-    """The log's file: opened safely, appended to, and rotated."""
-
     def __init__(self, path: Path, max_bytes: int, keep: int) -> None:
         self.path = path
         self._max_bytes = max_bytes
@@ -336,7 +332,6 @@ class _RotatingFile:
         self._fd: int | None = None
         self._size = 0
         self._open()
-        # Sequence and chain of the last line.
         self.mark = self._find_mark()
 
     def append(self, line: bytes) -> None:
@@ -520,8 +515,6 @@ class _Line:
 
 @dataclass(slots=True)
 class _Follower:
-    """Compares each line with the last good one."""
-
     last: _Line | None = None
     # Unreadable lines after the last good one, already reported.
     damaged: int = 0

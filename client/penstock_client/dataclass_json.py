@@ -17,8 +17,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Ids handled at once: handling a million in C would hold the GIL for tens of milliseconds, and
-# block the event loop.
+# Handling a million ids at once in C would hold the GIL for tens of milliseconds.
 _IDS_AT_ONCE = 4096
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
@@ -38,7 +37,7 @@ def _optional(hint: Any) -> tuple[Any, bool]:
 
 
 def to_plain(hint: Any, value: Any) -> Any:
-    """Convert a value of this type to dicts, lists, numbers and text. Raise `TypeError`."""
+    """Raise `TypeError` if the value is not of this type."""
     hint, optional = _optional(hint)
     if value is None and optional:
         return None

@@ -157,7 +157,7 @@ def _fields(text: str) -> dict[str, Any]:
 
 
 def _new_file(text: str) -> Path:
-    """Check the file's place before the load runs, not after."""
+    """Check the file's place before the load runs."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, not {text!r}")

@@ -19,12 +19,12 @@ import aiohttp
 
 from penstock_cli.router_errors import CUT_OFF, NOT_HTTP, no_answer, one_line, refusal
 
-# Short, common words, so that a prompt of n words is about n tokens for most tokenizers.
+# Short, common words: a prompt of n words is about n tokens for most tokenizers.
 _WORDS = (
     *("the", "of", "and", "to", "in", "is", "on", "by", "it", "or", "be", "at", "as"),
     *("an", "we", "us", "if", "do", "my", "up", "so", "he", "go", "no", "me"),
 )
-# Log-normal lengths, as in shared chats: most are short, a few are very long.
+# Most shared chats are short, a few are very long.
 _SHAREGPT_PROMPT_SIGMA = 1.4
 _SHAREGPT_OUTPUT_SIGMA = 1.0
 _SHAREGPT_MIN, _SHAREGPT_MAX = 4, 1024
@@ -65,7 +65,6 @@ class Lengths:
     spread: bool = False
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
-        """Draw the prompt words and output tokens of the next request."""
         if not self.spread:
             return self.prompt_words, self.output_tokens
         return (
@@ -81,8 +80,8 @@ def _log_normal(rng: random.Random, median: int, sigma: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The requests of one load; at least one of `requests` and `duration_s` ends it. After
-    `duration_s`, no new requests are sent, and running ones are awaited.
+    """The requests of one load. At least one of `requests` and `duration_s` ends it. After
+    `duration_s`, running requests are awaited.
     """
 
     load: Load
@@ -95,7 +94,7 @@ class Plan:
 class Server:
     """The measured server, and the fields of each request besides prompt and length.
 
-    Without `sends_done`, its streams end without the OpenAI API's [DONE].
+    Without `sends_done`, its streams end without [DONE].
     """
 
     url: str
@@ -103,7 +102,6 @@ class Server:
     api_key: str | None = None
     keepalive: bool = True
     sends_done: bool = True
-    # True to send each prompt as a chat.
     chat: bool = False
 
     @property
@@ -187,7 +185,7 @@ class Answer:
 
 
 def _says(choice: dict[str, Any]) -> bool:
-    """True if the choice has a piece of an answer, of a completion or a chat."""
+    """True for text of a completion or a chat."""
     delta = choice.get("delta") or {}
     return bool(choice.get("text")) or any(delta.get(name) for name in _SAID)
 
@@ -316,7 +314,7 @@ async def _stream(
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the data of each server-sent event; events that arrive together cost one wake-up."""
+    """Events that arrive together cost one wake-up."""
     rest = b""
     async for piece in content.iter_any():
         *lines, rest = (rest + piece).split(b"\n")

@@ -24,7 +24,7 @@ _LATENCIES = {
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Limits, in ms, that a good answer meets."""
+    """Limits in ms that a good answer meets."""
 
     ttft_ms: float = math.inf
     tpot_ms: float = math.inf
@@ -79,7 +79,6 @@ def summarize(
 
 
 def _spread_ms(values_s: Sequence[float]) -> dict[str, float | None]:
-    """Return mean and percentiles; None without values."""
     if not values_s:
         return dict.fromkeys(("mean", "p50", "p90", "p99"))
     cuts = statistics.quantiles([*values_s] * (1 + (len(values_s) == 1)), n=100, method="inclusive")

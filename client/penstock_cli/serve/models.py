@@ -1,4 +1,4 @@
-"""Models that `penstock serve` serves, and the names by which clients ask for them."""
+"""Models that `penstock serve` serves, and their names."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _model(word: str) -> Model:
 
 
 def check_models(models: Sequence[Model], shard_flags: Sequence[str]) -> None:
-    """Raise `Unusable` if several models cannot be told apart."""
+    """Raise `Unusable` if models cannot be told apart."""
     if len(models) == 1:
         return
     for flag in (_SOURCE, _NAME):

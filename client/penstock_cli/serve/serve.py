@@ -49,7 +49,7 @@ _MAX_DEATHS = 5
 # Ports tried for shards if none is given, from the usual port on.
 _MOST_PORTS = 1000
 _MAX_PORT = 65535
-# The addresses of shards, and of a router that listens on all addresses.
+# `_HERE` replaces the addresses that mean all addresses.
 _LOOPBACK = "127.0.0.1"
 _HERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -93,11 +93,10 @@ class ServeConfig(ListeningConfig):
 class _Child:
     name: str
     command: list[str]
-    # Names of variables that the child gets from our environment; and additional variables, such as
+    # Names of our environment's variables that the child gets; and additional ones, such as
     # secrets, which process lists would show among arguments.
     variables: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
-    # Time that the child may take to end.
     stop_timeout_s: float = _STOP_TIMEOUT_S
     process: asyncio.subprocess.Process | None = None
     deaths: int = 0
@@ -244,8 +243,8 @@ def _others(address: str, addresses: Sequence[str]) -> list[str]:
 
 
 def _too_few_gpus(num_shards: int, size: int) -> str:
-    """Return an error text if shards need several GPUs each and too few exist; otherwise "". Shards
-    that need one GPU may share it, and a single shard checks its GPUs itself.
+    """Return an error text if shards need several GPUs each and too few exist. Shards that need one
+    GPU may share it, and a single shard checks its GPUs itself.
     """
     if num_shards == 1 or size == 1:
         return ""
@@ -259,13 +258,12 @@ def _too_few_gpus(num_shards: int, size: int) -> str:
 
 
 def _groups(gpus: list[str], size: int) -> list[list[str]]:
-    """Split GPUs into groups of `size`; remaining GPUs are not used."""
+    """Remaining GPUs are not used."""
     count = len(gpus) // size
     return [gpus[index * size : (index + 1) * size] for index in range(count)]
 
 
 def _usual_ports(config: ServeConfig, count: int) -> list[int]:
-    """Return the ports that `count` shards use if all are free."""
     first: int = SHARD_PORT if config.shard_port is None else config.shard_port
     return list(range(first, first + count))
 
@@ -322,7 +320,7 @@ def _python(module: str, *arguments: str) -> list[str]:
 
 
 async def _serve(children: list[_Child], access: Access, models: Sequence[str] = ()) -> int:
-    """Run until a signal, or until a child cannot be kept running; return the exit status."""
+    """Run until a signal, or until a child cannot be kept running. Return the exit status."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in _stop_signals():
@@ -362,8 +360,8 @@ def _stop_signals() -> list[signal.Signals]:
 
 
 async def _keep(child: _Child) -> tuple[int, str]:
-    """Run a child, and restart it when it dies. If a restart is pointless, return this command's
-    exit status and the reason.
+    """Run a child, and restart it when it dies. If a restart is pointless, return the exit status
+    and the reason.
     """
     back_off_s = _FIRST_BACK_OFF_S
     while True:

@@ -36,22 +36,17 @@ class DockerRun:
     # The container's path -> the host's, or the name of a volume.
     mounts: dict[str, str] = field(default_factory=dict)
     gpus: str = ""
-    # Options that concern the container, not its command.
     others: list[str] = field(default_factory=list)
 
     def host_path(self, path: str) -> str:
-        """Return the host's path for a container's path in a mounted folder; other paths
-        unchanged.
-        """
+        """Paths that are not in a mounted folder stay unchanged."""
         for inside, outside in self.mounts.items():
             if path == inside or path.startswith(f"{inside}/"):
                 return outside + path[len(inside) :] if is_path(outside) else path
         return path
 
     def published(self, port: str) -> tuple[str, str]:
-        """Return the host's address and port for a container's port; ("", port) if it is not
-        published.
-        """
+        """Return ("", port) if the port is not published."""
         for address, outside, inside in self.ports:
             if inside == port:
                 return address, outside

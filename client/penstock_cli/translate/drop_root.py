@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# The user of penstock's images, used if root owns the folder.
+# The images' user, used if root owns the folder.
 IMAGE_USER = 10001
 # Folders in HF_HOME that huggingface_hub writes. Nothing else in it is touched.
 _HUB_FOLDERS = ("hub", "modules", "xet")
@@ -20,8 +20,8 @@ def drop_root(folder: Path) -> str:
     """Become the owner of `folder`, and make that user the owner of the hub's folders in it. Do
     nothing if the user is not root.
 
-    Files of users other than root keep their owner. Root's group is dropped too. Return an error
-    text or ""; raise OSError if the user cannot be changed.
+    Other users' files keep their owner. Root's group is dropped too. Return an error text or "";
+    raise OSError if the user cannot be changed.
     """
     if os.geteuid() != 0:
         return ""

@@ -26,16 +26,14 @@ class Part(Enum):
     SHARD = "shards"
     ROUTER = "the router"
     BOTH = "shards and the router"
-    # Number of shards of the model. Several such flags are multiplied.
+    # Several such flags are multiplied.
     COPIES = "how many shards"
-    # Number of devices of each shard. Several such flags are multiplied.
+    # Several such flags are multiplied.
     DEVICES = "how many GPUs of a shard"
     ENVIRONMENT = "the environment"
 
 
 class Loss(Enum):
-    """The consequence if a flag has no counterpart."""
-
     NONE = "nothing to do"
     # The counterpart needs information that the flag does not have.
     BY_HAND = "by hand"
@@ -66,7 +64,7 @@ class Rule:
     convert: Convert = str
     why: str = ""
     loss: Loss = Loss.NONE
-    # Values that change nothing, so that no loss is reported.
+    # Values for which no loss is reported.
     harmless: frozenset[str] = frozenset()
     # True if the flag may be given several times, like ours.
     repeats: bool = False
@@ -81,7 +79,7 @@ Table = dict[str, Rule]
 
 
 def rule_of(variable: str, table: Table) -> Rule | None:
-    """Return the variable's own rule, or the rule of its first family."""
+    """The variable's own rule, or that of its first family."""
     families = (name for name in table if "*" in name and fnmatchcase(variable, name))
     return table.get(variable) or table.get(next(families, ""))
 
@@ -130,7 +128,7 @@ def refused(text: str, why: str, harmless: str = "") -> Table:
     return named(text, Rule(why=why, loss=Loss.REFUSED, harmless=frozenset(harmless.split())))
 
 
-# Variables of the hub's library, of CUDA and of proxies, which penstock reads too.
+# Variables that penstock reads too.
 _SHARED = """
 HF_TOKEN HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE HF_ENDPOINT HF_HUB_DOWNLOAD_TIMEOUT
 HF_HUB_ETAG_TIMEOUT HF_HUB_DISABLE_XET HF_XET_HIGH_PERFORMANCE CUDA_VISIBLE_DEVICES
@@ -158,7 +156,7 @@ def readable_int(text: str) -> str:
 
 
 def readable_bytes(text: str) -> str:
-    """Convert a number of bytes to our flags' form: whole KiB, at least 1."""
+    """Write a number of bytes in our flags' form: whole KiB, at least 1."""
     return as_size(max(1, int(readable_int(text)) >> 10) << 10)
 
 
@@ -206,7 +204,7 @@ def otlp_over_http(text: str) -> str:
 
 
 def at_least(low: int, otherwise: str) -> Convert:
-    """Make a converter of whole numbers that refuses those below `low` with `otherwise`."""
+    """Refuse whole numbers below `low` with the text `otherwise`."""
 
     def convert(text: str) -> str:
         value = readable_int(text)

@@ -117,7 +117,7 @@ def _recognize(words: Sequence[str]) -> tuple[Peer, Sequence[str]]:
 
 
 def pretty(result: Translation) -> str:
-    """Format the command for a shell. Each line has one flag with its values."""
+    """Each line has one flag with its values."""
     variables = [f"{name}={_quoted(value)}" for name, value in result.environment.items()]
     lines = [" ".join([*variables, "penstock", "serve"])]
     for word in result.arguments:

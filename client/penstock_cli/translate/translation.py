@@ -45,7 +45,7 @@ class Peer:
     has_inverses: bool
     # The value of --metrics-names for this server's metrics.
     metrics_names: str
-    # The environment variables and the models' folder of the server's image.
+    # Variables and models' folder of the server's image.
     image_environment: Mapping[str, str]
     image_home: str
 
@@ -80,7 +80,7 @@ TGI = Peer(
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """A remark on a flag or variable that has no counterpart, or none for its value."""
+    """A remark on a flag or variable that has no counterpart."""
 
     subject: str
     loss: Loss
@@ -89,8 +89,6 @@ class Remark:
 
 @dataclass(slots=True)
 class Translation:
-    """The translated command, and the losses."""
-
     model: str = ""
     copies: int = 1
     # GPUs of each shard.
@@ -163,7 +161,7 @@ def translate(
 def _flags(
     peer: Peer, words: Sequence[str], variables: Mapping[str, str], gpus: int, result: Translation
 ) -> dict[str, Given]:
-    """Return the flags in effect, by name: from arguments, variables, and defaults."""
+    """Flags in effect, by name: from arguments, variables, and defaults."""
     flags = {name: Given(name, f"--{name}", (value,)) for name, value in peer.defaults.items()}
     if peer.flags_are_variables:
         flags |= {given.name: given for given in _flags_of(peer, variables)}
@@ -182,7 +180,7 @@ def _goes_without_saying(rule: Rule, name: str) -> bool:
 
 
 def translate_docker(words: Sequence[str], ambient: Mapping[str, str], gpus: int) -> Translation:
-    """Translate the words after `docker` to a command for the host itself."""
+    """Return a command for the host itself."""
     run = parse_docker_run(words, ambient)
     peer = _peer_of_image(run.image)
     flags = run.arguments[2:] if run.arguments[:2] == ["vllm", "serve"] else run.arguments

@@ -183,7 +183,7 @@ def _draft_tokens(text: str) -> str:
 
 
 def _gibibytes(text: str) -> str | None:
-    """Convert GiB to bytes; None for 0."""
+    """Convert GiB to our size; None for 0."""
     return readable_bytes(str(int(float(text) * 2**30))) if float(text) > 0 else None
 
 

@@ -23,8 +23,7 @@ DEFAULT_ALLOWANCE_S = 2.0
 # The same bound in tokens, while the prefill rate is unknown.
 UNMEASURED_TOKENS = 8192
 
-# The reason for a choice, for metrics. "only": no other shard was possible. "imbalance": the
-# preferred shard had too much load.
+# "only": no other shard was possible. "imbalance": the preferred shard had too much load.
 Reason = Literal["only", "least_load", "round_robin", "prefix", "session", "imbalance"]
 
 
@@ -34,7 +33,7 @@ def load_tokens(num_requests: int, prompt_tokens: int) -> int:
 
 
 def work_ahead(classes: Iterable[ClassLoad], priority: int) -> tuple[int, int]:
-    """Measure the work at a shard before a new request of this priority: in tokens, and in prompt
+    """Measure the work at a shard before a new request of this priority: all tokens, and prompt
     tokens alone. Less urgent requests wait for the new one or are preempted, so only running ones
     count, and little.
     """
@@ -51,13 +50,11 @@ def work_ahead(classes: Iterable[ClassLoad], priority: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A shard as a policy sees it."""
-
     address: str
     # New at each start of the engine, when the prefix cache is empty.
     instance_id: str
-    # Work before a new request: the last report, plus requests sent since. Without the latter, all
-    # requests of one moment would choose the same shard.
+    # Work at the last report, plus requests sent since. Without the latter, all requests of one
+    # moment would choose the same shard.
     load_tokens: int
     # These determine the names of the shard's pieces; `pieces` are those that its engine holds.
     block_size: int
@@ -89,7 +86,7 @@ class Decision:
 
 
 class Policy(Protocol):
-    """Chooses, and may remember; one object serves all requests of a fleet."""
+    """One object serves all requests of a fleet, and may remember them."""
 
     name: ClassVar[str]
     # True if shards must report the pieces of prefixes that they hold.
@@ -115,5 +112,5 @@ class Policy(Protocol):
 
 
 def least_loaded(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the candidate with the least load; the first of equal ones."""
+    """Return the first candidate with the least load."""
     return min(candidates, key=lambda candidate: candidate.load_tokens)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from penstock_client.load_balancing.base import Candidate
 
-# Bound of all known prompts, of about 100 bytes each.
+# Bound of all known prompts, about 100 bytes each.
 _MOST_KNOWN = 65_536
 # Bound of prompts that have all named pieces in common. If more sessions share a long system
 # prompt, those with the oldest last turns count as new.
@@ -19,8 +19,8 @@ _MOST_ALIKE = 256
 _END_TOKENS = 32
 
 
-# The most prompts that may continue a known one: a few subagents' prompts and the session's next
-# turn. A prompt with more is the common beginning of several sessions, so it does not identify one.
+# The most prompts that may continue a known one. A prompt with more is the common beginning of
+# several sessions, so it does not identify one.
 _MOST_FOLLOWERS = 4
 
 

@@ -9,8 +9,6 @@ from penstock_client.types import GenerationRequest
 
 
 class LeastLoad(Policy):
-    """Counts the reported load, and the requests sent after the report."""
-
     name = "least-load"
 
     def choose(

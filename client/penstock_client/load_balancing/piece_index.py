@@ -14,7 +14,7 @@ from bisect import bisect_left
 from penstock_proto.prefix_hash import Tier
 
 _MOST_PIECES = 2**20
-# Buckets are split above the first mean number of pieces, and joined below the second.
+# The mean number of pieces above which buckets are split, and below which they are joined.
 _MOST_IN_BUCKET = 64
 _LEAST_IN_BUCKET = 16
 # The tier takes the low bits of a name: 62 bits distinguish a million pieces.
@@ -59,8 +59,8 @@ class PieceIndex:
             self._split()
 
     def _bucket_of(self, entry: int) -> array[int]:
-        """Choose the bucket by the low bits of the name, as if there were twice as many buckets.
-        Drop the top bit if that bucket does not exist yet.
+        """Use the low bits of the name, as if there were twice as many buckets. Drop the top bit if
+        that bucket does not exist yet.
         """
         buckets = self._buckets
         mask = (1 << len(buckets).bit_length()) - 1
@@ -89,5 +89,5 @@ class PieceIndex:
 
 
 def _half_of(number: int) -> int:
-    """Return the bucket's other half: its number without the highest bit."""
+    """Return the number without its highest bit."""
     return number ^ 1 << number.bit_length() - 1

@@ -32,5 +32,5 @@ class PrefillRate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second; 0 before a measurement."""
+        """Return 0 before a measurement."""
         return self._rate

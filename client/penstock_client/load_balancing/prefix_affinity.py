@@ -25,8 +25,8 @@ from penstock_proto.prefix_hash import PIECE_TOKENS, Tier, piece_blocks, piece_n
 MAX_HASHED_TOKENS = 8192
 
 # The weight of a cached token in tokens of load: computing it again would delay all requests of a
-# shard, and the session's next turn goes there too. A smaller weight spreads sessions over shards;
-# a larger one sends too many first turns to the shard that has their system prompt.
+# shard. A smaller weight spreads sessions over shards; a larger one sends too many first turns to
+# the shard that has their system prompt.
 _WORTH_OF_HELD = 2
 # The share of work that cached tokens save; less if blocks must be copied to the device first.
 _WORTH_OF_TIER: dict[int, float] = {Tier.DEVICE: 1.0, Tier.HOST: 0.9, Tier.DISK: 0.7}
@@ -46,8 +46,6 @@ class Held(NamedTuple):
 
 
 class PrefixAffinity(Policy):
-    """Weighs the prompt tokens that a shard holds against its load; sessions stay."""
-
     name = "prefix-affinity"
     uses_pieces = True
 
@@ -150,11 +148,11 @@ class _Names:
 def prompt_pieces(
     request: GenerationRequest, weights_hash: str, adapter_hash: str, block_size: int
 ) -> list[int]:
-    """Return the names of the pieces that a shard could find cached. The last token is never
-    cached.
+    """Return the names of the pieces that a shard could find cached. The last token is always
+    computed.
 
-    Empty if the prompt's log-probabilities are requested, because they must be computed. Empty also
-    for invalid token ids, because sending refuses them.
+    Empty if the prompt's log-probabilities are requested, because they must be computed, and for
+    invalid token ids, which sending refuses.
     """
     if request.prompt_logprobs is not None:
         return []
@@ -167,7 +165,7 @@ def prompt_pieces(
 
 
 def held_by(candidate: Candidate, names: Sequence[int]) -> Held:
-    """Count the part of a prompt with these pieces that a shard holds."""
+    """Count the part of a prompt that a shard holds."""
     size = piece_blocks(candidate.block_size) * candidate.block_size
     tokens, worth = 0, 0.0
     for tier, count in candidate.pieces.runs(names):

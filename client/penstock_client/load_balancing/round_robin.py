@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from penstock_client.load_balancing.base import Candidate, Decision, Policy
 from penstock_client.types import GenerationRequest
 
-# Bound of the remembered addresses. The least recently chosen are forgotten.
+# The least recently chosen addresses are forgotten.
 _MAX_ADDRESSES = 1024
 
 
 class RoundRobin(Policy):
-    """Chooses the candidate whose last turn is longest ago.
-
-    A counter would favor some candidates if requests for several models alternate, because each
-    model has its own candidates.
+    """Chooses the candidate whose last turn is longest ago. A counter would favor some candidates
+    if requests for several models alternate, because each model has its own candidates.
     """
 
     name = "round-robin"

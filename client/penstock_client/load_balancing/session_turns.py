@@ -16,7 +16,7 @@ class _Turn(NamedTuple):
 
 
 class SessionTurns:
-    """The last turns of sessions. The least recently used session is forgotten first."""
+    """The least recently used session is forgotten first."""
 
     def __init__(self) -> None:
         self._last: OrderedDict[str, _Turn] = OrderedDict()

@@ -5,7 +5,7 @@ SQLite runs in one thread of each worker, so that the event loop never waits for
 The file holds at most `max_bytes` of used pages. A put that exceeds them evicts, in its
 transaction, responses of the key with the most bytes: finished responses first, the oldest first.
 Finished responses expire after `ttl_s`. Beyond `max_bytes`, the disk must have room for one
-incoming document and SQLite's write-ahead log: at most about twice a document, and some MiB.
+incoming document and SQLite's write-ahead log: some MiB, at most about twice a document.
 
 If an open file was removed or replaced, nothing more is written, because it would be lost with the
 process. Reading continues, and each heartbeat checks again.
