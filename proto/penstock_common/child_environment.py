@@ -26,11 +26,10 @@ _PREFIXES = (
     *("NCCL_", "GLOO_", "UCX_", "FI_", "IBV_", "RDMAV_", "MLX5_", "NVSHMEM_"),
 )
 
-# More variables for some children; a name that ends with "_" is a prefix.
+# More variables for some children. A name that ends with "_" is a prefix.
 _PROXY_NAMES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "grpc_proxy", "no_grpc_proxy")
 # Proxy addresses may have passwords.
 PROXIES = (*_PROXY_NAMES, *map(str.upper, _PROXY_NAMES))
-# For downloads from a model hub.
 HUB = (*PROXIES, "HF_ENDPOINT", "HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_")
 VLLM = ("VLLM_", "RAY_", "FLASHINFER_", "TVM_")
 # The headers may have a collector's key.
@@ -38,7 +37,6 @@ TRACES = (*PROXIES, "OTEL_")
 
 
 def child_environment(*needed: str) -> dict[str, str]:
-    """Return the variables for a child that needs `needed` beyond the common ones."""
     names = _NAMES.union(needed)
     prefixes = (*_PREFIXES, *(name for name in needed if name.endswith("_")))
     return {
@@ -49,9 +47,7 @@ def child_environment(*needed: str) -> dict[str, str]:
 
 
 def reduce_environment(*needed: str) -> None:
-    """Reduce this process's own environment, because children of `multiprocessing` get all
-    of it.
-    """
+    """Children of `multiprocessing` get all of this process's own environment, so reduce it."""
     kept = child_environment(*needed)
     for name in set(os.environ) - set(kept):
         del os.environ[name]

@@ -1,5 +1,4 @@
-"""Command lines declared by the fields of a frozen dataclass; and parsers of flag values, which
-tools use too.
+"""Command lines declared by the fields of a frozen dataclass; and parsers of flag values.
 
 A field with the default `flag(...)` is a flag of that name, with its type, default, bounds and
 help. `parser_of` makes the parser, `read_flags` reads the fields.
@@ -25,8 +24,8 @@ _METAVARS = {"s": "S", "ms": "MS", "file": "FILE", "port": "PORT", "dir": "DIR"}
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports an error in one line, without the usage, and names a similar flag for an unknown one.
-    Accepts no shortened flags: a new flag could change their meaning.
+    """Reports an error in one line, and names a similar flag for an unknown one. Accepts no
+    shortened flags: a new flag could change their meaning.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -59,14 +58,13 @@ UNKNOWN_FLAGS = "unrecognized arguments: "
 
 
 def did_you_mean(typed: Iterable[str], known: Collection[str]) -> str:
-    """Return the end of an error: the known flag that the first unknown one resembles; "" if none
-    does.
+    """Return an error's end: the known flag that the first unknown one resembles; "" if
+    none does.
     """
     flags = (word.partition("=")[0] for word in typed if word.startswith("--"))
     unknown = next((flag for flag in flags if flag not in known), None)
     if unknown is None:
         return ""
-    # Imported late, because it is slow and seldom needed.
     from difflib import get_close_matches
 
     close = get_close_matches(unknown, known, n=1)
@@ -77,15 +75,12 @@ def did_you_mean(typed: Iterable[str], known: Collection[str]) -> str:
 
 
 class FlagOptions(TypedDict, total=False):
-    """A flag's properties besides its default and help."""
-
-    # Begins a group of flags in --help, up to the next flag with a group.
+    # Begins a group in --help, up to the next flag with a group.
     group: str
     # Replaces the field's name.
     name: str
     alias: str
     metavar: str
-    # Bounds of a number.
     at_least: float
     above: float
     at_most: float
@@ -98,14 +93,12 @@ class FlagOptions(TypedDict, total=False):
     gather: Callable[[list[Any]], Any]
     # The flag takes one or more values; the field is a tuple.
     several: bool
-    # True if the flag has a --no-... form too.
     negatable: bool
     # Hidden when the object is printed.
     secret: bool
 
 
 def flag(default: T, help: str, **how: typing.Unpack[FlagOptions]) -> T:
-    """Declare a field that is a flag."""
     secret = how.get("secret", False)
     return dataclasses.field(default=default, repr=not secret, metadata={"help": help, **how})
 
@@ -123,7 +116,6 @@ def flags_of(config: type[Any]) -> list[dataclasses.Field[Any]]:
 
 
 def parser_of(config: type[Any], prog: str, description: str) -> OneLineParser:
-    """Make a parser of a dataclass's flags, in their order and groups."""
     parser = OneLineParser(prog=prog, description=description)
     types = typing.get_type_hints(config)
     group: argparse._ActionsContainer = parser
@@ -133,7 +125,6 @@ def parser_of(config: type[Any], prog: str, description: str) -> OneLineParser:
             if title not in groups:
                 groups[title] = parser.add_argument_group(title)
             group = groups[title]
-        # The dataclass itself has the defaults.
         group.add_argument(
             *_names(field),
             dest=field.name,
@@ -175,7 +166,7 @@ def _names(field: dataclasses.Field[Any]) -> list[str]:
 
 
 def _help(field: dataclasses.Field[Any]) -> str:
-    """Return the help, with the default if one exists and the text does not mention it."""
+    """Return the help, with the default if the text does not mention it."""
     text: str = field.metadata["help"]
     default: Any = field.default
     if "negatable" in field.metadata:
@@ -307,7 +298,6 @@ def one_of(names: Iterable[str]) -> Callable[[str], str]:
 
 
 def choice(names: Collection[str]) -> dict[str, Any]:
-    """Return the arguments of `add_argument` for a flag whose value is one of `names`."""
     return {"type": one_of(names), "metavar": f"{{{','.join(names)}}}"}
 
 

@@ -13,8 +13,6 @@ _SIZE = struct.Struct("<II")
 
 
 class Hash(Protocol):
-    """The used part of hashlib's objects."""
-
     def update(self, data: bytes | memoryview, /) -> None: ...
 
     def digest(self) -> bytes: ...

@@ -1,7 +1,7 @@
-"""The file of API keys: its content, and how entries are written, added and removed.
+"""The file of API keys.
 
-The file has the SHA-256 of each key. A key has 256 random bits and cannot be guessed, so a slow
-hash or a salt would not protect more.
+It has the SHA-256 of each key. A key has 256 random bits and cannot be guessed, so a slow hash or a
+salt would not protect more.
 
     [[keys]]
     name = "alice"
@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 SCOPES = ("user", "admin")
-# Whole numbers, each a field of the file and of `KeyEntry`.
 LIMITS = ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute")
 MAX_LIMIT = 10**12
 MAX_FILE_BYTES = 4 * 1024 * 1024
@@ -55,7 +54,6 @@ class KeyEntry:
     name: str
     digest: bytes = field(repr=False)
     scopes: tuple[str, ...] = ("user",)
-    # The entry is ignored after this time.
     expires: datetime.datetime | None = None
     max_concurrent_requests: int | None = None
     requests_per_minute: int | None = None
@@ -153,7 +151,7 @@ def _entry(number: int, table: dict[str, Any]) -> KeyEntry:
     given = table.get("hash")
     found = _HASH.fullmatch(given) if isinstance(given, str) else None
     if found is None:
-        # Do not repeat the value: it may be a key, by mistake.
+        # Do not repeat the value, which may be a key by mistake.
         _wrong(where, "hash", "must be sha256: and 64 hexadecimal digits, as `penstock keys` makes")
     return KeyEntry(
         name=name,
@@ -238,8 +236,8 @@ def add_entry(text: str, entry: KeyEntry, *, another: bool = False) -> str:
 
 
 def remove_entries(text: str, name: str, *, older: bool = False) -> str:
-    """Remove a name's entries from the file's text; with `older`, all except the last one. Keep the
-    rest, with its comments.
+    """Remove a name's entries from the text; with `older`, all except the last one. Keep the other
+    comments.
 
     Raise `KeyFileError` if there is none, or if one is written in an unusual way.
     """
@@ -272,9 +270,7 @@ def _without_entry(text: str, number: int) -> str:
 
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[str]:
-    """Yield the file's real path, locked against changes by our other processes. Raise
-    `OSError`.
-    """
+    """Yield the file's real path, locked against our other processes. Raise `OSError`."""
     real = os.path.realpath(path)
     folder = os.open(os.path.dirname(real), os.O_RDONLY | os.O_DIRECTORY)
     try:

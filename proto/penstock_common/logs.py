@@ -1,9 +1,8 @@
 """Log lines: text on a terminal, otherwise JSON.
 
 A thread writes the lines, so that a pipe that nobody reads blocks nothing. Lines that do not fit
-into the queue are dropped and counted. A record's text stays on one line. A record's `extra`
-attributes become JSON fields; if the message adds nothing to them, `IN_WORDS` has the words for the
-text line.
+into the queue are dropped and counted. A record's `extra` attributes become JSON fields; if the
+message adds nothing to them, `IN_WORDS` has the words for the text line.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ from typing import TextIO
 
 FORMATS = ("auto", "text", "json")
 
-# Made once: making it takes as long as encoding a line.
+# Made once, because making it takes as long as encoding a line.
 _ENCODER = json.JSONEncoder(default=str)
 
-# The one `extra` attribute that is not a field: a function that returns the words of the text line,
-# which replace logger and message.
+# The one `extra` attribute that is not a field: a function that returns the text line's words.
 IN_WORDS = "in_words"
 
 _TEXT = "%(asctime)s %(levelname)s %(message)s"
@@ -55,8 +53,7 @@ _COMMON = frozenset(vars(logging.makeLogRecord({}))) | {
 
 def set_up_logging(log_format: str = "auto", level: str = "info", *, shard: str = "") -> None:
     """Log to stderr, including uncaught exceptions, and the stacks of all threads if native code
-    crashes. `auto` is text on a terminal, otherwise JSON. Each line names the `shard`, if given:
-    several may write to one terminal.
+    crashes. `auto` is text on a terminal, otherwise JSON. Each line names the `shard`, if given.
     """
     writer = _Writer(sys.stderr)
     writer.setFormatter(_formatter(log_format, sys.stderr, shard))
@@ -69,7 +66,7 @@ def set_up_logging(log_format: str = "auto", level: str = "info", *, shard: str 
 
 
 def end_log(line: str) -> None:
-    """Write the waiting lines, then `line` as the last one of this process."""
+    """Write the waiting lines, then `line` as this process's last."""
     logging.shutdown()
     print(line, file=sys.stderr, flush=True)
 
@@ -90,7 +87,7 @@ def _written(character: str) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """Formats lines for people. A traceback follows on its own lines."""
+    """A traceback follows on its own lines."""
 
     def __init__(self, shard: str = "") -> None:
         super().__init__(_TEXT, _TEXT_DATE)
@@ -107,8 +104,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a line as a JSON object: time, level, shard, logger, message, all `extra` except
-    `IN_WORDS`, and the exception.
+    """Writes a JSON object: time, level, shard, logger, message, all `extra` except `IN_WORDS`, and
+    the exception.
     """
 
     def __init__(self, shard: str = "") -> None:
@@ -139,8 +136,6 @@ def _timestamp(unix_s: float) -> str:
 
 
 class _Writer(logging.Handler):
-    """Writes lines from its own thread, and drops lines if the queue is full."""
-
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._stream = stream

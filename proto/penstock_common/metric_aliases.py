@@ -19,9 +19,7 @@ _Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """Another server's name for a metric, and our families that are summed under it, if
-    they exist.
-    """
+    """Another server's name for a metric, and our families that are summed under it."""
 
     theirs: str
     ours: tuple[str, ...]
@@ -31,9 +29,7 @@ class Name:
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def labels_of(self, sample: Mapping[str, str]) -> _Labels | None:
-        """Return the other server's labels for our sample; None if its metric leaves the sample
-        out.
-        """
+        """Return the other server's labels for our sample; None to leave the sample out."""
         named = []
         for ours, values in self.values.items():
             if sample.get(ours, "") not in values:
@@ -187,7 +183,6 @@ TGI = (
     Name("tgi_batch_current_size", _either("shard_running", "running")),
 )
 
-# Names by the values of --metrics-names.
 SETS: Mapping[str, tuple[Name, ...]] = {"vllm": VLLM, "tgi": TGI}
 
 
@@ -221,7 +216,7 @@ def _translated(name: Name, families: list[Metric], labels: Mapping[str, str]) -
 
 
 def _family(theirs: str, ours: Metric) -> Metric:
-    """Make an empty family. The format demands that a counter's name ends with _total."""
+    """A counter's name must end with _total."""
     kind, base = ours.type, theirs
     if kind == "counter":
         base = theirs.removesuffix("_total")

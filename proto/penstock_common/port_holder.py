@@ -1,6 +1,6 @@
 """Finds the process that has a port, to explain why listening on it failed.
 
-Linux shows the process in /proc, if this user may inspect it; on other systems it is unknown.
+Linux shows it in /proc, if this user may inspect it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 
 def why_not(error: OSError, port: int) -> str:
-    """Return why listening failed, in the system's words, and the port's holder if known."""
+    """Return the system's reason, and the port's holder if known."""
     reason = error.strerror or str(error)
     holder = holder_of(port) if error.errno == errno.EADDRINUSE else ""
     return f"{reason} by {holder}" if holder else reason
@@ -37,7 +37,7 @@ def holder_of(port: int) -> str:
 
 
 def _sockets(port: int) -> Iterator[str]:
-    """Yield the sockets with this local port, as links in /proc/PID/fd name them."""
+    """Yield the sockets with this local port, named as in /proc/PID/fd."""
     for table in _TABLES:
         with contextlib.suppress(OSError), open(table, encoding="ascii") as lines:
             next(lines, "")

@@ -5,7 +5,7 @@ MAX_ADAPTER_SOURCE_CHARACTERS = 4096
 # A bad word is one that the output must not contain.
 MAX_BAD_WORD_TOKENS = 64
 MAX_CHOICE_OPTIONS = 1024
-# Size of a constraint built from tools and other demands. By default, shards accept less
+# For constraints built from tools and other demands. By default, shards accept less
 # (--max-constraint-bytes).
 MAX_BUILT_CONSTRAINT_BYTES = 2**20
 # A suspect request that generates this many tokens in a new engine did not crash the earlier

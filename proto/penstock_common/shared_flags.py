@@ -31,12 +31,12 @@ USAGE_STATUS = 2
 
 
 def quiet_grpc() -> None:
-    """Call this before gRPC is imported: by default it writes a line for each failed handshake."""
+    """Call this before gRPC is imported, or it writes a line for each failed handshake."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def model_name(model: str | None) -> str:
-    """Return the name by which requests ask for --model: the last part of a path, or the hub id."""
+    """Return the name that requests use for --model: the last part of a path, or the hub id."""
     if not model:
         return TOY
     if not (model.startswith(("/", ".", "~")) or os.path.exists(model)):
@@ -65,7 +65,7 @@ def key(
     )
 
 
-# Variables for the key of a router, and for the key of shards, which may be the same key.
+# For a router's key, and for the shards' key, which may be the same.
 API_KEY = ("PENSTOCK_API_KEY",)
 SHARD_API_KEY = ("PENSTOCK_SHARD_API_KEY", *API_KEY)
 
@@ -117,8 +117,6 @@ OBSERVING = "metrics, logs and traces"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservingConfig:
-    """Flags for logs, metrics and traces of routers and shards."""
-
     metrics_names: tuple[str, ...] = flag(
         (),
         "show metrics under the names of other servers too: vllm, tgi or vllm,tgi",
@@ -137,13 +135,13 @@ class ObservingConfig:
         f"send traces to this OpenTelemetry collector (default: {ENDPOINT_VARIABLE}, or none)",
         metavar="URL",
     )
-    # The destination of spans, if any, from --otlp-endpoint and OpenTelemetry's variables.
+    # From --otlp-endpoint and OpenTelemetry's variables.
     tracing: TracingConfig | None = None
 
 
 def tracing_of(parser: OneLineParser, endpoint: str | None) -> TracingConfig | None:
-    """Return the destination of traces, from --otlp-endpoint and the environment. Exit with an
-    error if it is unusable.
+    """Read --otlp-endpoint and the environment. Exit with an error if the destination is
+    unusable.
     """
     try:
         return read_tracing(endpoint, os.environ)

@@ -1,4 +1,4 @@
-"""Certificates and keys in files: checked, and loaded again when the files change."""
+"""Certificates and keys in files: checked, and reloaded when the files change."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ class TlsFilesUnusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """The authorities that a client trusts for shards, and its own certificate if shards ask for
-    one (mutual TLS). Raise `ValueError` for a certificate without its key, or a key without its
-    certificate.
+    """The authorities that a client trusts, and its own certificate for mutual TLS. Raise
+    `ValueError` for a certificate without its key, or a key without its certificate.
     """
 
     # The authorities of shards' certificates; all files are PEM.
@@ -39,7 +38,6 @@ class Tls:
     key_file: str | None = None
     # The name in shards' certificates; None: the host name or IP address of the connection.
     server_name: str | None = None
-    # Called with the contents of `files`.
     on_load: OnLoad = field(default=_ignore, compare=False)
 
     def __post_init__(self) -> None:
@@ -51,7 +49,7 @@ class Tls:
         return [path for path in (self.ca_file, self.cert_file, self.key_file) if path is not None]
 
     def check(self) -> None:
-        """Raise `TlsFilesUnusable` if a file cannot be used."""
+        """Raise `TlsFilesUnusable`."""
         check_authorities(self.ca_file)
         if self.cert_file is not None and self.key_file is not None:
             load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), self.cert_file, self.key_file)

@@ -38,7 +38,7 @@ class CertificateDates:
 
     @property
     def expires_at(self) -> Mapping[str, float]:
-        """A copy of the Unix times, by flag."""
+        """Unix times, by flag."""
         return dict(self._expires_at)
 
     def note_chain(self, flag: str, path: str, content: bytes) -> None:
@@ -67,7 +67,7 @@ class CertificateDates:
 
 
 def expiry_dates(pem: bytes) -> list[float]:
-    """Return the Unix times at which a file's certificates expire, without unreadable ones."""
+    """Return when a file's certificates expire (Unix times), without unreadable ones."""
     dates = []
     for block in pem.split(_BEGIN)[1:]:
         with contextlib.suppress(ValueError, IndexError, OverflowError):
@@ -92,7 +92,7 @@ def _not_after(der: bytes) -> float:
 
 
 def _element(der: bytes, at: int) -> tuple[int, int, int]:
-    """Return the tag of the DER element at `at`, and the begin and end of its content."""
+    """Return the tag of the DER element at `at`, and its content's begin and end."""
     tag, length, start = der[at], der[at + 1], at + 2
     if length & 0x80:
         num_bytes = length & 0x7F

@@ -25,7 +25,6 @@ HOLDING_BY_NAME = frozenset(
     )
 )
 _HOLDERS = HOLDING | HOLDING_BY_NAME
-# Keywords that do not restrict values.
 ANNOTATIONS = frozenset(
     (
         *("$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary"),
@@ -70,7 +69,7 @@ def restricting(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_subschemas(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Copy the schema, with `change` applied to each schema in its keywords."""
+    """Apply `change` to each schema in the keywords."""
     out = dict(schema)
     for key, value in schema.items():
         if key in HOLDING and isinstance(value, list):
@@ -92,8 +91,8 @@ def subschemas(schema: dict[str, Any]) -> Iterator[Any]:
 
 
 def unknown_keywords(root: Any) -> Iterator[str]:
-    """Yield the undefined keywords of a schema, then of its parts; a keyword may be repeated. A
-    keyword with the value null counts as absent.
+    """Yield the undefined keywords of a schema, then of its parts; some may be repeated. A keyword
+    with the value null counts as absent.
     """
     left = [root]
     while left:

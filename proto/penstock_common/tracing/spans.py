@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-# The longest accepted header: later versions of the format may append to it.
+# Later versions of the format may append to the header.
 _MAX_TRACEPARENT_CHARACTERS = 512
 _SAMPLED = 0x01
 # A trace is sampled by the random half of its id, which is below this number.
@@ -29,7 +29,7 @@ class SpanContext:
 
     @classmethod
     def parse(cls, traceparent: str) -> SpanContext | None:
-        """Parse a traceparent header; None if W3C's specification says to ignore it."""
+        """Return None if W3C's specification says to ignore the header."""
         if len(traceparent) > _MAX_TRACEPARENT_CHARACTERS:
             return None
         match = _TRACEPARENT.fullmatch(traceparent)
@@ -60,7 +60,7 @@ def _random_id(bits: int) -> str:
 def begin(traceparent: str, share: float) -> tuple[SpanContext, str]:
     """Return the context of a new span, and its parent's id; "" for a trace's first span.
 
-    The process that begins a trace decides whether to sample it: `share` of the traces begun here.
+    `share`: the share of traces beginning here that are sampled.
     """
     parent = SpanContext.parse(traceparent)
     if parent is not None:
@@ -84,7 +84,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A finished span: begin and end (Unix time in ns), and attributes."""
+    """A finished span; times are Unix times in ns."""
 
     name: str
     kind: Literal["server", "client", "internal"] = "internal"

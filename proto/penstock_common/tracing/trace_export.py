@@ -1,4 +1,4 @@
-"""Settings of trace export, from --otlp-endpoint and OpenTelemetry's variables; and the sink.
+"""Settings of trace export.
 
 `otlp.py` is loaded only if there is an endpoint.
 """
@@ -71,7 +71,7 @@ def _share(text: str) -> float:
 
 
 def open_sink(config: TracingConfig, service: str) -> SpanSink:
-    """Make a sink of this service's spans; OTEL_SERVICE_NAME may rename the service."""
+    """OTEL_SERVICE_NAME may rename the service."""
     from penstock_common.tracing.otlp import OtlpSink
 
     return OtlpSink(config.url, service)
