@@ -78,7 +78,9 @@ def plain_ids(ids: Sequence[int]) -> list[int]:
 
 
 def from_plain(hint: Any, value: Any, where: str) -> Any:
-    """Restore a value of this type; sequences become tuples. Raise `ValueError` that says where."""
+    """Restore a value of this type; sequences become tuples. Raise `ValueError` that names the
+    place.
+    """
     hint, optional = _optional(hint)
     if value is None and optional:
         return None
@@ -118,7 +120,7 @@ def _dataclass_from(of: type, value: Any, where: str) -> Any:
 
 def require(wanted: type, value: Any, where: str) -> Any:
     """Return the value if it has exactly this type (an int is a float too, True is no int). Raise
-    `ValueError` that says where.
+    `ValueError` that names the place.
     """
     if type(value) is wanted or (wanted is float and type(value) is int):
         return value

@@ -53,7 +53,7 @@ _CACHE = {
     "sequences": "kv_cache_max_concurrency",
     "dtype": "cache_dtype",
 }
-# Our reasons for refusals because of the queue's bounds -> vLLM's.
+# Our reasons for refusals by a full queue -> vLLM's.
 _QUEUE_BOUNDS = {
     **dict.fromkeys(("queue_full", "key_queue_full", "pushed_out"), "max_num_queued_reqs"),
     **dict.fromkeys(("queued_tokens", "key_queued_tokens"), "max_num_queued_tokens"),

@@ -1,4 +1,4 @@
-"""Bounds of requests, which shards check, and also routers, to refuse in their own words."""
+"""Bounds of requests. Shards check them; routers too, to refuse in their own words."""
 
 MAX_ADAPTER_NAME_CHARACTERS = 256
 MAX_ADAPTER_SOURCE_CHARACTERS = 4096

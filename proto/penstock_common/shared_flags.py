@@ -65,7 +65,7 @@ def key(
     )
 
 
-# For a router's key, and for the shards' key, which may be the same.
+# Variables for a router's key and for the shards' key, which may be the same.
 API_KEY = ("PENSTOCK_API_KEY",)
 SHARD_API_KEY = ("PENSTOCK_SHARD_API_KEY", *API_KEY)
 

@@ -107,7 +107,8 @@ def build_app(
         client_max_size=config.max_body_bytes,
     )
     responses = _response_store(config, metrics)
-    # Admitted requests, work that abandoned requests left running, and the router's own work.
+    # Room for admitted requests, for work that abandoned requests left running, and for the
+    # router's own work.
     let_in = config.max_concurrent_requests + config.max_queued_requests
     max_pending = let_in + config.tokenizer_threads + _THREAD_WORK_OF_ITS_OWN
     threads = Threads(executor, max_pending, config.tokenizer_threads)
@@ -322,8 +323,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _refusal_of_head(request: web.Request) -> BadRequest | None:
-    """Return why to refuse a head that aiohttp accepts. A proxy may read its length differently,
-    which allows request smuggling.
+    """Return why to refuse a head that aiohttp accepts. A proxy may read the request's length
+    differently, which allows request smuggling.
     """
     version = request.version
     if version not in (HttpVersion10, HttpVersion11):

@@ -119,7 +119,7 @@ class Server:
 class Answer:
     """A request as its client sees it. Times are `time.perf_counter`'s."""
 
-    # The due time of the request: a late load must not flatter the server.
+    # Times count from the due time: a late load generator must not flatter the server.
     due_s: float
     # Required parts of the answer that have not arrived yet.
     missing: set[str]
@@ -262,7 +262,7 @@ async def _complete(
     except aiohttp.ClientPayloadError:
         answer.fail("cut off", CUT_OFF)
     except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError) as error:
-        # Before ValueError, because a bad certificate's error is both.
+        # Catch this before ValueError, because a certificate error is both.
         answer.fail("connection", _unanswered(error, server))
     except ValueError as error:
         answer.fail("no completion", one_line(error))

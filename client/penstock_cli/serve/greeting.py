@@ -23,7 +23,7 @@ _TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """`needs_key`: callers must send a key. `key`: the key, if known here."""
+    """The router's address. `needs_key`: callers must send a key. `key`: the key, if known here."""
 
     url: str
     needs_key: bool = False

@@ -311,7 +311,7 @@ def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:
 
 
 def _typed(child: _Child) -> Typed:
-    # A command is a Python, -m, a module and the flags.
+    # A command is: Python, -m, module, flags.
     return Typed(child.command[3:], child.variables, child.environment)
 
 
@@ -345,14 +345,14 @@ async def _serve(children: list[_Child], access: Access, models: Sequence[str] =
     if stopped in done:
         return 0
     failures = [task.result() for task in keepers if task in done]
-    # The reasons go below all other log lines.
+    # Print the reasons after all other log lines.
     for _, reason in failures:
         _say(f"ended, as {reason}")
     return max(status for status, _ in failures)
 
 
 def _stop_signals() -> list[signal.Signals]:
-    """Return the signals of Ctrl-C, of a kill and, without nohup, of a closed terminal."""
+    """Return the signals of Ctrl-C, of `kill` and, without nohup, of a closed terminal."""
     signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signals.remove(signal.SIGHUP)

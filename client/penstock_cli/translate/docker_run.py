@@ -74,7 +74,7 @@ def parse_docker_run(words: Sequence[str], ambient: Mapping[str, str]) -> Docker
             continue
         name, equals, value = word.partition("=")
         if not word.startswith("--") and len(word) > 2:
-            # -p8080:80
+            # For example -p8080:80.
             name, equals, value = word[:2], "=", word[2:].removeprefix("=")
         if not equals:
             if not rest:

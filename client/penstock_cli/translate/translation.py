@@ -261,7 +261,7 @@ def _name(peer: Peer, word: str) -> tuple[str, bool, str | None]:
     if not flag.startswith("--"):
         if flag in peer.short:
             return peer.short[flag], False, attached
-        # -O3, -p80
+        # For example -O3 or -p80.
         return peer.short.get(flag[:2], flag), False, flag[2:] or attached
     name = flag[2:].replace("_", "-")
     if name.startswith("no-") and name[3:] in peer.flags:

@@ -13,7 +13,7 @@ from penstock_client.types import ClassLoad, GenerationRequest
 # each step: a few hundred over a typical answer.
 _TOKENS_OF_A_REQUEST = 256
 
-# A new request counts this many running requests that are less urgent as one.
+# For a new request, this many less urgent running requests count as one.
 _LESS_URGENT = 8
 
 MOST_URGENT, LEAST_URGENT = -(2**31), 2**31 - 1
@@ -23,7 +23,8 @@ DEFAULT_ALLOWANCE_S = 2.0
 # The same bound in tokens, while the prefill rate is unknown.
 UNMEASURED_TOKENS = 8192
 
-# "only": no other shard was possible. "imbalance": the preferred shard had too much load.
+# Reasons for metrics. "only": no other shard was possible. "imbalance": the preferred shard had too
+# much load.
 Reason = Literal["only", "least_load", "round_robin", "prefix", "session", "imbalance"]
 
 
@@ -35,7 +36,7 @@ def load_tokens(num_requests: int, prompt_tokens: int) -> int:
 def work_ahead(classes: Iterable[ClassLoad], priority: int) -> tuple[int, int]:
     """Measure the work at a shard before a new request of this priority: all tokens, and prompt
     tokens alone. Less urgent requests wait for the new one or are preempted, so only running ones
-    count, and little.
+    count, with a lower weight.
     """
     tokens = uncached = 0
     for each in classes:
@@ -56,7 +57,8 @@ class Candidate:
     # Work at the last report, plus requests sent since. Without the latter, all requests of one
     # moment would choose the same shard.
     load_tokens: int
-    # These determine the names of the shard's pieces; `pieces` are those that its engine holds.
+    # Piece names depend on the block size and the hashes. `pieces`: the pieces that the engine
+    # holds.
     block_size: int
     weights_hash: str = ""
     adapter_hashes: Mapping[str, str] = field(default_factory=dict)

@@ -14,7 +14,7 @@ _MOST_SENT = 8192
 
 
 class HeldPieces:
-    """Pieces that an engine reported, and pieces that it was sent but has not reported: it still
+    """Pieces that an engine reported, and pieces sent to it but not reported: the engine still
     computes them, or its shard reports nothing.
     """
 

@@ -1,5 +1,5 @@
-"""Remembers prompts, to recognize the next turn of an unnamed session: its prompt begins with the
-last turn's prompt.
+"""Remembers prompts, to recognize the next turn of an unnamed session: that turn's prompt begins
+with the last turn's.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from penstock_client.load_balancing.base import Candidate
 # Bound of all known prompts, about 100 bytes each.
 _MOST_KNOWN = 65_536
 # Bound of prompts that have all named pieces in common. If more sessions share a long system
-# prompt, those with the oldest last turns count as new.
+# prompt, the sessions with the oldest last turns count as new.
 _MOST_ALIKE = 256
-# After their named pieces, prompts are compared by this number of last tokens.
+# Prompts with the same pieces are compared by this number of last tokens.
 _END_TOKENS = 32
 
 
-# The most prompts that may continue a known one. A prompt with more is the common beginning of
-# several sessions, so it does not identify one.
+# The most prompts that may continue a known one. A prompt with more followers is the common
+# beginning of several sessions, so it does not identify one.
 _MOST_FOLLOWERS = 4
 
 

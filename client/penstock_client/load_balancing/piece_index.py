@@ -17,7 +17,7 @@ _MOST_PIECES = 2**20
 # The mean number of pieces above which buckets are split, and below which they are joined.
 _MOST_IN_BUCKET = 64
 _LEAST_IN_BUCKET = 16
-# The tier takes the low bits of a name: 62 bits distinguish a million pieces.
+# The tier replaces the name's 2 low bits; the other 62 bits distinguish a million pieces.
 _TIER = 3
 
 

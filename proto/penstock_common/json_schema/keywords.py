@@ -69,7 +69,7 @@ def restricting(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_subschemas(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """Apply `change` to each schema in the keywords."""
+    """Copy the schema, with `change` applied to each schema in its keywords."""
     out = dict(schema)
     for key, value in schema.items():
         if key in HOLDING and isinstance(value, list):

@@ -85,7 +85,7 @@ class OtlpSink:
 
 
 def _resource(service: str) -> Resource:
-    """`service` is the name if OpenTelemetry's variables give none."""
+    """`service` is used if OpenTelemetry's variables name none."""
     resource = Resource.create({"service.version": VERSION})
     if str(resource.attributes["service.name"]).startswith("unknown_service"):
         resource = resource.merge(Resource({"service.name": service}))

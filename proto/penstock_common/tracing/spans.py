@@ -15,7 +15,7 @@ _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f
 # Later versions of the format may append to the header.
 _MAX_TRACEPARENT_CHARACTERS = 512
 _SAMPLED = 0x01
-# A trace is sampled by the random half of its id, which is below this number.
+# The random half of a trace's id is below this number. It decides whether the trace is sampled.
 _ID_LIMIT = 2**64
 
 
@@ -60,7 +60,7 @@ def _random_id(bits: int) -> str:
 def begin(traceparent: str, share: float) -> tuple[SpanContext, str]:
     """Return the context of a new span, and its parent's id; "" for a trace's first span.
 
-    `share`: the share of traces beginning here that are sampled.
+    `share` of the traces that begin here are sampled.
     """
     parent = SpanContext.parse(traceparent)
     if parent is not None:

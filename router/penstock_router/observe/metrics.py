@@ -30,7 +30,7 @@ _LAG_BUCKETS_S = (
     *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
 )
-# How often this worker writes its counts, which other workers show too.
+# The interval at which this worker writes its counts, which other workers show too.
 WRITE_EVERY_S = 0.5
 
 

@@ -264,7 +264,7 @@ class Connection(web.RequestHandler):
         # The last 4 bytes that arrived.
         self._end_of_data = b""
         self._header_timer: asyncio.TimerHandle | None = None
-        # Requests whose headers are complete, now and when the timer was set.
+        # The number of requests with complete headers, now and when the timer was set.
         self._begun = self._begun_before = 0
         # The last request until it is answered, and the counted bytes of its body.
         self._request: web.Request | None = None
