@@ -53,7 +53,7 @@ _NO_CHAIN = "0" * 64
 _LINE = re.compile(rb'(\{.*),"chain":"([0-9a-f]{64})"\}', re.DOTALL)
 _TAIL_BYTES = 64 * 1024
 
-# Bounds of records that wait for the disk. A token id takes about 36 bytes of memory.
+# A waiting token id takes about 36 bytes of memory.
 _MAX_QUEUED_RECORDS = 4096
 _MAX_QUEUED_TOKENS = 4_000_000
 _SAME_TROUBLE_S = 60.0
@@ -483,8 +483,8 @@ def read_audit(
 ) -> Iterator[AuditRecord]:
     """Yield a file's records in order, without damaged ones.
 
-    `report` gets one line for each fault, with file and line number. Without its key, a keyed log
-    cannot be checked for edits; this is reported once. Raise `OSError`.
+    `report` gets one line for each fault, with file and line number. Edits of a keyed log cannot be
+    found without its key; this is reported once. Raise `OSError`.
     """
     follow = _Follower()
     key_missing = False

@@ -209,7 +209,7 @@ def decode_object(body: bytes | memoryview) -> JsonObject:
 
 
 def decode_json(data: bytes | memoryview | str) -> Any:
-    """Decode like `msgspec.json.decode`, with the same errors, but with the garbage collector off.
+    """Decode like `msgspec.json.decode`, but with the garbage collector off.
 
     The collector would traverse the growing objects repeatedly, which takes seconds for millions of
     lists.

@@ -34,7 +34,7 @@ from penstock_router.thread_pool import Threads
 
 logger = logging.getLogger(__name__)
 
-# Names that clients of other servers send by default.
+# Clients of other servers send these names by default.
 _ANY_MODEL = frozenset({"", "tgi", "dummy"})
 # The alias that requests without a model use.
 _DEFAULT = "default"

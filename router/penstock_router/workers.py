@@ -479,7 +479,7 @@ class _Parent:
 
     def _restart_dead(self, workers: dict[int, SpawnProcess]) -> bool:
         """Restart ended workers. Return false if that cannot help; set `_reason` unless a worker
-        has logged the reason.
+        has logged it.
         """
         from prometheus_client import multiprocess
 

@@ -1,4 +1,4 @@
-"""`penstock serve`: a router and its shards as child processes on this machine.
+"""Runs the child processes of `penstock serve`.
 
 Restarts a child that dies, and ends all children on Ctrl-C. On Linux, children end even if this
 process is killed.
@@ -218,7 +218,7 @@ def _children(
 def _shards(
     ports: Sequence[int], flags: Sequence[str], environments: Iterator[dict[str, str]]
 ) -> Iterator[_Child]:
-    """Yield the shards of one model. They are peers if they copy KV blocks."""
+    """The shards of one model are peers if they copy KV blocks."""
     addresses = [f"{_LOOPBACK}:{port}" for port in ports]
     is_peer = len(addresses) > 1 and _copies_blocks(flags)
     peer_key = {"PENSTOCK_KV_PEER_KEY": secrets.token_hex(32)} if is_peer else {}

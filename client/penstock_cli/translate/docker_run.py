@@ -1,7 +1,4 @@
-"""Reads a `docker run` command line: its image, the container's arguments, and mounted paths.
-
-Understands Docker's options as far as a server's command line needs them.
-"""
+"""Reads a `docker run` command line: its image, the container's arguments, and mounted paths."""
 
 from __future__ import annotations
 

@@ -70,7 +70,6 @@ class Rule:
     repeats: bool = False
     # The separator of several values in one argument; "" if the flag takes one value.
     separator: str = ""
-    # True if several values are joined with commas.
     joins: bool = False
 
 
@@ -194,7 +193,7 @@ quantization = one_of(
 
 
 def otlp_over_http(text: str) -> str:
-    """Convert a collector's endpoint. Other servers send OTLP over gRPC, which has another port."""
+    """Other servers send OTLP over gRPC, which has another port."""
     if text.rstrip("/").endswith(":4317"):
         raise NotTranslatable(
             f"{text}: spans are sent by HTTP; name the collector's port for that (4318)",

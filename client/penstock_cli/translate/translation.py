@@ -1,4 +1,4 @@
-"""Translates another server's flags and variables to arguments of `penstock serve`, by rules."""
+"""Translates another server's flags and variables to arguments of `penstock serve`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class Peer:
     short: Mapping[str, str]
     environment: Table
     defaults: Mapping[str, str]
-    # True if each flag can also be an environment variable.
     flags_are_variables: bool
     # True if --disable-x switches --enable-x off, and the reverse.
     has_inverses: bool
@@ -80,8 +79,6 @@ TGI = Peer(
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """A remark on a flag or variable that has no counterpart."""
-
     subject: str
     loss: Loss
     text: str

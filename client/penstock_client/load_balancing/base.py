@@ -114,5 +114,4 @@ class Policy(Protocol):
 
 
 def least_loaded(candidates: Sequence[Candidate]) -> Candidate:
-    """Return the first candidate with the least load."""
     return min(candidates, key=lambda candidate: candidate.load_tokens)

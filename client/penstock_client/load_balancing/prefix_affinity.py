@@ -131,9 +131,7 @@ class _Names:
         return self._names[key]
 
     def known(self, prompts: KnownPrompts, candidate: Candidate) -> tuple[int, str]:
-        """Find the longest known prompt that this prompt begins with; return its token count and
-        instance.
-        """
+        """See `KnownPrompts.longest_within`."""
         key = self._key(candidate)
         if key not in self._known:
             token_ids = self.request.prompt_token_ids

@@ -13,8 +13,8 @@ _MAX_ADDRESSES = 1024
 
 
 class RoundRobin(Policy):
-    """Chooses the candidate whose last turn is longest ago. A counter would favor some candidates
-    if requests for several models alternate, because each model has its own candidates.
+    """Chooses the candidate whose last turn is longest ago. A counter would favor some candidates,
+    because each model has its own candidates.
     """
 
     name = "round-robin"

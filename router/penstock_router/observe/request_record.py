@@ -1,8 +1,8 @@
 """Records what happens to each request, and passes the record to listeners at its end.
 
-The request log, metrics, spans and the console's time line all use the record, so they agree. A
-record ends when its last holder releases it: an answer made in the background, or for a client that
-may resume, outlives its HTTP request.
+The request log, metrics, spans and the console's time line use the same record, so they agree. A
+record ends when its last holder releases it: an answer in the background, or for a client that may
+resume, outlives its HTTP request.
 """
 
 from __future__ import annotations

@@ -41,7 +41,6 @@ _SHORT_HEAD_BYTES = 16 * 1024
 _ACCEPT_AGAIN_S = 0.1
 # Connections accepted in one turn of the event loop.
 _ACCEPTS_A_TURN = 16
-# Concurrent TLS handshakes of one client.
 _HANDSHAKES_A_CLIENT = 16
 # An unread body is discarded for this time, so that the client can read the answer.
 _LINGER_S = 5.0

@@ -108,7 +108,7 @@ class _Watched(Protocol):
 
 
 def write_timeout_of(transport: asyncio.Transport | None) -> WriteTimeout:
-    """Return the connection's timeout. Raise `ConnectionError` if it is closed."""
+    """Raise `ConnectionError` if the connection is closed."""
     watched = None if transport is None else cast(_Watched, transport.get_protocol())
     if watched is None or watched.write_timeout is None:
         raise ConnectionResetError("the client left")

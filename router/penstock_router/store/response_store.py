@@ -530,9 +530,7 @@ class ResponseStore:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Begin a transaction, after a check that the file will still exist for the next
-        process.
-        """
+        """Begin a transaction, unless the file was removed or replaced."""
         self._files.check()
         with _writing(self._connection):
             yield
