@@ -14,12 +14,11 @@ from penstock_common.flags import OneLineParser, number
 from penstock_common.shared_flags import add_api_key
 from penstock_common.tls import Tls, TlsFilesUnusable
 
-# Default address of a router.
 DEFAULT_URL = "http://127.0.0.1:8000"
 MODEL_HELP = "which model to ask (default: the only one that is served)"
 
 positive_int = number(int, at_least=1)
-# A time to wait: at most a day, because longer times overflow elsewhere.
+# At most a day, because longer times overflow elsewhere.
 seconds = number(float, above=0, at_most=86400)
 
 
@@ -39,7 +38,6 @@ def add_url(parser: argparse.ArgumentParser) -> None:
 
 
 def add_shard_tls(parser: argparse.ArgumentParser) -> None:
-    """Add flags for TLS to shards; `shard_tls` reads them."""
     for flag, about in (
         ("--tls-ca-file", "speak TLS to shards, whose certificates come from these authorities"),
         ("--tls-cert-file", "certificate to show to shards that ask for one"),
@@ -59,7 +57,7 @@ def add_shard_tls(parser: argparse.ArgumentParser) -> None:
 
 
 def shard_tls(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Tls | None:
-    """The TLS settings, if any. Exits with an error if the files cannot be used."""
+    """Return the TLS settings, if any. Exit with an error if the files cannot be used."""
     others = (args.tls_cert_file, args.tls_key_file, args.tls_server_name)
     if args.tls_ca_file is None:
         if any(other is not None for other in others):
@@ -74,7 +72,7 @@ def shard_tls(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Tls 
 
 
 def http_url(text: str) -> str:
-    """Read an HTTP address; drop a slash at its end."""
+    """Parse an HTTP address; drop a slash at its end."""
     try:
         parts = urlsplit(text)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -91,7 +89,7 @@ def http_url(text: str) -> str:
 def open_url(
     url: str, key: str | None, body: bytes | None = None, timeout_s: float | None = None
 ) -> Any:
-    """Send a GET, or a POST with a JSON body; raises as `urllib.request.urlopen` does."""
+    """Send a GET, or a POST with a JSON body. Raise like `urllib.request.urlopen`."""
     headers = {} if body is None else {"Content-Type": "application/json"}
     if key:
         headers["Authorization"] = f"Bearer {key}"
@@ -101,8 +99,8 @@ def open_url(
 def open_directly(
     url: str | urllib.request.Request, timeout_s: float, tls: ssl.SSLContext | None = None
 ) -> Any:
-    """Send a GET, as `urllib.request.urlopen` does, but bypass the environment's proxies, which
-    lead to the internet and not to a port of this machine or pod.
+    """Send a GET like `urllib.request.urlopen`, but bypass the environment's proxies, which do not
+    lead to this machine or pod.
     """
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if tls is not None:
@@ -115,7 +113,6 @@ def is_router(target: str) -> bool:
 
 
 def shard_or_router(text: str) -> str:
-    """Read HOST:PORT of a shard, or the address of a router, which has a scheme."""
     return http_url(text) if is_router(text) else shard_address(text)
 
 

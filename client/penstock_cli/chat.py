@@ -17,7 +17,7 @@ from penstock_common.flags import number
 from penstock_common.logs import escape
 
 _LIST_TIMEOUT_S = 10.0
-# Characters allowed in answers but not in log lines: new lines, tabs, joiners of scripts and emoji.
+# Control characters that answers may have: new lines, tabs, joiners of scripts and emoji.
 _SHOWN_AS_THEY_ARE = "\n\t\u200c\u200d"
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 # Kinds of pieces; a call begins with its function's name.
@@ -62,7 +62,7 @@ def _greeting(url: str, model: str) -> str:
 
 
 def _names(url: str, key: str | None) -> dict[str, str]:
-    """The served names: name -> its model, or "" for an adapter. Raises as `_deltas`."""
+    """Return the served names: name -> model, or "" for an adapter. Raise like `_deltas`."""
     with open_url(url + "/v1/models", key, timeout_s=_LIST_TIMEOUT_S) as response:
         try:
             listed = json.loads(response.read())["data"]
@@ -76,8 +76,8 @@ def _names(url: str, key: str | None) -> dict[str, str]:
 
 
 def _only(names: dict[str, str]) -> str:
-    """A name of the only model. Raises ValueError if not exactly one model is served."""
-    # Each model's first name: it may have several.
+    """Return a name of the only model. Raise ValueError if not exactly one model is served."""
+    # A model may have several names; take the first.
     models: dict[str, str] = {}
     for name, model in names.items():
         if model:
@@ -93,7 +93,6 @@ def _only(names: dict[str, str]) -> str:
 
 
 def _served(name: str, names: dict[str, str]) -> str:
-    """Return the name if it is served; otherwise raise ValueError."""
     if name not in names:
         raise ValueError(f"--model {name}: not served; choose one of: {', '.join(names)}")
     return name
@@ -132,7 +131,7 @@ def _print_answer(deltas: Iterator[tuple[_Kind, str]]) -> str:
 
 
 def _deltas(url: str, key: str | None, body: dict[str, Any]) -> Iterator[tuple[_Kind, str]]:
-    """Yield a streamed answer, piece by piece.
+    """Stream an answer.
 
     Raises:
         OSError: no connection, an error status, or a stream that ends before the answer.
@@ -154,7 +153,7 @@ def _events(lines: Iterable[bytes]) -> Iterator[bytes]:
                 yield line.removeprefix(b"data: ").strip()
     except (ConnectionError, http.client.HTTPException) as error:
         raise ConnectionError(CUT_OFF) from error
-    # A connection that is lost between two chunks looks like the end of the body.
+    # A connection lost between two chunks looks like the end of the body.
     raise ConnectionError(CUT_OFF)
 
 

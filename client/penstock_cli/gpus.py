@@ -11,11 +11,11 @@ _TIMEOUT_S = 10.0
 
 
 def visible_gpus() -> list[str]:
-    """Names for CUDA_VISIBLE_DEVICES, one for each GPU; empty without GPUs."""
+    """Return names for CUDA_VISIBLE_DEVICES, one for each GPU; empty without GPUs."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1")]
-    # UUIDs, because CUDA and the driver number GPUs in different orders.
+    # UUIDs, because CUDA and the driver number GPUs differently.
     command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
     try:
         found = subprocess.run(

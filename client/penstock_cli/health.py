@@ -20,11 +20,11 @@ from penstock_cli.router_errors import ASK_AS_ROUTER, message_of, no_answer
 from penstock_common.logs import escape
 from penstock_common.tls import Tls
 
-# grpc.health.v1.Health/Check, encoded by hand to save the router's image a dependency. An empty
-# request asks for the whole server; SERVING is field 1 with value 1.
+# The messages are encoded by hand, to save the router's image a dependency. An empty request asks
+# for the whole server; SERVING is field 1 with value 1.
 _CHECK = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"
-# A request for the service `live` (name in field 1), which is SERVING while the server answers.
+# Asks for the service `live`, which is SERVING while the server answers.
 _LIVE = b"\x0a\x04live"
 
 # Bytes read of an error's body, because any server may answer.
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _router_problem(url: str, timeout_s: float) -> str:
-    """The problem; "" if healthy."""
+    """Return the problem; "" if healthy."""
     try:
         with open_directly(url, timeout_s):
             return ""
@@ -80,7 +80,7 @@ def _router_problem(url: str, timeout_s: float) -> str:
 def shard_problem(
     address: str, timeout_s: float, tls: Tls | None = None, *, live: bool = False
 ) -> str:
-    """The problem; "" if healthy."""
+    """Return the problem; "" if healthy."""
     import grpc
 
     from penstock_proto.transport import SPEAKS_HTTP, Connector, explain

@@ -29,7 +29,7 @@ from penstock_common.tls import Tls
 from penstock_proto.transport import SPEAKS_HTTP
 
 _TIMEOUT_S = 10.0
-# Lines of one block, each a name and a value.
+# (name, value)
 _Rows = list[tuple[str, object]]
 
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser(SHARD_API_KEY)
     args = parser.parse_args(arguments)
     if is_router(args.target):
-        # The key for shards is not for a router.
+        # Do not send the shards' key to a router.
         return _show_router(args.target, _parser(API_KEY).parse_args(arguments).api_key)
     return _show_shard(args.target, args.api_key, shard_tls(parser, args))
 
@@ -195,8 +195,8 @@ def _state(load: LoadReport) -> str:
 
 
 def _router_blocks(url: str, key: str | None) -> list[_Rows]:
-    """The router's own rows, then the rows of each model. Raises as `open_url`, and ValueError if
-    the answer is not a router's.
+    """Return the router's own rows, then each model's. Raise like `open_url`, and ValueError if the
+    answer is not a router's.
     """
     listed = _body(url + "/v1/models", key)
     try:
@@ -228,7 +228,7 @@ def _router_state(url: str, key: str | None) -> str:
 
 
 def _model_rows(cards: Sequence[dict[str, Any]]) -> _Rows:
-    """A model's rows, from the cards of its names (first) and of its adapters."""
+    """Return a model's rows, from the cards of its names (first) and of its adapters."""
     card = cards[0]
     names = [each["id"] for each in cards if each["parent"] is None]
     adapters = [each["id"] for each in cards if each["parent"] is not None]

@@ -21,7 +21,7 @@ from penstock_common.key_file_format import KeyEntry, KeyFileError
 
 PREFIX = "psk-"
 _KEY_BYTES = 32
-# A shorter key could be found by brute force from its hash in the file.
+# A shorter key could be found from its hash by brute force.
 _MIN_CHARS = 20
 _VARIABLE = "PENSTOCK_API_KEYS_FILE"
 _UNITS = {"d": "days", "h": "hours", "m": "minutes"}

@@ -1,7 +1,7 @@
 """The `penstock` command: starts processes, or runs a small tool of this package.
 
-Imports neither router nor shard but starts them as `python -m ...`, so that each process loads only
-the modules that it needs. A subcommand's module is imported at its use.
+Router and shard are not imported but started as `python -m ...`, and a subcommand's module is
+imported at its use, so that each process loads only the modules that it needs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _TOOLS = {
 
 
 def main() -> None:
-    # Child processes import nothing from their working directory.
+    # Child processes must import nothing from their working directory.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
         status = run(sys.argv[1:])
@@ -61,7 +61,6 @@ def main() -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one command; return the exit status."""
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_USAGE, end="")
         return 0 if argv else 2

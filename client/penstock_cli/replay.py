@@ -1,8 +1,8 @@
 """`penstock replay`: repeats the requests of an audit log, and compares the tokens.
 
 Each record goes to a shard with the record's weights and stops at the first different token.
-Log-probabilities, deadlines and priorities are left out, because no token depends on them. A record
-that ended early (an abort, an error) is compared up to its end.
+Log-probabilities, deadlines and priorities are left out: no token depends on them. A record that
+ended early (an abort, an error) is compared up to its end.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ async def _show_progress(tally: Tally) -> None:
 
 
 async def _compare_all(records: Iterator[AuditRecord], fleet: Fleet, tally: Tally) -> None:
-    """Compare records until none are left. Several tasks share the iterator."""
+    """Several tasks share the iterator."""
     for record in records:
         try:
             await _compare(record, fleet, tally)
@@ -221,9 +221,8 @@ def check_recorded_whole(record: AuditRecord) -> None:
 
 
 def choose_shard(record: AuditRecord, shards: Sequence[ShardState]) -> tuple[ShardState, ShardInfo]:
-    """The least busy ready shard with the record's weights, and with its numerics if possible.
-
-    Raises `NotComparable` if no shard has the weights.
+    """Choose the least busy ready shard with the record's weights, and with its numerics if
+    possible. Raise `NotComparable` if no shard has the weights.
     """
     fitting = [
         (shard, shard.info)
@@ -240,7 +239,7 @@ def choose_shard(record: AuditRecord, shards: Sequence[ShardState]) -> tuple[Sha
 
 
 def numerics_remark(record: AuditRecord, info: ShardInfo) -> str:
-    """A remark that tokens may differ without a defect; "" if they may not."""
+    """Return "" if tokens should be equal."""
     recorded = ", ".join(name or "none" for name in record.numerics_fingerprints) or "none"
     here = info.numerics_fingerprint
     if recorded == here:
@@ -249,7 +248,6 @@ def numerics_remark(record: AuditRecord, info: ShardInfo) -> str:
 
 
 def replay_request(record: AuditRecord, shard: str) -> GenerationRequest:
-    """The request that asks this shard for the recorded tokens."""
     request = record.request
     recorded_tokens = len(request.output_token_ids) + len(record.output_token_ids)
     max_tokens = request.max_tokens
@@ -298,7 +296,7 @@ async def _first_difference(record: AuditRecord, request: GenerationRequest, fle
 def compare_ids(
     recorded: Sequence[int], regenerated: Sequence[int], position: int, record: AuditRecord
 ) -> str:
-    """The first difference between recorded and regenerated ids from `position` on, or ""."""
+    """Return the first difference from `position` on, or ""."""
     for index, token_id in enumerate(regenerated, position):
         if index >= len(recorded):
             if _ended_early(record):
@@ -310,7 +308,7 @@ def compare_ids(
 
 
 def compare_ends(record: AuditRecord, position: int, finish_reason: FinishReason | None) -> str:
-    """The difference between the ends of two outputs that are equal up to `position`, or ""."""
+    """Return the difference between the ends of outputs that are equal up to `position`, or ""."""
     recorded = record.output_token_ids
     if position < len(recorded):
         return f"position {position}: recorded {recorded[position]}, regenerated the end"

@@ -24,7 +24,6 @@ _MAX_CHARACTERS = 400
 
 
 def no_answer(error: Exception, url: str) -> str:
-    """Explain why an HTTP address gave no answer."""
     # urllib wraps the cause in an error whose text shows the wrapping.
     if isinstance(error, urllib.error.URLError) and isinstance(error.reason, OSError):
         error = error.reason
@@ -45,7 +44,6 @@ def no_answer(error: Exception, url: str) -> str:
 
 
 def reason(error: Exception, url: str) -> str:
-    """Explain why a request sent by `open_url` to the router at `url` failed."""
     if isinstance(error, urllib.error.HTTPError):
         with error:
             try:
@@ -58,13 +56,13 @@ def reason(error: Exception, url: str) -> str:
 
 
 def refusal(status: int, body: bytes) -> str:
-    """The text of an answer with an error status, from a router or a similar server."""
+    """Return the text of an answer with an error status, from a router or a similar server."""
     line = message_of(body) or f"the server answers {status}"
     return line + NEEDS_KEY if status == 401 else line
 
 
 def message_of(body: bytes) -> str:
-    """The message of an error's JSON, in one line; "" if there is none."""
+    """Return the message of an error's JSON, in one line; "" if there is none."""
     try:
         message = json.loads(body)["error"]["message"]
     except (KeyError, TypeError, ValueError):
@@ -73,8 +71,8 @@ def message_of(body: bytes) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """The error in one line, for any bytes that the other side sent."""
-    # This error's text is the line in place of a status line: usually HTTP/2 frames.
+    """The other side may have sent any bytes."""
+    # This error's text is what came instead of a status line: usually HTTP/2 frames.
     if isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError):
         return NOT_HTTP
     text = "".join(char if char.isprintable() else " " for char in str(error))

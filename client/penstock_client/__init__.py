@@ -8,8 +8,8 @@
 
 `ShardClient` calls one shard from asyncio, and `SyncShardClient` does so synchronously.
 
-All names except errors are imported at first use: the `penstock` command imports this package too,
-and its --help should not wait for gRPC.
+All names except errors are imported at first use, so that the --help of the `penstock` command does
+not wait for gRPC.
 """
 
 from importlib import import_module

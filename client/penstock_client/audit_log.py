@@ -1,21 +1,20 @@
-"""The audit log: requests, their outputs and their shards, one JSON line per request.
+"""The audit log: requests, outputs and shards, one JSON line per request.
 
 A line is `{"version", "keyed", "sequence", "previous", "record", "chain"}`. `chain` is a BLAKE2b
 hash over the line's other bytes, and `previous` is the chain of the line before, so a reader finds
-edited, removed and added lines. Rotation continues sequence and chain: the files of a log joined
-with `cat`, oldest first, are one log. Two changes can stay unnoticed:
+edited, removed and added lines. The files of a rotated log, joined with `cat` (oldest first), are
+one log. Two changes stay unnoticed:
 
 - Without `key`, anybody who can write the file can compute every hash anew.
-- Without its last lines, a log is still in order. Compare it with a copy elsewhere.
+- A log without its last lines is still in order. Compare it with a copy elsewhere.
 
 Records that could not be written (a full disk, a full queue) have sequence numbers too: a missing
-number in an intact chain is a record that the writer dropped. If the process writes no record after
-dropped ones, its last log line counts them, as the next process uses their numbers again.
+number in an intact chain is a dropped record. If the process writes no record after dropped ones,
+its last log message counts them, because the next process uses their numbers again.
 
-Prompts are written only on request; otherwise only a prompt's length and its hash under the key.
-Anybody could find a short prompt from a plain hash by trying, even if the log had a salt. Without a
-key, the process draws one that nobody else knows, and the hashes only show which prompts of one run
-are equal.
+Prompts are written only on request; otherwise only their length and a keyed hash. With a plain or
+salted hash, anybody could find a short prompt by trying. Without a key, the process draws a random
+one, and the hashes only show which prompts of one run are equal.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _NO_CHAIN = "0" * 64
 _LINE = re.compile(rb'(\{.*),"chain":"([0-9a-f]{64})"\}', re.DOTALL)
 _TAIL_BYTES = 64 * 1024
 
-# Bounds of records that wait for the disk. A token id takes some 36 bytes of memory.
+# A waiting token id takes about 36 bytes of memory.
 _MAX_QUEUED_RECORDS = 4096
 _MAX_QUEUED_TOKENS = 4_000_000
 _SAME_TROUBLE_S = 60.0
@@ -68,7 +67,7 @@ def _now() -> str:
 
 @dataclass(frozen=True, slots=True)
 class WithheldPrompt:
-    """A record's substitute for a prompt; `hash` is from `prompt_hash`."""
+    """Replaces a prompt in a record; `hash` is from `prompt_hash`."""
 
     tokens: int
     hash: str
@@ -78,9 +77,8 @@ class WithheldPrompt:
 class AuditRecord:
     """A request and its outcome.
 
-    The request should be as it was sent: with a seed, even if the user gave none.
-    `output_token_ids` were generated after the request's own `output_token_ids`. A request that
-    ended with an error has no `finish_reason`.
+    The request should be as sent: with a seed, even if the user gave none. `output_token_ids` came
+    after the request's own `output_token_ids`. After an error there is no `finish_reason`.
     """
 
     request_id: str
@@ -88,12 +86,12 @@ class AuditRecord:
     output_token_ids: Sequence[int] = ()
     finish_reason: FinishReason | None = None
     error: str = ""
-    # The shard's name of the model; the request may have used an alias or none.
+    # The shard's name for the model; the request may have used an alias or none.
     model: str = ""
     weights_hash: str = ""
-    # Numerics of the request's shards, in order; "" for a shard that promises no equal bits.
+    # Numerics of the shards, in order; "" for a shard that promises no equal bits.
     numerics_fingerprints: Sequence[str] = ()
-    # True if the request continued under other numerics: it may give other tokens next time.
+    # True if the request continued under other numerics, so its tokens may not be reproducible.
     approximate: bool = False
     attempts: int = 1
     # ISO 8601, UTC.
@@ -103,15 +101,16 @@ class AuditRecord:
 
 
 def prompt_hash(prompt_token_ids: Sequence[int], key: bytes) -> str:
-    """The hash that a log with this key writes for a prompt: over the ids as compact JSON."""
+    """Return the hash that a log with this key writes for a prompt: over the ids as compact
+    JSON.
+    """
     text = compact_json(plain_ids(prompt_token_ids))
     return _hash(text.encode(), key, b"penstock prompt")
 
 
 def read_key(path: str | os.PathLike[str]) -> bytes:
-    """The key in a file, without surrounding whitespace.
-
-    Raises `OSError`, or `ValueError` if it is too short or too long.
+    """Return the key in a file, without surrounding whitespace. Raise `OSError`, or `ValueError` if
+    the key is too short or too long.
     """
     key = Path(path).read_bytes().strip()
     _check_key(key)
@@ -133,11 +132,11 @@ def _hash(data: bytes, key: bytes, purpose: bytes) -> str:
 
 
 class AuditLog:
-    """Appends records to a file from its own thread. A file has one writing log at a time.
+    """Appends records to a file from its own thread. Only one log may write to a file at a time.
 
-    Records are written to the system at once, and synced to the disk only at `close`. A process
-    that dies loses queued records; a machine that dies loses the last seconds. Do not move the file
-    while the log is open; the log rotates it.
+    Records are written to the system at once, but synced to the disk only at `close`. A process
+    that dies loses queued records; a machine that dies loses the last seconds. Do not move the open
+    file: the log rotates it.
     """
 
     def __init__(
@@ -152,9 +151,8 @@ class AuditLog:
     ) -> None:
         """Continue the log at `path`, or begin one, for its owner only (mode 0600).
 
-        `keep` older files of about `max_bytes` each stay; `path.1` is the latest. An existing file
-        that others may read is refused, as they may know its content. `on_drop` is called in any
-        thread with the number of records not written.
+        `keep` older files of about `max_bytes` each stay; `path.1` is the latest. `on_drop` is
+        called in any thread with the number of records not written.
 
         Raises:
             OSError: one line; the file cannot be opened, is a link, another user's, open to
@@ -177,7 +175,7 @@ class AuditLog:
         self._queued_tokens = 0
         self._dropped_total = 0
         self._told_at_s = -math.inf
-        # Numbers of records dropped after the last reported gap, and the time of the last drop.
+        # Numbers of records dropped since the last reported gap, and the time of the last drop.
         self._missing: list[int] = []
         self._dropped_at_s = -math.inf
         self._closed = False
@@ -189,9 +187,7 @@ class AuditLog:
         return self._dropped_total
 
     def record(self, record: AuditRecord) -> None:
-        """Queue the record for writing. Neither waits nor raises: if it cannot be written, it is
-        dropped.
-        """
+        """Queue the record. Neither wait nor raise: a record that cannot be written is dropped."""
         tokens = _tokens(record)
         with self._changed:
             sequence = self._sequence = self._sequence + 1
@@ -207,7 +203,7 @@ class AuditLog:
             self._drop([sequence], "its disk is too slow" if full else "it was closed")
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Write queued records and close the file. Blocks until then, or until the timeout."""
+        """Write queued records and close the file. Block until then, or until the timeout."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -220,7 +216,7 @@ class AuditLog:
         self._tell_of_end()
 
     def _drop(self, sequences: Sequence[int], why: str) -> None:
-        """Count dropped records, and log that at most once a minute."""
+        """Count dropped records; log at most once a minute."""
         if self._on_drop is not None:
             self._on_drop(len(sequences))
         now_s = time.monotonic()
@@ -240,7 +236,7 @@ class AuditLog:
             )
 
     def _tell_of_end(self) -> None:
-        """Log that records after the last line are missing: no missing number will show that."""
+        """Log that the last records are missing: no missing number will show it."""
         with self._changed:
             lost = sum(number > self._written for number in self._missing)
         if lost:
@@ -258,7 +254,7 @@ class AuditLog:
         self._file.close()
 
     def _take(self) -> tuple[int, AuditRecord] | None:
-        """The next record; None once the log is closed and the queue empty."""
+        """Return None if the log is closed and the queue is empty."""
         with self._changed:
             while not self._queue and not self._closed:
                 self._changed.wait()
@@ -321,7 +317,7 @@ def _tokens(record: AuditRecord) -> int:
     try:
         return sum(map(len, ids))
     except TypeError:
-        return 0  # no sequences: it will be found that they cannot be written
+        return 0  # not sequences: writing the record will fail later
 
 
 def _chain(body: bytes, key: bytes) -> str:
@@ -329,8 +325,6 @@ def _chain(body: bytes, key: bytes) -> str:
 
 
 class _RotatingFile:
-    """The log's bytes: opened safely, appended to, and moved aside when there are many."""
-
     def __init__(self, path: Path, max_bytes: int, keep: int) -> None:
         self.path = path
         self._max_bytes = max_bytes
@@ -338,11 +332,10 @@ class _RotatingFile:
         self._fd: int | None = None
         self._size = 0
         self._open()
-        # Sequence and chain of the last line.
         self.mark = self._find_mark()
 
     def append(self, line: bytes) -> None:
-        """Write a whole line, or nothing. Raises `OSError`; a later call may succeed."""
+        """Write a whole line, or nothing. Raise `OSError`; a later call may succeed."""
         fd = self._open()
         if self._size and self._size + len(line) > self._max_bytes:
             fd = self._rotate()
@@ -351,7 +344,7 @@ class _RotatingFile:
             while left:
                 left = left[os.write(fd, left) :]
         except OSError:
-            # A full disk may have a part of the line. If it stays, it is a damaged line.
+            # A full disk may have taken part of the line. If it stays, it is a damaged line.
             with contextlib.suppress(OSError):
                 os.ftruncate(fd, self._size)
             self._shut()
@@ -370,7 +363,7 @@ class _RotatingFile:
             self._fd = None
 
     def _check_place(self, fd: int) -> None:
-        """Raise `OSError`, with what to do, if the file at the path is no longer the open one."""
+        """Raise `OSError`, with advice, if the file at the path is no longer the open one."""
         opened = os.fstat(fd)
         try:
             found = os.stat(self.path, follow_symlinks=False)
@@ -414,7 +407,7 @@ class _RotatingFile:
         return self.path.with_name(f"{self.path.name}.{number}")
 
     def _find_mark(self) -> tuple[int, str]:
-        """Find the log's last sequence and chain; a new file continues the previous one."""
+        """Return the log's last sequence and chain; a new file continues the previous one."""
         if self._size:
             mark = _last_mark(self._open(), self._size)
             if mark is None:
@@ -428,8 +421,8 @@ class _RotatingFile:
 
 
 def _open_private(path: Path) -> int:
-    """Open a file, new or not, that is not a link; return its descriptor. Raises `OSError`."""
-    # Neither hang on a FIFO nor follow a link to another file.
+    """Open a file that is not a link, or create it; return its descriptor. Raise `OSError`."""
+    # Neither hang on a FIFO nor follow a link.
     flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
@@ -438,7 +431,7 @@ def _open_private(path: Path) -> int:
     except OSError as error:
         raise OSError(f"audit log {path}: {error.strerror}") from None
     else:
-        os.fchmod(fd, 0o600)  # whatever the umask left
+        os.fchmod(fd, 0o600)  # overrides the umask
         return fd
     try:
         return os.open(path, flags)
@@ -449,7 +442,7 @@ def _open_private(path: Path) -> int:
 
 
 def _claim(fd: int, path: Path) -> None:
-    """Check that the file is ours alone. Raises `OSError` that says what is wrong."""
+    """Check that the file is ours alone. Raise `OSError` that says what is wrong."""
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
         raise OSError(f"audit log {path}: is no regular file")
@@ -469,11 +462,11 @@ def _claim(fd: int, path: Path) -> None:
 
 
 def _last_mark(fd: int, size: int) -> tuple[int, str] | None:
-    """Sequence and chain of the last whole line, even if it is far from the end."""
+    """Return sequence and chain of the last whole line, even if it is far from the end."""
     span = _TAIL_BYTES
     while True:
         lines = os.pread(fd, span, max(0, size - span)).split(b"\n")
-        for line in reversed(lines):  # the first may be a part of a line, and does not parse
+        for line in reversed(lines):  # the first may be part of a line, which does not parse
             with contextlib.suppress(ValueError):
                 _, entry, chain = _take_apart(line)
                 return entry["sequence"], chain
@@ -488,10 +481,10 @@ def _last_mark(fd: int, size: int) -> tuple[int, str] | None:
 def read_audit(
     path: str | os.PathLike[str], report: Callable[[str], None], *, key: bytes | None = None
 ) -> Iterator[AuditRecord]:
-    """Yield the records of one file, in order, without damaged ones.
+    """Yield a file's records in order, without damaged ones.
 
     `report` gets one line for each fault, with file and line number. Edits of a keyed log cannot be
-    found without its key; this is reported once. Raises `OSError`.
+    found without its key; this is reported once. Raise `OSError`.
     """
     follow = _Follower()
     key_missing = False
@@ -522,14 +515,12 @@ class _Line:
 
 @dataclass(slots=True)
 class _Follower:
-    """Compares each line with the last good one."""
-
     last: _Line | None = None
     # Unreadable lines after the last good one, already reported.
     damaged: int = 0
 
     def problem(self, line: _Line) -> str:
-        """The fault between the last good line and this one, or ""."""
+        """Return the fault between the last good line and this one, or ""."""
         last, damaged = self.last, self.damaged
         self.last, self.damaged = line, 0
         if last is None:
@@ -545,7 +536,7 @@ class _Follower:
 
 
 def _take_apart(line: bytes) -> tuple[bytes, dict[str, Any], str]:
-    """The bytes that the chain hashes, the same parsed, and the chain. Raises `ValueError`."""
+    """Return the bytes that the chain hashes, their JSON, and the chain. Raise `ValueError`."""
     match = _LINE.fullmatch(line)
     if match is None:
         raise ValueError("is no line of an audit log, or not all of one")
@@ -560,7 +551,7 @@ def _take_apart(line: bytes) -> tuple[bytes, dict[str, Any], str]:
 
 
 def _parse(raw: bytes, key: bytes | None) -> _Line:
-    """Read a line and check it by itself. Raises `ValueError` that says what is wrong."""
+    """Parse a line and check it by itself. Raise `ValueError` that says what is wrong."""
     if not raw.endswith(b"\n"):
         raise ValueError("is cut off")
     body, entry, chain = _take_apart(raw[:-1])

@@ -1,7 +1,7 @@
 """Converts dataclasses to JSON values and back, by their fields and types.
 
-Handles dataclasses, None, sequences, mappings, enums, int, float, bool and str. Anything else is
-refused: a new field is never silently left out.
+Handles dataclasses, None, sequences, mappings, enums, int, float, bool and str. Other types are
+refused, so that a new field is never silently left out.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Ids handled at once. C code that handles a million holds the interpreter lock for tens of
-# milliseconds, which blocks the event loop.
+# Handling a million ids at once in C would hold the GIL for tens of milliseconds.
 _IDS_AT_ONCE = 4096
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
@@ -30,7 +29,7 @@ def _field_types(of: type) -> Mapping[str, Any]:
 
 
 def _optional(hint: Any) -> tuple[Any, bool]:
-    """The type without None, and whether None is allowed."""
+    """Return the type without None, and whether None is allowed."""
     if typing.get_origin(hint) not in (types.UnionType, typing.Union):
         return hint, False
     (rest,) = (each for each in typing.get_args(hint) if each is not type(None))
@@ -38,7 +37,7 @@ def _optional(hint: Any) -> tuple[Any, bool]:
 
 
 def to_plain(hint: Any, value: Any) -> Any:
-    """A value of this type as dicts, lists, numbers and text. Raises `TypeError`."""
+    """Raise `TypeError` if the value is not of this type."""
     hint, optional = _optional(hint)
     if value is None and optional:
         return None
@@ -60,7 +59,7 @@ def _plain_scalar(hint: Any, value: Any) -> object:
     if hint is int:
         return int(operator.index(value))
     if hint is float:
-        number = float(operator.pos(value))  # not of a string
+        number = float(operator.pos(value))  # fails for strings
         # JSON has no NaN or infinity.
         return number if math.isfinite(number) else repr(number)
     if hint not in (bool, str) and not issubclass(hint, enum.Enum):
@@ -71,7 +70,7 @@ def _plain_scalar(hint: Any, value: Any) -> object:
 
 
 def plain_ids(ids: Sequence[int]) -> list[int]:
-    """Token ids as plain integers. Raises `TypeError`."""
+    """Return token ids as plain integers. Raise `TypeError`."""
     plain: list[int] = []
     for start in range(0, len(ids), _IDS_AT_ONCE):
         plain += map(operator.index, ids[start : start + _IDS_AT_ONCE])
@@ -79,8 +78,8 @@ def plain_ids(ids: Sequence[int]) -> list[int]:
 
 
 def from_plain(hint: Any, value: Any, where: str) -> Any:
-    """Restore a value of this type; sequences become tuples. Raises `ValueError` that says
-    where.
+    """Restore a value of this type; sequences become tuples. Raise `ValueError` that names the
+    place.
     """
     hint, optional = _optional(hint)
     if value is None and optional:
@@ -91,7 +90,7 @@ def from_plain(hint: Any, value: Any, where: str) -> Any:
         (item,) = typing.get_args(hint)
         items = require(list, value, where)
         if all(type(each) is item for each in items):
-            return tuple(items)  # ids, mostly: as they are
+            return tuple(items)  # fast path, mostly for ids
         return tuple(from_plain(item, each, where) for each in items)
     if typing.get_origin(hint) is Mapping:
         key_type, item = typing.get_args(hint)
@@ -120,9 +119,8 @@ def _dataclass_from(of: type, value: Any, where: str) -> Any:
 
 
 def require(wanted: type, value: Any, where: str) -> Any:
-    """Return the value if it has exactly this type (an int is a float too, True is no int).
-
-    Raises `ValueError` that says where.
+    """Return the value if it has exactly this type (an int is a float too, True is no int). Raise
+    `ValueError` that names the place.
     """
     if type(value) is wanted or (wanted is float and type(value) is int):
         return value
@@ -130,7 +128,7 @@ def require(wanted: type, value: Any, where: str) -> Any:
 
 
 def compact_json(value: Any) -> str:
-    """JSON without spaces, made in small steps; see _IDS_AT_ONCE. Raises `ValueError` for NaN."""
+    """Encode JSON without spaces, in small steps (see _IDS_AT_ONCE). Raise `ValueError` for NaN."""
     if isinstance(value, dict):
         members = (f"{_encode(key)}:{compact_json(inner)}" for key, inner in value.items())
         return "{" + ",".join(members) + "}"

@@ -8,7 +8,7 @@ PenstockError
 ├── Overloaded            the shard's queue is full; try later or elsewhere
 ├── ShardUnavailable      the shard is gone, restarting or draining; retry elsewhere
 │   ├── NoShardAvailable      no shard of the fleet can take the request
-│   └── IncompatibleShard     the shard speaks another revision of the wire
+│   └── IncompatibleShard     the shard speaks another revision of the protocol
 ├── DeadlineExceeded      the request's own deadline passed
 ├── Unauthenticated       missing or wrong API key
 └── ShardFailed           a defect on the shard's side
@@ -36,11 +36,11 @@ class InvalidRequest(RequestRefused):
 
 
 class NotServed(RequestRefused):
-    """The shard does not serve what the request needs; `field` names it."""
+    """The shard lacks what the request needs; `field` names it."""
 
 
 class PoisonousRequest(RequestRefused):
-    """The request made one engine after another die. The fleet refuses it, and similar requests for
+    """The request made several engines die. The fleet refuses it, and similar requests for
     a while.
     """
 
@@ -54,12 +54,12 @@ class Overloaded(PenstockError):
 class ShardUnavailable(PenstockError):
     """The shard is gone, restarting or draining. The only error to retry elsewhere."""
 
-    # True if the engine died or hung while this request ran, and so may have caused it.
+    # True if the engine died or hung while this request ran: the request may be the cause.
     engine_died = False
 
 
 class NoShardAvailable(ShardUnavailable):
-    """The fleet has no shard that can take the request."""
+    """No shard of the fleet can take the request."""
 
 
 class IncompatibleShard(ShardUnavailable):
@@ -75,11 +75,11 @@ class Unauthenticated(PenstockError):
 
 
 class ShardFailed(PenstockError):
-    """A defect of the shard, neither the caller's fault nor known to be retryable."""
+    """A defect of the shard: not the caller's fault, nor known to be retryable."""
 
 
 def cause_of(error: PenstockError) -> str:
-    """The error's name in metrics of failed requests."""
+    """Return the error's name in metrics of failed requests."""
     match error:
         case ShardUnavailable():
             return "engine_died" if error.engine_died else "unavailable"

@@ -1,5 +1,5 @@
-"""The environment of child processes: only variables of Python, libraries and devices, as others
-may be secrets. The code that starts a child names further variables that the child needs.
+"""The environment of child processes: only variables of Python, libraries and devices, because
+others may be secrets. The code that starts a child names the other variables that the child needs.
 """
 
 from __future__ import annotations
@@ -26,20 +26,17 @@ _PREFIXES = (
     *("NCCL_", "GLOO_", "UCX_", "FI_", "IBV_", "RDMAV_", "MLX5_", "NVSHMEM_"),
 )
 
-# More variables for some children; a name that ends with "_" is a prefix.
+# More variables for some children. A name that ends with "_" is a prefix.
 _PROXY_NAMES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "grpc_proxy", "no_grpc_proxy")
-# Variables for connections to other hosts. Proxy addresses may have passwords.
+# Proxy addresses may have passwords.
 PROXIES = (*_PROXY_NAMES, *map(str.upper, _PROXY_NAMES))
-# Variables for downloads from a model hub.
 HUB = (*PROXIES, "HF_ENDPOINT", "HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_")
-# Variables of vLLM and its libraries.
 VLLM = ("VLLM_", "RAY_", "FLASHINFER_", "TVM_")
-# Variables for traces. The headers may have a collector's key.
+# The headers may have a collector's key.
 TRACES = (*PROXIES, "OTEL_")
 
 
 def child_environment(*needed: str) -> dict[str, str]:
-    """The variables for a child that needs `needed` beyond the common ones."""
     names = _NAMES.union(needed)
     prefixes = (*_PREFIXES, *(name for name in needed if name.endswith("_")))
     return {
@@ -50,7 +47,7 @@ def child_environment(*needed: str) -> dict[str, str]:
 
 
 def reduce_environment(*needed: str) -> None:
-    """Reduce this process's own environment: children of `multiprocessing` get all of it."""
+    """Children of `multiprocessing` get all of this process's own environment, so reduce it."""
     kept = child_environment(*needed)
     for name in set(os.environ) - set(kept):
         del os.environ[name]

@@ -1,6 +1,6 @@
 """The clock of waits, deadlines and timeouts, in seconds from any start.
 
-Code gets the clock as an argument, `time.monotonic` by default, so that simulated failures take no
+Code gets the clock as an argument, by default `time.monotonic`, so that simulated failures take no
 real time.
 """
 

@@ -1,5 +1,4 @@
-"""Command lines declared by the fields of a frozen dataclass; and readers of flags' values, which
-the tools use too.
+"""Command lines declared by the fields of a frozen dataclass; and parsers of flag values.
 
 A field with the default `flag(...)` is a flag of that name, with its type, default, bounds and
 help. `parser_of` makes the parser, `read_flags` reads the fields.
@@ -25,8 +24,8 @@ _METAVARS = {"s": "S", "ms": "MS", "file": "FILE", "port": "PORT", "dir": "DIR"}
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Reports an error in one line, without the usage. For an unknown flag, the line names a flag
-    that it resembles. Accepts no shortened flags: a new flag could change their meaning.
+    """Reports an error in one line, and names a similar flag for an unknown one. Accepts no
+    shortened flags: a new flag could change their meaning.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -59,14 +58,13 @@ UNKNOWN_FLAGS = "unrecognized arguments: "
 
 
 def did_you_mean(typed: Iterable[str], known: Collection[str]) -> str:
-    """Name the known flag that the first unknown one resembles, for the end of an error; "" if none
-    does.
+    """Return an error's end: the known flag that the first unknown one resembles; "" if
+    none does.
     """
     flags = (word.partition("=")[0] for word in typed if word.startswith("--"))
     unknown = next((flag for flag in flags if flag not in known), None)
     if unknown is None:
         return ""
-    # Imported here: slow and seldom needed.
     from difflib import get_close_matches
 
     close = get_close_matches(unknown, known, n=1)
@@ -77,35 +75,30 @@ def did_you_mean(typed: Iterable[str], known: Collection[str]) -> str:
 
 
 class FlagOptions(TypedDict, total=False):
-    """Properties of a flag besides its default and help."""
-
-    # Begins a group of flags in --help, up to the next flag with a group.
+    # Begins a group in --help, up to the next flag with a group.
     group: str
     # Replaces the field's name.
     name: str
     alias: str
     metavar: str
-    # Bounds of a number.
     at_least: float
     above: float
     at_most: float
     # Reads the value if the field's type cannot; raises `ArgumentTypeError`.
     read: Callable[[str], Any]
     choices: Sequence[str]
-    # Environment variables. The first that is set replaces a missing flag.
+    # Environment variables. The first one that is set replaces a missing flag.
     variables: Sequence[str]
-    # Makes the field's value from all values of a flag that may be repeated.
+    # Makes the field's value from all values of a repeatable flag.
     gather: Callable[[list[Any]], Any]
     # The flag takes one or more values; the field is a tuple.
     several: bool
-    # True if the flag has a --no-... form too.
     negatable: bool
     # Hidden when the object is printed.
     secret: bool
 
 
 def flag(default: T, help: str, **how: typing.Unpack[FlagOptions]) -> T:
-    """Declare a field that is a flag."""
     secret = how.get("secret", False)
     return dataclasses.field(default=default, repr=not secret, metadata={"help": help, **how})
 
@@ -116,14 +109,13 @@ def required(help: str, **how: typing.Unpack[FlagOptions]) -> Any:
 
 
 def flags_of(config: type[Any]) -> list[dataclasses.Field[Any]]:
-    """The fields that are flags; fields of base classes come last."""
+    """Return the fields that are flags; fields of base classes come last."""
     own = inspect.get_annotations(config)
     fields = (field for field in dataclasses.fields(config) if "help" in field.metadata)
     return sorted(fields, key=lambda field: field.name not in own)
 
 
 def parser_of(config: type[Any], prog: str, description: str) -> OneLineParser:
-    """A parser of a dataclass's flags, in their order and groups."""
     parser = OneLineParser(prog=prog, description=description)
     types = typing.get_type_hints(config)
     group: argparse._ActionsContainer = parser
@@ -133,7 +125,6 @@ def parser_of(config: type[Any], prog: str, description: str) -> OneLineParser:
             if title not in groups:
                 groups[title] = parser.add_argument_group(title)
             group = groups[title]
-        # Defaults are the dataclass's own.
         group.add_argument(
             *_names(field),
             dest=field.name,
@@ -145,8 +136,8 @@ def parser_of(config: type[Any], prog: str, description: str) -> OneLineParser:
 
 
 def read_flags(config: type[Any], parser: OneLineParser, argv: Sequence[str]) -> dict[str, Any]:
-    """The fields given by the command line, or else the environment; exits with status 2 and one
-    line on a bad value.
+    """Return the fields given by the command line, else by the environment. A bad value prints one
+    line and exits with status 2.
     """
     given = vars(parser.parse_args(argv))
     for field in flags_of(config):
@@ -163,7 +154,7 @@ def read_flags(config: type[Any], parser: OneLineParser, argv: Sequence[str]) ->
 
 
 def words_of(config: Any, declared: type[Any]) -> list[str]:
-    """The command line with the flags that `declared` has, and their values in `config`."""
+    """Return the command line with the flags that `declared` has, and their values in `config`."""
     values = ((field, getattr(config, field.name)) for field in flags_of(declared))
     given = ((_names(field)[0], str(value)) for field, value in values if value is not None)
     return [word for pair in given for word in pair]
@@ -175,7 +166,7 @@ def _names(field: dataclasses.Field[Any]) -> list[str]:
 
 
 def _help(field: dataclasses.Field[Any]) -> str:
-    """The help, with the default if one exists and the text does not mention it."""
+    """Return the help, with the default if the text does not mention it."""
     text: str = field.metadata["help"]
     default: Any = field.default
     if "negatable" in field.metadata:
@@ -221,7 +212,7 @@ def number(
     above: float = -math.inf,
     at_most: float = math.inf,
 ) -> Callable[[str], Number]:
-    """Make a reader for a number between bounds. `kind` is one of `_NUMBERS`."""
+    """Make a parser for a number between bounds. `kind` is one of `_NUMBERS`."""
     must = _rule(_NUMBERS[kind], at_least, above, at_most)
 
     def read(text: str) -> Number:
@@ -242,7 +233,7 @@ def _rule(what: str, at_least: float, above: float, at_most: float) -> str:
 
 
 def _plain(kind: Callable[[str], Number], text: str) -> Number | None:
-    """Read a finite number; refuse notations that only Python has, such as 1_000."""
+    """Parse a finite number; refuse notations that only Python has, such as 1_000."""
     if not text.isascii() or "_" in text or text != text.strip():
         return None
     try:
@@ -256,7 +247,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def size(text: str) -> int:
-    """Read a number of bytes, with or without a unit. Raises `ValueError`."""
+    """Parse a number of bytes, with or without a unit. Raise `ValueError`."""
     unit = _UNITS.get(text[-1:].upper(), 1)
     digits = text[:-1] if unit > 1 else text
     if not digits.isdigit():
@@ -265,8 +256,8 @@ def size(text: str) -> int:
 
 
 def size_with_unit(text: str) -> int:
-    """Read a number of bytes with a unit, for a flag whose name does not say bytes. Raises
-    `ArgumentTypeError` for a number without a unit, except 0; otherwise as `size`.
+    """Parse a number of bytes with a unit, for a flag whose name does not say bytes. Raise
+    `ArgumentTypeError` for a number without a unit, except 0; otherwise like `size`.
     """
     num_bytes = size(text)
     if text.isdigit() and num_bytes > 0:
@@ -307,7 +298,6 @@ def one_of(names: Iterable[str]) -> Callable[[str], str]:
 
 
 def choice(names: Collection[str]) -> dict[str, Any]:
-    """The arguments of `add_argument` for a flag whose value is one of `names`."""
     return {"type": one_of(names), "metavar": f"{{{','.join(names)}}}"}
 
 
@@ -316,9 +306,8 @@ def first_set(variables: Iterable[str]) -> str | None:
 
 
 def usable_key(text: str, source: str = "a key") -> str:
-    """Check that a header can carry a key. The error does not repeat the key: it may be secret.
-
-    An empty key is an error: it would switch authentication off.
+    """Check that a header can carry a key. An empty key is an error: it would switch authentication
+    off. The error does not repeat the key, which may be secret.
     """
     if not (text and text.isascii() and text.isprintable() and text == text.strip()):
         raise argparse.ArgumentTypeError(

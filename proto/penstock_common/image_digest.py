@@ -13,22 +13,20 @@ _SIZE = struct.Struct("<II")
 
 
 class Hash(Protocol):
-    """The used part of hashlib's objects."""
-
     def update(self, data: bytes | memoryview, /) -> None: ...
 
     def digest(self) -> bytes: ...
 
 
 def begin_digest(width: int, height: int) -> Hash:
-    """Begin the digest of an image. `update` it with the rows from top to bottom, in pieces of any
-    size: 3 bytes per pixel (red, green, blue), without padding.
+    """Begin an image's digest. `update` it with the rows from top to bottom, in pieces of any size:
+    3 bytes per pixel (red, green, blue), without padding.
     """
     return hashlib.sha256(_PREFIX + _SIZE.pack(width, height))
 
 
 def image_digest(width: int, height: int, rows: bytes | memoryview) -> bytes:
-    """The digest of an image, 32 bytes; `rows` has all its pixels."""
+    """Return an image's digest, 32 bytes; `rows` has all its pixels."""
     digest = begin_digest(width, height)
     digest.update(rows)
     return digest.digest()

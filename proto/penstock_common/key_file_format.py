@@ -1,7 +1,7 @@
-"""The file of API keys: its content, and how entries are written, added and removed.
+"""The file of API keys.
 
-The file has the SHA-256 of each key. A key has 256 random bits, and nobody finds it by trying, so a
-slow hash or a salt would protect nothing more.
+It has the SHA-256 of each key. A key has 256 random bits and cannot be guessed, so a slow hash or a
+salt would not protect more.
 
     [[keys]]
     name = "alice"
@@ -10,7 +10,7 @@ slow hash or a salt would protect nothing more.
     expires = 2027-01-01
     requests_per_minute = 60
 
-Entries with one name are keys of one owner, who replaces one by the other: they have the same
+Entries with the same name are keys of one owner, who replaces one by the other: they have the same
 permissions, but expire separately.
 """
 
@@ -33,21 +33,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 SCOPES = ("user", "admin")
-# Whole numbers, each a field of the file and of `KeyEntry`.
 LIMITS = ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute")
 MAX_LIMIT = 10**12
 MAX_FILE_BYTES = 4 * 1024 * 1024
 
 _SCHEME = "sha256:"
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
-# Names that are safe in a log line, in a table, and as a metric's label.
+# Names that are safe in log lines, tables and metric labels.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _FIELDS = ("name", "hash", "scopes", "expires", *LIMITS)
 _HEADER = re.compile(r"\s*\[\[\s*keys\s*\]\]\s*(#.*)?")
 
 
 class KeyFileError(ValueError):
-    """The text is one line: which key and field, and what is wrong. Never a key or hash."""
+    """The text is one line: the key's name, the field, and what is wrong. Never a key or hash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +54,6 @@ class KeyEntry:
     name: str
     digest: bytes = field(repr=False)
     scopes: tuple[str, ...] = ("user",)
-    # The entry is ignored after this time.
     expires: datetime.datetime | None = None
     max_concurrent_requests: int | None = None
     requests_per_minute: int | None = None
@@ -63,7 +61,6 @@ class KeyEntry:
 
 
 def digest_of(key: bytes) -> bytes:
-    """A key's digest; the key itself is not kept."""
     return hashlib.sha256(key).digest()
 
 
@@ -72,7 +69,7 @@ def hash_of(digest: bytes) -> str:
 
 
 def read(path: str, workers: int = 1) -> tuple[KeyEntry, ...]:
-    """Read the keys of a file, for a router of `workers` workers; blocks. Raises `KeyFileError`."""
+    """Read the keys of a file, for a router of `workers` workers; blocks. Raise `KeyFileError`."""
     entries = parse(read_text(path))
     for entry in entries:
         for limit in LIMITS:
@@ -102,7 +99,7 @@ def read_text(path: str) -> str:
 
 
 def parse(text: str) -> tuple[KeyEntry, ...]:
-    """Parse the keys of a file's text. Raises `KeyFileError`."""
+    """Parse the keys of a file's text. Raise `KeyFileError`."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -154,7 +151,7 @@ def _entry(number: int, table: dict[str, Any]) -> KeyEntry:
     given = table.get("hash")
     found = _HASH.fullmatch(given) if isinstance(given, str) else None
     if found is None:
-        # Do not repeat the value: it may be a key, by mistake.
+        # Do not repeat the value, which may be a key by mistake.
         _wrong(where, "hash", "must be sha256: and 64 hexadecimal digits, as `penstock keys` makes")
     return KeyEntry(
         name=name,
@@ -220,9 +217,8 @@ def entry_text(entry: KeyEntry) -> str:
 
 
 def add_entry(text: str, entry: KeyEntry, *, another: bool = False) -> str:
-    """Add an entry to the file's text. With `another`, the entry gets the scopes and limits of an
-    existing entry of its name. Raises `KeyFileError` if the name is taken; with `another`, if the
-    name is not taken.
+    """Add an entry to the file's text. With `another`, copy the scopes and limits of an existing
+    entry of its name. Raise `KeyFileError` if the name is taken; with `another`, if it is not.
     """
     there = next((one for one in parse(text) if one.name == entry.name), None)
     if another and there is None:
@@ -240,10 +236,10 @@ def add_entry(text: str, entry: KeyEntry, *, another: bool = False) -> str:
 
 
 def remove_entries(text: str, name: str, *, older: bool = False) -> str:
-    """Remove from the file's text the entries of a name; with `older`, all except the last one. The
-    rest stays, with its comments.
+    """Remove a name's entries from the text; with `older`, all except the last one. Keep the other
+    comments.
 
-    Raises `KeyFileError` if there is none, or if one is written in an unusual way.
+    Raise `KeyFileError` if there is none, or if one is written in an unusual way.
     """
     numbers = [number for number, entry in enumerate(parse(text)) if entry.name == name]
     if not numbers:
@@ -274,7 +270,7 @@ def _without_entry(text: str, number: int) -> str:
 
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[str]:
-    """The file's real path, locked against changes by our other processes. Raises `OSError`."""
+    """Yield the file's real path, locked against our other processes. Raise `OSError`."""
     real = os.path.realpath(path)
     folder = os.open(os.path.dirname(real), os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -285,7 +281,7 @@ def locked(path: str) -> Iterator[str]:
 
 
 def replace(path: str, text: str) -> None:
-    """Replace the file atomically. Raises `OSError`.
+    """Replace the file atomically. Raise `OSError`.
 
     Only the owner may read a new file. An existing file keeps its owner and mode, so that a router
     of another user can still read it.

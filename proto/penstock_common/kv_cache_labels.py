@@ -1,4 +1,4 @@
-"""Labels of a metric for a KV cache's size: routers and shards use the same."""
+"""Labels of the metric of a KV cache's size, which routers and shards share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ KV_CACHE_HELP = (
 
 
 def kv_cache_labels(block_size: int, blocks: int, sequences: int, dtype: str) -> list[str]:
-    """The values of `KV_CACHE_LABELS`; `sequences` is 0 if unknown."""
+    """Return the values of `KV_CACHE_LABELS`; `sequences` is 0 if unknown."""
     known = str(sequences) if sequences else ""
     return [*map(str, (block_size, blocks, blocks * block_size)), known, dtype]

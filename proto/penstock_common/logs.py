@@ -1,9 +1,8 @@
-"""Log lines: text for a person at a terminal, otherwise JSON.
+"""Log lines: text on a terminal, otherwise JSON.
 
 A thread writes the lines, so that a pipe that nobody reads blocks nothing. Lines that do not fit
-into the queue are dropped and counted. A record's text stays on one line. The record's `extra`
-attributes become fields of the JSON; if they say everything, `IN_WORDS` has the words of the text
-line.
+into the queue are dropped and counted. A record's `extra` attributes become JSON fields; if the
+message adds nothing to them, `IN_WORDS` has the words for the text line.
 """
 
 from __future__ import annotations
@@ -25,11 +24,10 @@ from typing import TextIO
 
 FORMATS = ("auto", "text", "json")
 
-# Made once: making it takes as long as encoding a line.
+# Made once, because making it takes as long as encoding a line.
 _ENCODER = json.JSONEncoder(default=str)
 
-# Name of the one `extra` attribute that is not a field: a function that returns the words of the
-# text line, which replace logger and message.
+# The one `extra` attribute that is not a field: a function that returns the text line's words.
 IN_WORDS = "in_words"
 
 _TEXT = "%(asctime)s %(levelname)s %(message)s"
@@ -40,8 +38,8 @@ _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tup
 _MAX_WAITING_LINES = 5_000
 _GATHER_S = 0.02
 _LAST_WORDS_S = 1.0
-# Characters that end a line for some readers, move a terminal's cursor, change the order in which
-# text is shown, or are invisible: all of Unicode's categories Cc, Cf, Zl and Zp, and surrogates.
+# Characters that end a line for some readers, move a terminal's cursor, change the direction of
+# text, or are invisible: all of Unicode's categories Cc, Cf, Zl and Zp, and surrogates.
 _CONTROLS = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u180e\u200b-\u200f"
     "\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff0-\ufffb\U000110bd\U000110cd"
@@ -55,9 +53,7 @@ _COMMON = frozenset(vars(logging.makeLogRecord({}))) | {
 
 def set_up_logging(log_format: str = "auto", level: str = "info", *, shard: str = "") -> None:
     """Log to stderr, including uncaught exceptions, and the stacks of all threads if native code
-    crashes. `auto` is text on a terminal, otherwise JSON.
-
-    Each line names the `shard`, if given: several may write to one terminal.
+    crashes. `auto` is text on a terminal, otherwise JSON. Each line names the `shard`, if given.
     """
     writer = _Writer(sys.stderr)
     writer.setFormatter(_formatter(log_format, sys.stderr, shard))
@@ -70,7 +66,7 @@ def set_up_logging(log_format: str = "auto", level: str = "info", *, shard: str 
 
 
 def end_log(line: str) -> None:
-    """Write the waiting lines, then `line` as the last one of this process."""
+    """Write the waiting lines, then `line` as this process's last."""
     logging.shutdown()
     print(line, file=sys.stderr, flush=True)
 
@@ -81,7 +77,7 @@ def _formatter(log_format: str, stream: TextIO, shard: str = "") -> logging.Form
 
 
 def escape(text: str, keep: str = "") -> str:
-    """The text on one line, without characters that a terminal would act on, except `keep`."""
+    """Put the text on one line, without characters that a terminal would act on, except `keep`."""
     return _CONTROLS.sub(lambda match: match[0] if match[0] in keep else _written(match[0]), text)
 
 
@@ -91,7 +87,7 @@ def _written(character: str) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """Formats lines for people. A traceback follows on its own lines."""
+    """A traceback follows on its own lines."""
 
     def __init__(self, shard: str = "") -> None:
         super().__init__(_TEXT, _TEXT_DATE)
@@ -108,8 +104,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a line as one JSON object: time, level, shard, logger, message, all `extra` except
-    `IN_WORDS`, and the exception.
+    """Writes a JSON object: time, level, shard, logger, message, all `extra` except `IN_WORDS`, and
+    the exception.
     """
 
     def __init__(self, shard: str = "") -> None:
@@ -140,8 +136,6 @@ def _timestamp(unix_s: float) -> str:
 
 
 class _Writer(logging.Handler):
-    """Writes lines from its own thread, and drops lines if the queue is full."""
-
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
         self._stream = stream
@@ -158,7 +152,7 @@ class _Writer(logging.Handler):
         try:
             self._lines.put(self.format(record))
         except (TypeError, ValueError):
-            # Arguments that do not fit their message.
+            # The arguments do not fit their message.
             self.handleError(record)
 
     def close(self) -> None:
@@ -176,7 +170,7 @@ class _Writer(logging.Handler):
                 time.sleep(_GATHER_S)
             while not self._lines.empty():
                 lines.append(self._lines.get())
-            # If nobody reads the log any more, the process must still continue its work.
+            # If nobody reads the log any more, the process must still go on.
             with contextlib.suppress(OSError, ValueError):
                 for piece in _pieces(line for line in lines if line is not None):
                     self._stream.write(piece)

@@ -1,7 +1,7 @@
 """Returns free memory to the system.
 
-glibc asks the system for each block above a certain size. It raises this size when such blocks are
-freed. Memory of long bodies and answers then stays with the process, in unusable fragments.
+glibc asks the system for each block above a threshold, which it raises when such blocks are freed.
+Memory of long bodies and answers then stays with the process, in unusable fragments.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import ctypes
 import sys
 from typing import Any
 
-# From malloc.h.
+# A constant of malloc.h.
 _M_MMAP_THRESHOLD = -3
-# glibc's initial threshold. glibc no longer raises the threshold once a program has set it.
+# glibc's initial threshold. Once a program has set it, glibc no longer raises it.
 _LARGE_BYTES = 128 * 1024
 
 
 def return_large_blocks() -> None:
-    """Have each large block returned once it is free. Does nothing without glibc."""
+    """Return each large block once it is free, if glibc is used."""
     mallopt = _of_glibc("mallopt")
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def return_free_memory() -> None:
-    """Return memory that is free now, such as after a start. Does nothing without glibc."""
+    """Return memory that is free now, if glibc is used."""
     malloc_trim = _of_glibc("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)

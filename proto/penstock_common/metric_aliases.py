@@ -1,8 +1,8 @@
 """Other servers' names for metrics of routers and shards, for existing dashboards and scalers.
 
-Nothing is counted again: families are repeated under names of vLLM or text-generation-inference.
-Labels are renamed, and values summed over labels that the other server lacks. Metrics without a
-true counterpart are left out: a number that is always 0 is worse than none.
+Metric families are repeated under names of vLLM or text-generation-inference. Labels are renamed,
+and values summed over labels that the other server lacks. Metrics without a true counterpart are
+left out: a number that is always 0 is worse than none.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ _Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """The name of a metric at another server, and our families that are summed under it, if they
-    exist.
-    """
+    """Another server's name for a metric, and our families that are summed under it."""
 
     theirs: str
     ours: tuple[str, ...]
     # Our label -> their label. Samples are summed over our other labels.
     labels: Mapping[str, str] = field(default_factory=dict)
-    # Our label -> a mapping of our values to their values. A sample with another value is left out.
+    # Our label -> our values -> their values. A sample with another value is left out.
     values: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def labels_of(self, sample: Mapping[str, str]) -> _Labels | None:
-        """The other server's labels for our sample; None if its metric leaves the sample out."""
+        """Return the other server's labels for our sample; None to leave the sample out."""
         named = []
         for ours, values in self.values.items():
             if sample.get(ours, "") not in values:
@@ -55,7 +53,7 @@ _CACHE = {
     "sequences": "kv_cache_max_concurrency",
     "dtype": "cache_dtype",
 }
-# Our reasons for refusals because of the queue's bounds -> vLLM's.
+# Our reasons for refusals by a full queue -> vLLM's.
 _QUEUE_BOUNDS = {
     **dict.fromkeys(("queue_full", "key_queue_full", "pushed_out"), "max_num_queued_reqs"),
     **dict.fromkeys(("queued_tokens", "key_queued_tokens"), "max_num_queued_tokens"),
@@ -185,7 +183,6 @@ TGI = (
     Name("tgi_batch_current_size", _either("shard_running", "running")),
 )
 
-# Names by the values of --metrics-names.
 SETS: Mapping[str, tuple[Name, ...]] = {"vllm": VLLM, "tgi": TGI}
 
 
@@ -219,7 +216,7 @@ def _translated(name: Name, families: list[Metric], labels: Mapping[str, str]) -
 
 
 def _family(theirs: str, ours: Metric) -> Metric:
-    """An empty family. The format demands that a counter's name ends with _total."""
+    """A counter's name must end with _total."""
     kind, base = ours.type, theirs
     if kind == "counter":
         base = theirs.removesuffix("_total")

@@ -1,6 +1,6 @@
 """Finds the process that has a port, to explain why listening on it failed.
 
-Linux shows the process in /proc, if this user may inspect it; on other systems it is unknown.
+Linux shows it in /proc, if this user may inspect it.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 
 
 def why_not(error: OSError, port: int) -> str:
-    """The reason why listening failed, in the system's words, and the port's holder if known."""
+    """Return the system's reason, and the port's holder if known."""
     reason = error.strerror or str(error)
     holder = holder_of(port) if error.errno == errno.EADDRINUSE else ""
     return f"{reason} by {holder}" if holder else reason
 
 
 def holder_of(port: int) -> str:
-    """The process that listens on the port or has a connection from it, such as "nginx (process
-    4711)"; "" if unknown.
+    """Return the process that listens on the port or has a connection from it, such as "nginx
+    (process 4711)"; "" if unknown.
     """
     sockets = set(_sockets(port))
     if sockets:
         for pid in filter(str.isdecimal, os.listdir("/proc")):
-            # The process may have ended, or be another user's.
+            # The process may have ended, or belong to another user.
             with contextlib.suppress(OSError):
                 if not sockets.isdisjoint(_open_files(pid)):
                     return f"{_name(pid)} (process {pid})"
@@ -37,7 +37,7 @@ def holder_of(port: int) -> str:
 
 
 def _sockets(port: int) -> Iterator[str]:
-    """Yield the sockets with this local port, as links in /proc/PID/fd name them."""
+    """Yield the sockets with this local port, named as in /proc/PID/fd."""
     for table in _TABLES:
         with contextlib.suppress(OSError), open(table, encoding="ascii") as lines:
             next(lines, "")
@@ -53,7 +53,7 @@ def _open_files(pid: str) -> Iterator[str]:
 
 
 def _name(pid: str) -> str:
-    """The program's name, and for Python the module. Other arguments may be secret."""
+    """Return the program's name, and for Python the module. Other arguments may be secret."""
     with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as comm:
         name = comm.read().strip()
     with open(f"/proc/{pid}/cmdline", encoding="utf-8", errors="replace") as command:

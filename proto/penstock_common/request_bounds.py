@@ -1,20 +1,18 @@
-"""Bounds of requests, which shards check, and also routers, to refuse in their own words."""
+"""Bounds of requests. Shards check them; routers too, to refuse in their own words."""
 
-# Lengths of a LoRA adapter's name and source.
 MAX_ADAPTER_NAME_CHARACTERS = 256
 MAX_ADAPTER_SOURCE_CHARACTERS = 4096
-# Length of a bad word, which an output may not contain.
+# A bad word is one that the output must not contain.
 MAX_BAD_WORD_TOKENS = 64
-# Options of a choice.
 MAX_CHOICE_OPTIONS = 1024
-# Size of a constraint built from tools and other demands. By default, shards accept less
+# For constraints built from tools and other demands. By default, shards accept less
 # (--max-constraint-bytes).
 MAX_BUILT_CONSTRAINT_BYTES = 2**20
-# A suspect request that gives this many tokens in a new engine did not crash the earlier engines:
-# it would have crashed the new one at the same position. When an engine dies, fewer tokens than
-# this are computed but not sent.
+# A suspect request that generates this many tokens in a new engine did not crash the earlier
+# engines: it would have crashed the new one at the same position. When an engine dies, fewer tokens
+# than this are computed but not sent.
 TRIAL_TOKENS = 8
-# Size of a request's log-probabilities that may wait for a slow reader. A request with more ends.
+# Log-probabilities of a request that may wait for a slow reader; a request with more ends.
 MAX_UNREAD_SCORES_BYTES = 64 * 2**20
 # At lower temperatures, the most likely token is taken.
 GREEDY_TEMPERATURE = 1e-5

@@ -1,6 +1,4 @@
-"""Flags that routers, shards and tools share: for metrics, logs, traces, a router's address and
-keys; and a shard's port. Imports no gRPC, logging or metrics.
-"""
+"""Flags that routers, shards and tools share. Imports no gRPC, logging or metrics."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from penstock_common.tracing.trace_export import ENDPOINT_VARIABLE, TracingConfi
 # The keys of `metric_aliases.SETS`, which takes too long to import for a --help.
 METRIC_NAMES = ("vllm", "tgi")
 
-# A shard's default port. Outgoing connections use higher ports (on Linux from 32768 on), so they
-# cannot have taken it when a shard starts.
+# Outgoing connections use higher ports (on Linux from 32768 on), so they cannot have taken this
+# port when a shard starts.
 SHARD_PORT = 20051
 
 
@@ -28,17 +26,17 @@ SHARD_PORT = 20051
 TOY = "penstock-toy"
 _CACHED = "models--"
 
-# Exit status for unusable arguments: restarting with them would not help.
+# Exit status for unusable arguments: restarting would not help.
 USAGE_STATUS = 2
 
 
 def quiet_grpc() -> None:
-    """Call before gRPC is imported: by default it writes a line for each failed handshake."""
+    """Call this before gRPC is imported, or it writes a line for each failed handshake."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def model_name(model: str | None) -> str:
-    """The name by which requests ask for --model: the last part of a path, or the hub id."""
+    """Return the name that requests use for --model: the last part of a path, or the hub id."""
     if not model:
         return TOY
     if not (model.startswith(("/", ".", "~")) or os.path.exists(model)):
@@ -54,7 +52,7 @@ def model_name(model: str | None) -> str:
 def key(
     variables: str | Sequence[str], help: str, *, default: str | None = None, group: str = ""
 ) -> Any:
-    """A flag for a key that an environment variable may give too."""
+    """Declare a flag for a key that an environment variable may give too."""
     variables = (variables,) if isinstance(variables, str) else variables
     return flag(
         default,
@@ -67,7 +65,7 @@ def key(
     )
 
 
-# Variables for the key of a router, and for the key of shards, which may be the same key.
+# Variables for a router's key and for the shards' key, which may be the same.
 API_KEY = ("PENSTOCK_API_KEY",)
 SHARD_API_KEY = ("PENSTOCK_SHARD_API_KEY", *API_KEY)
 
@@ -90,7 +88,7 @@ def _metrics_names(text: str) -> tuple[str, ...]:
     return tuple(map(one_of(METRIC_NAMES), (name.strip() for name in text.split(","))))
 
 
-# Larger numbers of processes and seconds (a year) overflow somewhere.
+# More processes or seconds (a year) would overflow.
 processes = functools.partial(flag, at_least=1, at_most=1024)
 seconds = functools.partial(flag, at_least=0.001, at_most=31_536_000)
 
@@ -119,8 +117,6 @@ OBSERVING = "metrics, logs and traces"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservingConfig:
-    """Flags for logs, metrics and traces of routers and shards."""
-
     metrics_names: tuple[str, ...] = flag(
         (),
         "show metrics under the names of other servers too: vllm, tgi or vllm,tgi",
@@ -139,13 +135,13 @@ class ObservingConfig:
         f"send traces to this OpenTelemetry collector (default: {ENDPOINT_VARIABLE}, or none)",
         metavar="URL",
     )
-    # Destination of spans, from --otlp-endpoint and OpenTelemetry's variables, if any.
+    # From --otlp-endpoint and OpenTelemetry's variables.
     tracing: TracingConfig | None = None
 
 
 def tracing_of(parser: OneLineParser, endpoint: str | None) -> TracingConfig | None:
-    """The destination of traces, from --otlp-endpoint and the environment. Exits with an error if
-    the destination is unusable.
+    """Read --otlp-endpoint and the environment. Exit with an error if the destination is
+    unusable.
     """
     try:
         return read_tracing(endpoint, os.environ)

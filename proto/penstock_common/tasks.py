@@ -15,12 +15,12 @@ _PAUSE_S = 1.0
 async def run_lasting(
     work: Callable[[], Awaitable[None]], what: str, pause_s: float = _PAUSE_S
 ) -> None:
-    """Run `work` until it returns or this task is cancelled. After a failure, log it under the name
-    `what` and run it again after a pause.
+    """Run `work` until it returns. After a failure, log it under the name `what`, and run `work`
+    again after a pause.
     """
     while True:
         try:
             return await work()
-        except Exception:  # nobody awaits the task, so the error ends here
+        except Exception:  # nobody awaits this task
             logger.exception("%s failed; trying again in %g s", what, pause_s)
         await asyncio.sleep(pause_s)

@@ -1,7 +1,4 @@
-"""Certificates and keys in files: checked, and loaded again when the files change.
-
-Used by both ends of a connection, and the router's HTTP.
-"""
+"""Certificates and keys in files: checked, and reloaded when the files change."""
 
 from __future__ import annotations
 
@@ -31,10 +28,8 @@ class TlsFilesUnusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """The authorities that a client trusts for shards, and its own certificate if shards ask for
-    one (mutual TLS).
-
-    Raises `ValueError` for a certificate without its key, or a key without its certificate.
+    """The authorities that a client trusts, and its own certificate for mutual TLS. Raise
+    `ValueError` for a certificate without its key, or a key without its certificate.
     """
 
     # The authorities of shards' certificates; all files are PEM.
@@ -43,7 +38,6 @@ class Tls:
     key_file: str | None = None
     # The name in shards' certificates; None: the host name or IP address of the connection.
     server_name: str | None = None
-    # Called with the contents of `files`.
     on_load: OnLoad = field(default=_ignore, compare=False)
 
     def __post_init__(self) -> None:
@@ -55,7 +49,7 @@ class Tls:
         return [path for path in (self.ca_file, self.cert_file, self.key_file) if path is not None]
 
     def check(self) -> None:
-        """Raise `TlsFilesUnusable` if a file cannot be used."""
+        """Raise `TlsFilesUnusable`."""
         check_authorities(self.ca_file)
         if self.cert_file is not None and self.key_file is not None:
             load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), self.cert_file, self.key_file)
@@ -71,7 +65,7 @@ def check_authorities(ca_file: str) -> None:
 
 
 def check_server_files(cert_file: str, key_file: str, client_ca_file: str | None) -> None:
-    """Check a server's certificate and key, and its clients' CA. Raises `TlsFilesUnusable`."""
+    """Check a server's certificate and key, and its clients' CA. Raise `TlsFilesUnusable`."""
     load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), cert_file, key_file)
     if client_ca_file is not None:
         check_authorities(client_ca_file)
@@ -80,7 +74,7 @@ def check_server_files(cert_file: str, key_file: str, client_ca_file: str | None
 def load_pair(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
     """Load a certificate, with the chain that follows it, and its key.
 
-    Raises `TlsFilesUnusable`; `context` may then have the certificate without the key.
+    Raise `TlsFilesUnusable`; `context` may then have the certificate without the key.
     """
     if b"BEGIN CERTIFICATE" not in read_file(cert_file):
         raise TlsFilesUnusable(f"{cert_file}: holds no certificate in PEM")
@@ -100,7 +94,7 @@ def load_pair(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
 
 
 def read_file(path: str) -> bytes:
-    """Read a file. Raises `TlsFilesUnusable`."""
+    """Raise `TlsFilesUnusable`."""
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -109,7 +103,7 @@ def read_file(path: str) -> bytes:
 
 
 class FileReloader(Generic[T]):
-    """An object made from files, and made again when their content has changed.
+    """An object made from files, and made again when their content changes.
 
     If the files cannot be used (half a pair is written, a file is briefly missing), one line is
     logged and the old object stays.
@@ -122,7 +116,7 @@ class FileReloader(Generic[T]):
         clock: Callable[[], float] = time.monotonic,
         on_load: OnLoad = _ignore,
     ) -> None:
-        """Raises `TlsFilesUnusable`, as `make` does."""
+        """Raise `TlsFilesUnusable`, like `make`."""
         self._files = files
         self._make = make
         self._on_load = on_load
@@ -132,7 +126,7 @@ class FileReloader(Generic[T]):
         self._problem = ""
 
     def renew(self) -> T | None:
-        """Make and return a new `value` if the files have changed; look at most once a second."""
+        """Make and return a new `value` if the files have changed. Look at most once a second."""
         now_s = self._clock()
         if now_s < self._looked_s + _LOOK_EVERY_S:
             return None

@@ -8,7 +8,6 @@ from pathlib import Path
 
 # The name in `pyproject.toml`.
 DISTRIBUTION = "penstock-llm"
-# Bound of the text of a failed import's error, in characters.
 _LONGEST_REASON = 300
 
 
@@ -29,7 +28,7 @@ VERSION = _version()
 
 
 def how_to_install(extra: str) -> str:
-    """Tell in one line how to install an extra of penstock. No package index has penstock."""
+    """Say how to install an extra. No package index has penstock."""
     return (
         f"install penstock with the extra {extra}: pip install '.[{extra}]' in a checkout, or "
         f"pip install '{DISTRIBUTION}[{extra}] @ file:///PATH' with the path of a wheel"
@@ -37,7 +36,7 @@ def how_to_install(extra: str) -> str:
 
 
 def why_not_imported(error: ImportError, extra: str) -> str:
-    """Tell in one line which package is missing or unusable, and which extra brings it."""
+    """Name the package that is missing or unusable, and the extra that brings it."""
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed; {how_to_install(extra)}"
     reason = " ".join(str(error).split())[:_LONGEST_REASON]

@@ -1,4 +1,4 @@
-"""The aiohttp application: routes, middlewares, and what starts and stops with it."""
+"""The aiohttp application: routes, middlewares, startup and shutdown."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ from penstock_router.thread_pool import Threads
 
 logger = logging.getLogger(__name__)
 
-# Maximum of thread tasks other than requests, such as loading models.
+# The most thread tasks that belong to no request, such as loading models.
 _THREAD_WORK_OF_ITS_OWN = 64
 
 _TRACES = web.AppKey("traces", RequestTraces)
@@ -89,7 +89,6 @@ def _response_store(config: RouterConfig, metrics: Metrics) -> ResponseStore:
         config.response_store,
         max_bytes=config.response_store_bytes,
         ttl_s=config.response_ttl_s,
-        # Unique: another router may use the same file.
         owner=uuid.uuid4().hex,
         on_failure=metrics.store_failures.inc,
     )
@@ -102,13 +101,13 @@ def build_app(
     metrics: Metrics,
     spans: SpanSink | None = None,
 ) -> web.Application:
-    """The HTTP application in front of `fleet`. The caller opens and closes `fleet` and `spans`."""
+    """Build the HTTP application. The caller opens and closes `fleet` and `spans`."""
     app = web.Application(
         middlewares=[_answer_errors, response_headers.answer_preflight, _require_key],
         client_max_size=config.max_body_bytes,
     )
     responses = _response_store(config, metrics)
-    # Room for every admitted request, for work that abandoned requests left running, and for the
+    # Room for admitted requests, for work that abandoned requests left running, and for the
     # router's own work.
     let_in = config.max_concurrent_requests + config.max_queued_requests
     max_pending = let_in + config.tokenizer_threads + _THREAD_WORK_OF_ITS_OWN
@@ -164,7 +163,7 @@ def build_app(
     app.cleanup_ctx.append(_close_parts)
     app.cleanup_ctx.append(_meanwhile(models.keep_loading, "loading models"))
     app.cleanup_ctx.append(_store_responses)
-    # End the console's streams first: they never end by themselves.
+    # The console's streams never end by themselves, so end them first.
     app.on_shutdown.append(_end_console)
     app.on_shutdown.append(_end_requests)
     app.on_response_prepare.append(response_headers.complete)
@@ -173,7 +172,6 @@ def build_app(
 
 @functools.cache
 def _openapi_document() -> bytes:
-    """Build the document, which is the same for all applications of a process."""
     return msgspec.json.encode(openapi.describe(ROUTES))
 
 
@@ -213,7 +211,7 @@ async def _end_console(app: web.Application) -> None:
 def _meanwhile(
     work: Callable[[], Coroutine[Any, Any, None]], what: str
 ) -> Callable[[web.Application], AsyncIterator[None]]:
-    """A task that runs as long as the application does."""
+    """Run a task as long as the application runs."""
 
     async def context(app: web.Application) -> AsyncIterator[None]:
         task = asyncio.create_task(run_lasting(work, what))
@@ -249,22 +247,20 @@ async def _end_requests(app: web.Application) -> None:
     await router.admission.stop(timeout_s)
     await router.live_streams.wait_ended()
     await router.background.close()
-    # Refuses bodies that still wait to be parsed: all other requests have ended by now.
+    # All other requests have ended. Refuse bodies that still wait to be parsed.
     router.bodies.stop()
 
 
 async def _expect(request: web.Request) -> None:
-    """Called for `Expect: 100-continue` before the request is known: the reader of the body sends
-    100 (`routes/base.py`). Other expectations are ignored.
-    """
+    """Ignore `Expect` here: the reader of the body sends 100 Continue (`routes/base.py`)."""
 
 
-# Set globally: aiohttp uses a separate handler for unknown paths.
+# Set globally, because aiohttp uses a separate handler for unknown paths.
 web_urldispatcher._default_expect_handler = _expect
 
 
 def error_of_http(reason: str) -> web.Response:
-    """Answer bytes that are not a request, with the usual form and headers."""
+    """Answer bytes that are not a request, in the usual error form."""
     error = BadRequest(f"not a request of HTTP/1.1: {reason}")
     response = json_response(ERRORS.body(error), status=ERRORS.status(error))
     response_headers.add(response.headers, uuid.uuid4().hex)
@@ -281,11 +277,11 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
     record = request[RECORD] = _begin_record(request)
     records = request.app[ROUTER].records
     if record.route == console.FILES or (route is not None and route.is_open):
-        # Probes and files of the console are counted in metrics, but neither logged nor traced.
+        # Probes and console files are counted in metrics, but neither logged nor traced.
         records = request.app[_PROBES]
         record.record_outcome("probe")
     with records.track(record):
-        # Metrics count this status if the client disconnects before the answer's end.
+        # The status in metrics if the client disconnects early.
         record.status = 499
         response = await _answer(request, handler)
         record.status = response.status
@@ -327,8 +323,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _refusal_of_head(request: web.Request) -> BadRequest | None:
-    """The reason to refuse a head that aiohttp accepts, but whose length a proxy may read
-    differently.
+    """Return why to refuse a head that aiohttp accepts. A proxy may read the request's length
+    differently, which allows request smuggling.
     """
     version = request.version
     if version not in (HttpVersion10, HttpVersion11):
@@ -344,7 +340,7 @@ def _refusal_of_head(request: web.Request) -> BadRequest | None:
 
 
 def _from_http(error: web.HTTPException, request: web.Request) -> ApiError:
-    """Turn aiohttp's own errors (no such route, wrong method) into an `ApiError`."""
+    """Turn aiohttp's own errors into an `ApiError`."""
     where = f"{request.method} {request.path[:200]}"
     if isinstance(error, web.HTTPNotFound):
         return NotFound(f"no such route: {where}")

@@ -1,6 +1,6 @@
-"""The JSON types that a schema allows, for call formats that write strings without quotes.
+"""The JSON types that a tool's schema allows, for call formats that write strings without quotes.
 
-In these formats, `3` may be a number or a string: only the tool's schema says which.
+In these formats, `3` may be a number or a string: only the schema says which.
 """
 
 from __future__ import annotations
@@ -16,63 +16,61 @@ NO_STRING: Kinds = frozenset({"object", "array", "number", "integer", "boolean",
 ANY: Kinds = NO_STRING | STRING
 
 _COMBINING = ("anyOf", "oneOf", "allOf")
-# Names of types that JSON Schema lacks, and keywords that imply a type.
+# Type names that are not JSON Schema's, and keywords that imply a type.
 _OTHER_NAMES = {
     **{"str": "string", "int": "integer", "float": "number", "bool": "boolean"},
     **{"dict": "object", "list": "array", "none": "null"},
 }
 _IMPLIED = {"properties": "object", "items": "array"}
-# Real schemas of arguments are less deep and smaller.
+# Real argument schemas are smaller and less deep.
 _MAX_DEPTH = 16
 _MAX_PARTS = 2_000
 
 
 @dataclass(frozen=True, slots=True)
 class _Within:
-    """Schemas of members and items."""
-
     members: Mapping[str, Any]
-    # Schemas for unnamed members and for items; None: no schema.
+    # None: no schema.
     other_members: Any
     items: Any
 
 
 def kinds_of(schema: Any, root: Schema) -> Kinds:
-    """The JSON types that a schema allows; empty if it does not say."""
+    """Return the JSON types that a schema allows; empty if it does not say."""
     return SchemaKinds(root).of(schema)
 
 
 _NOTHING = _Within({}, None, None)
-# Schemas with only these keywords refer to no other schemas.
+# Schemas with only these keywords contain no other schemas.
 _PLAIN = frozenset({"type", "title", "description", "default", "enum", "const"})
 
 
 class SchemaKinds:
     """The types that schemas with one root allow, and the schemas within them. Each part is
-    examined only once, however many references it has.
+    examined only once.
     """
 
     def __init__(self, root: Schema) -> None:
         self._root = root
-        # By the ids of the parts. The parts are kept alive, so that no other object gets the id.
+        # Keyed by `id`. The values keep the parts alive, so that no other object gets the same id.
         self._found: dict[int, tuple[Schema, Kinds]] = {}
         self._within: dict[int, tuple[Schema, _Within]] = {}
 
     def of_argument(self, name: str) -> Kinds:
-        """The types of a member of the root; string if the root does not describe the member."""
+        """Return the types of a member of the root; string if the root does not describe the
+        member.
+        """
         return self.of(self.member(self._root, name)) or STRING
 
     def members(self, schema: Any) -> Mapping[str, Any]:
-        """The members that a schema of objects describes by name."""
         return self._what_is_in(schema).members
 
     def member(self, schema: Any, name: str) -> Any:
-        """The schema of a member by name, in a schema of objects; None if there is none."""
+        """Return the schema of an object's member; None if there is none."""
         within = self._what_is_in(schema)
         return within.members.get(name, within.other_members)
 
     def items(self, schema: Any) -> Any:
-        """The schema of items in a schema of lists; None if there is none."""
         return self._what_is_in(schema).items
 
     def _what_is_in(self, schema: Any) -> _Within:
@@ -83,7 +81,6 @@ class SchemaKinds:
         return self._within[id(schema)][1]
 
     def of(self, schema: Any) -> Kinds:
-        """See `kinds_of`."""
         if not isinstance(schema, dict):
             return frozenset()
         if schema.keys() <= _PLAIN:
@@ -93,9 +90,7 @@ class SchemaKinds:
         return self._found[id(schema)][1]
 
     def _find(self, schema: Schema) -> None:
-        """Find the types of a schema and of all schemas that it refers to, perhaps in circles. Each
-        part passes its types to the parts that refer to it, at most once per type.
-        """
+        """Find the types of a schema and of all schemas that it refers to, even circularly."""
         new: dict[int, tuple[Schema, Kinds]] = {}
         holders: dict[int, list[int]] = {}
         waiting = [schema]
@@ -125,7 +120,7 @@ def _within(schema: Schema, root: Schema) -> _Within:
     merged = {key: of for each in named[::-1] for key, of in each.items()} if named[1:] else None
     others = (part.get("additionalProperties") for part in parts)
     return _Within(
-        # Members that many schemas refer to are not copied.
+        # Do not copy members of a single part: many schemas may refer to it.
         merged or (named[0] if named else {}),
         next((each for each in others if isinstance(each, dict)), None),
         next((part["items"] for part in parts if "items" in part), None),
@@ -152,7 +147,6 @@ def _own_kinds(schema: Schema) -> Kinds:
 
 def _parts(schema: Any, root: Schema) -> Iterator[Schema]:
     """Yield a schema and all schemas that it refers to or combines, each once."""
-    # References may be circular, and repeated.
     waiting, seen = [schema], set()
     while waiting:
         part = waiting.pop()
@@ -166,7 +160,9 @@ def _parts(schema: Any, root: Schema) -> Iterator[Schema]:
 def _held(
     part: Schema, root: Schema, is_whole: Callable[[Schema], bool] = lambda _: False
 ) -> list[Schema]:
-    """The schemas that a schema refers to or, unless it is whole by itself, combines."""
+    """Return the schemas that `part` refers to and, unless `is_whole(part)`, those that it
+    combines.
+    """
     held = [_referred(part["$ref"], root)] if isinstance(part.get("$ref"), str) else []
     if not is_whole(part):
         held += [other for key in _COMBINING for other in _listed(part.get(key))]
@@ -178,7 +174,7 @@ def _listed(value: Any) -> Iterable[Any]:
 
 
 def referred(schema: Schema, root: Schema) -> Schema:
-    """The schema that a schema only refers to; otherwise the schema itself."""
+    """Follow references from a schema that has one; otherwise return the schema itself."""
     for _ in range(_MAX_DEPTH):
         found = _referred(schema["$ref"], root) if isinstance(schema.get("$ref"), str) else None
         if not isinstance(found, dict):
@@ -207,7 +203,7 @@ def _kind_of_value(value: Any) -> str:
 
 
 def outline(schema: Any) -> Schema:
-    """A schema with only the types of values by name: the part that is needed to read calls."""
+    """Reduce a schema to the types of named values, which is enough to read calls."""
     return _Outliner(schema).outline(schema, 0)
 
 
@@ -215,7 +211,7 @@ class _Outliner:
     def __init__(self, root: Any) -> None:
         self._root: Schema = root if isinstance(root, dict) else {}
         self._kinds = SchemaKinds(self._root)
-        # References may repeat a part any number of times.
+        # References may repeat a part, so bound the number of parts.
         self._left = _MAX_PARTS
 
     def outline(self, schema: Any, depth: int) -> Schema:

@@ -22,7 +22,7 @@ _REPORTS_EVERY_S = 1.0
 
 
 def parse_config(argv: Sequence[str]) -> RouterConfig:
-    """Parse a router's command line; exits with status 2 and one line on a bad value."""
+    """Parse a router's command line. A bad value prints one line and exits with status 2."""
     parser = parser_of(
         RouterConfig,
         prog="penstock router",
@@ -31,7 +31,8 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
     given = read_flags(RouterConfig, parser, argv)
     config = RouterConfig(**given)
     if "max_queued_requests" not in given:
-        # With this bound, a request waits on average at most a quarter of an answer's duration.
+        # With this bound, a queued request waits on average at most a quarter of an answer's
+        # duration.
         queued = math.ceil(config.max_concurrent_requests / 4)
         config = dataclasses.replace(config, max_queued_requests=queued)
     _check_shares(parser, config)
@@ -47,13 +48,13 @@ def parse_config(argv: Sequence[str]) -> RouterConfig:
     )
 
 
-# Each bound of one key, and the total bound that it must not exceed.
+# A key's bound, and the total bound that it must not exceed.
 _BOUNDS_OF_KEYS = {
     "max_concurrent_requests_per_key": "max_concurrent_requests",
     "max_queued_requests_per_key": "max_queued_requests",
     "max_queued_tokens_per_key": "max_queued_tokens",
 }
-# Bounds that are split between the workers: each worker needs at least one.
+# Bounds that the workers share; each worker needs at least 1.
 _PLACES = ("max_concurrent_requests", "max_concurrent_requests_per_key", "max_connections")
 
 
@@ -129,7 +130,7 @@ def _audit_key(parser: OneLineParser, config: RouterConfig) -> bytes | None:
 
 
 def _check_keys_file(parser: OneLineParser, config: RouterConfig) -> None:
-    # An empty path is an error too: it must not mean that no key is required.
+    # An empty path is an error too: it must not turn off keys.
     if config.api_keys_file is not None:
         try:
             key_file_format.read(config.api_keys_file, config.workers)

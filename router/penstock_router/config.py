@@ -1,6 +1,6 @@
-"""A router's configuration, in one frozen object whose fields are the router's flags.
+"""A router's configuration: one frozen object whose fields are the router's flags.
 
-Their order and groups are those of `penstock router --help`. A field without `flag(...)` is derived
+Fields have the order and groups of `penstock router --help`. A field without `flag(...)` is derived
 from other fields, or set by the code that starts a process.
 """
 
@@ -29,7 +29,7 @@ from penstock_router.store.response_store import MIN_BYTES
 from penstock_router.text.formats.registry import CHANNELS, FORMATS
 from penstock_router.text.reasoning import AUTO, STYLES
 
-# Larger counts overflow somewhere.
+# Larger counts would overflow.
 _count = functools.partial(flag, at_least=1, at_most=10**15)
 _count_or_none = functools.partial(flag, at_least=0, at_most=10**15)
 
@@ -45,7 +45,7 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         metavar="WHERE[,...]",
         gather=",".join,
     )
-    # None: the API key.
+    # None: use the API key.
     shard_api_key: str | None = key(
         "PENSTOCK_SHARD_API_KEY",
         "key to send to shards (default: PENSTOCK_SHARD_API_KEY, or the API key)",
@@ -93,7 +93,7 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         "demand; the router counts as ready meanwhile (default: refuse them at once)",
     )
 
-    # The file's text.
+    # The template's text, not its path.
     chat_template: str | None = flag(
         None,
         "a jinja file instead of the models' own",
@@ -169,7 +169,7 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         "key that clients must send; probes need none",
         group="keys, and who else may call",
     )
-    # None: only admin keys of `api_keys_file` open /admin.
+    # None: only admin keys in `api_keys_file` open /admin.
     admin_key: str | None = key("PENSTOCK_ADMIN_KEY", "key for /admin, which is closed without one")
     api_keys_file: str | None = flag(
         None,
@@ -188,7 +188,7 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         gather=tuple,
     )
 
-    # "": a random key.
+    # "": use a random key.
     resume_key: str = key(
         "PENSTOCK_RESUME_KEY",
         "signs event ids; routers with the same key can resume each other's streams "
@@ -207,7 +207,6 @@ class RouterConfig(ObservingConfig, ListeningConfig):
     )
     audit_prompts: bool = flag(False, "record prompts too, not only their hashes")
     audit_key_file: str | None = flag(None, "holds a key for its hashes, 16 to 64 bytes")
-    # The key in that file.
     audit_key: bytes | None = field(default=None, repr=False)
     verify_share: float = flag(
         0.0,
@@ -225,7 +224,7 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         metavar="TOKENS",
     )
 
-    # "": a temporary file, which the workers' parent process makes.
+    # "": use a temporary file, made by the workers' parent process.
     response_store: str = flag(
         "",
         "where answers of /v1/responses are kept, also after this router ends (default: in a "
@@ -290,7 +289,7 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         256 * 1024 * 1024,
         "size of log-probabilities and embeddings in an answer; more get 400",
     )
-    # These bounds count sequences: a request with n=4 is four. They hold over all workers.
+    # These bounds count sequences (a request with n=4 counts as 4), over all workers.
     max_concurrent_requests: int = _count(2048, "sequences in flight over all workers; more wait")
     max_queued_requests: int = _count_or_none(
         512,
@@ -319,8 +318,7 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         "one",
     )
 
-    # This worker's number, and the file by which workers share changes to the fleet. Set by the
-    # parent.
+    # This worker's index, and the file by which workers share fleet changes. Set by the parent.
     worker: int = 0
     changes_file: str = ""
 
@@ -337,6 +335,6 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         )
 
     def part_of(self, whole: int) -> int:
-        """The part that this worker has of a bound over all workers."""
+        """Return this worker's part of a bound."""
         part, rest = divmod(whole, self.workers)
         return part + (self.worker < rest)

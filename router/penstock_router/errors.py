@@ -1,12 +1,12 @@
-"""Ways in which a request can fail, and the one translation of exceptions to HTTP statuses.
+"""Ways in which a request can fail, and the only translation of exceptions to HTTP statuses.
 
 ApiError                  500  a defect of ours
 ├── GenerationFailed      500  the shard failed
 ├── BadRequest            400  the request is at fault; `param` names the field
-│   ├── PreviousNotFound       the response that it continues is not stored
-│   ├── ContextExceeded        its prompt, or prompt and answer, are too long
-│   ├── ImageUnusable          it has an unusable image
-│   └── TemplateFailed         the chat template cannot render it
+│   ├── PreviousNotFound       the response to continue is not stored
+│   ├── ContextExceeded        the prompt, or prompt and answer, are too long
+│   ├── ImageUnusable          an image cannot be used
+│   └── TemplateFailed         the chat template cannot render the messages
 ├── Unauthorized          401  missing or wrong API key
 ├── Forbidden             403  not opened by the operator
 ├── NotFound              404  unknown model or route
@@ -15,10 +15,10 @@ ApiError                  500  a defect of ours
 ├── UpgradeRefused        426  a WebSocket was requested
 ├── TooManyRequests       429  no room now; Retry-After says when to try again
 ├── Unavailable           503  no shard serves, or the router is stopping
-└── TimedOut              504  the request's time is up
+└── TimedOut              504  the time limit has passed
 
-Nothing of an unforeseen exception reaches a client but "internal error": the text of a defect may
-hold anything.
+After an unforeseen exception, the client sees only "internal error", because the exception's text
+may contain secrets.
 """
 
 from __future__ import annotations
@@ -30,36 +30,35 @@ import penstock_client.errors as client_errors
 
 logger = logging.getLogger(__name__)
 
-# This is long enough for the queue to get shorter, and short enough that no machine stays idle.
+# Long enough for the queue to get shorter, and short enough that no machine stays idle.
 _RETRY_AFTER_S = 1
 
 TIME_IS_UP = "the request took longer than it or this server allows"
 
-# A message may quote the request, but must not repeat all of it.
+# A message may quote the request, but not all of it.
 MAX_MESSAGE_CHARS = 300
 
 
 class ApiError(Exception):
-    """Ends a request with `status`; message and `param` are for the client."""
+    """Ends a request with `status`. The client sees the message and `param`."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "InternalServerError"
     # The word by which an API's clients recognize the error, if any.
     code: str | None = None
-    # Whole seconds; None: trying again is useless.
+    # Whole seconds; None: retrying is useless.
     retry_after_s: int | None = None
-    # The model that could not be served, by its shards' name; "" if the error is about something
-    # else, or about a name that only the client knows.
+    # The unavailable model, as its shards name it. "" if the error has another cause, or if only
+    # the client knows the name.
     model: str = ""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
-        # A template can make characters that no encoding has, and quote them in its error.
+        # A template can produce unencodable characters, and quote them in its error.
         self.message = message[:MAX_MESSAGE_CHARS].encode(errors="replace").decode()
         self.param = param
 
     def headers(self) -> dict[str, str]:
-        """Headers of the answer besides those of its body."""
         if self.retry_after_s is None:
             return {}
         return {"Retry-After": str(self.retry_after_s)}
@@ -85,9 +84,9 @@ class PreviousNotFound(BadRequest):
 class ContextExceeded(BadRequest):
     """The prompt, or the prompt and its answer's tokens, do not fit the model's context.
 
-    The message is OpenAI's; APIs with other messages use the numbers. `prompt_tokens` is the
-    prompt's length. It is None if the prompt was too long to count (then `prompt_chars` is its
-    length), or if the request asks to cut it to more than the context.
+    The message is OpenAI's; APIs with other messages use the numbers. `prompt_tokens` is the length
+    of the prompt. It is None if the prompt was too long to count (then `prompt_chars` is its
+    length), or if the request asks to truncate it to more than the context.
     """
 
     def __init__(
@@ -140,10 +139,7 @@ class NotFound(ApiError):
 
 
 class UnknownModel(NotFound):
-    """A model or adapter that no shard serves.
-
-    APIs with other messages use the name.
-    """
+    """A model or adapter that no shard serves. APIs with other messages use its `name`."""
 
     def __init__(self, name: str) -> None:
         self.name = name[:200]
@@ -202,7 +198,6 @@ class Unavailable(ApiError):
 
 
 def unavailable_model(name: str, model: str) -> Unavailable:
-    """The error for a model or adapter whose shards are away."""
     return Unavailable(f"no shard serves {name[:200]} at present; try again shortly", model=model)
 
 
@@ -218,16 +213,16 @@ class SlowClient(ConnectionError):
 
 
 def log_error(error: Exception, request_id: str) -> ApiError:
-    """The error as the client sees it. Errors that are not the client's fault are logged."""
+    """Return the error that the client sees. Log errors that are not the client's fault."""
     answer = as_api_error(error)
     server_side = isinstance(error, client_errors.PenstockError) and answer.status >= 500
     if server_side or isinstance(error, client_errors.PoisonousRequest):
-        # Only the operator may see addresses of shards, texts of gRPC and causes of crashes.
+        # Only the operator may see shard addresses, gRPC messages and causes of crashes.
         logger.warning("request %s: %s: %s", request_id, type(error).__name__, error)
     elif type(answer) is ApiError:
         logger.error("request %s failed", request_id, exc_info=error)
     else:
-        # Log no message, because it may quote the request.
+        # Leave out the message, which may quote the request.
         logger.debug(
             "request %s: %d %s %s", request_id, answer.status, answer.type, answer.param or ""
         )
@@ -235,7 +230,7 @@ def log_error(error: Exception, request_id: str) -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Turn an exception into an `ApiError`. No other place does this."""
+    """The only place that turns an exception into an `ApiError`."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, client_errors.PenstockError):
@@ -246,7 +241,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _from_client(error: client_errors.PenstockError) -> ApiError:
-    """Use fixed texts, except for refusals, whose text shards write for the client."""
+    """Use fixed texts, except for refusals, which shards word for the client."""
     match error:
         case client_errors.RequestRefused():
             return BadRequest(str(error), param=error.field or None)
@@ -261,7 +256,7 @@ def _from_client(error: client_errors.PenstockError) -> ApiError:
         case client_errors.DeadlineExceeded():
             return TimedOut(TIME_IS_UP)
         case client_errors.Unauthenticated():
-            # The shard does not accept *this router*, which the client cannot change.
+            # The shard refuses *this router*.
             return Unavailable("a shard refuses this router's API key (--shard-api-key)")
         case _:
             return GenerationFailed(

@@ -1,6 +1,4 @@
-"""Readers of a router's flags that are neither numbers nor words, as argparse's `type`: they raise
-`ArgumentTypeError`.
-"""
+"""Parsers of router flags, as argparse's `type`. They raise `ArgumentTypeError`."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable
 from penstock_router.text.formats.registry import CHANNELS, FORMATS
 from penstock_router.text.reasoning import AUTO, NONE, STYLES
 
-# A DNS name, perhaps with a wildcard, or an IP address.
 _DOMAIN = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f]*:[0-9a-f:.]*")
 _ORIGIN = re.compile(r"https?://[a-z0-9._\-\[\]:]+")
 
@@ -27,7 +24,9 @@ def alias(text: str) -> tuple[str, str]:
 
 
 def origin(text: str) -> str:
-    """An origin as browsers write it: in lower case, without the scheme's default port."""
+    """Check an origin in the form that browsers send: lower case, without the scheme's default
+    port.
+    """
     if text != "*" and not _ORIGIN.fullmatch(text):
         raise argparse.ArgumentTypeError(
             f"{short(text)} is no origin: http:// or https://, a host in lower case and its port"
@@ -36,7 +35,7 @@ def origin(text: str) -> str:
 
 
 def media_domains(text: str) -> tuple[str, ...]:
-    """Hosts in lower case; *.HOST means all hosts below HOST."""
+    """Parse host names; `*.HOST` means all hosts below HOST."""
     domains = tuple(part.strip().lower() for part in text.split(","))
     for domain in domains:
         if not _DOMAIN.fullmatch(domain):
@@ -55,7 +54,7 @@ def networks(text: str) -> tuple[Network, ...]:
 
 
 def tool_call_parser(text: str) -> str:
-    """A call format; hyphens are accepted too, because other servers use them."""
+    """Accept hyphens too, because other servers use them."""
     return one_of((AUTO, NONE, *FORMATS))(text.replace("-", "_"))
 
 
@@ -64,9 +63,7 @@ def reasoning_parser(text: str) -> str:
 
 
 def chat_template(path: str) -> str:
-    """The template in a file. It is compiled, so that an error in it stops the start, not each
-    request.
-    """
+    """Read a template file, and compile it: an error must stop the start, not fail each request."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         ChatTemplate({"default": text}, {})

@@ -1,6 +1,5 @@
-"""The part of `penstock_client.Fleet` that the router uses.
-
-It is a protocol, so that tests can run the whole router with a double.
+"""The part of `penstock_client.Fleet` that the router uses: a protocol, so that tests can run the
+whole router with a fake fleet.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from penstock_client.types import (
 
 
 class GenerationStream(Protocol):
-    """A sequence in flight; `cancel` aborts it in the shard."""
+    """A sequence in flight; `cancel` aborts it at the shard."""
 
     @property
     def ended(self) -> bool: ...
@@ -86,7 +85,7 @@ class ShardState(Protocol):
 
 
 def state_of(shard: ShardState) -> str:
-    """The state: serving, loading, draining or gone."""
+    """Return serving, loading, draining or gone."""
     if not shard.connected:
         return "gone"
     if shard.load.draining or shard.leaving:
@@ -95,13 +94,13 @@ def state_of(shard: ShardState) -> str:
 
 
 def model_of(shard: ShardState) -> str:
-    """The model that the shard serves or served last; "" while unknown."""
+    """Return the model that the shard serves or served last; "" if unknown."""
     info = shard.info or shard.last_info
     return "" if info is None else info.model
 
 
 def describe_shard(shard: ShardState) -> dict[str, Any]:
-    """The shard as the API and the console show it; None: not known yet."""
+    """Describe the shard for the API and the console. None: not known yet."""
     info, load = shard.info, shard.load
     return {
         "address": shard.address,
@@ -117,8 +116,6 @@ def describe_shard(shard: ShardState) -> dict[str, Any]:
 
 
 class Fleet(Protocol):
-    """The shards of one router."""
-
     @property
     def shards(self) -> Sequence[ShardState]: ...
 
@@ -134,7 +131,7 @@ class Fleet(Protocol):
         self, request: GenerationRequest, pixels: PixelSource | None = None
     ) -> GenerationStream: ...
 
-    # `stream` comes from `submit`.
+    # `stream` must come from `submit`.
     def retain(self, stream: Any, retain: Retain) -> bool: ...
 
     async def embed(self, request: EmbeddingRequest) -> list[list[float]]: ...

@@ -1,10 +1,10 @@
-"""Reads the fields of JSON bodies, checks their values, and refuses wrong values.
+"""Reads the fields of JSON bodies, and refuses wrong values.
 
 A `Kind` reads one value and describes itself as a JSON schema, so that documentation and checks
-agree. A body is a table of `Field`s. A field that changes the answer is honoured. If it is not
-served, it is refused by name, unless its value has no effect. Another server's name for a field is
-read as that field. A field that cannot change the answer, or is in no table, is ignored, and the
-answer's warnings name it. null means that the field is missing.
+agree. A body is a table of `Field`s. A field that would change the answer is honoured, or refused
+by name if it is not served, unless its value has no effect. Other servers' names for a field are
+accepted. A field that cannot change the answer, or is in no table, is ignored, and a warning names
+it. null means that the field is missing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 UINT32_MAX = 2**32 - 1
 FLOAT_MAX = sys.float_info.max
-# The largest 32-bit float, the type that shards use.
+# The largest float32, the type that shards use.
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 JsonObject = dict[str, Any]
@@ -34,8 +34,6 @@ Reader = Callable[[str, Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A reader of a value, and the JSON schema of accepted values."""
-
     read: Reader
     schema: JsonObject
 
@@ -45,19 +43,16 @@ def or_null(schema: JsonObject) -> JsonObject:
 
 
 class Use(Enum):
-    """The fate of a field's value."""
-
-    # The value has its effect.
     HONOURED = auto()
-    # The value is refused after a check of its type, unless the value has no effect.
+    # Refused after a check of the type, unless the value has no effect.
     REFUSED = auto()
-    # The value has no effect. A warning says so, except for `neutral` values.
+    # Ignored, with a warning unless the value is in `neutral`.
     TAKEN = auto()
 
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of a body. A value in `neutral` has no effect."""
+    """A field of a body. Values in `neutral` have no effect."""
 
     name: str
     kind: Kind
@@ -65,14 +60,14 @@ class Field:
     required: bool = False
     use: Use = Use.HONOURED
     neutral: tuple[Any, ...] = ()
-    # JSON schema of values without effect, if there are more of them than `neutral`.
+    # JSON schema of values without effect, if `neutral` does not list them all.
     nothing: JsonObject | None = None
-    # The field for which this is another name; "": this is the field's own name.
+    # The original field, if `name` is another name for it.
     stands_for: str = ""
 
     @property
     def schema(self) -> JsonObject:
-        """The JSON schema of the accepted values, including null."""
+        """The schema of accepted values, including null."""
         nothing = self.nothing or {"enum": list(self.neutral)}
         schema = nothing if self.use is Use.REFUSED else self.kind.schema
         if not self.required:
@@ -88,12 +83,12 @@ def table(fields: Iterable[Field]) -> Table:
 
 
 def not_served(name: str, kind: Kind, *neutral: Any, help: str = "Not served.") -> Field:
-    """A field that is not served: clients may send only values without effect."""
+    """A field that is not served: only values without effect are accepted."""
     return Field(name, kind, help, use=Use.REFUSED, neutral=neutral)
 
 
 def taken(name: str, *neutral: Any, help: str = "Taken without effect.") -> Field:
-    """A field of any value that cannot change the answer; `neutral` values need no warning."""
+    """A field that cannot change the answer; `neutral` values need no warning."""
     return Field(name, ANYTHING, help, use=Use.TAKEN, neutral=neutral)
 
 
@@ -106,12 +101,12 @@ def label(name: str) -> Field:
 
 
 def renamed(name: str, of: Field) -> Field:
-    """A field of another route under the name used here; its value gets the original name."""
+    """Use another route's field under a new name; its value gets the original name."""
     return replace(of, name=name, stands_for=of.name)
 
 
 def another_name(name: str, of: Field, kind: Kind | None = None) -> Field:
-    """The name of a field at another server, with that server's bounds if they differ."""
+    """Accept another server's name for a field, with that server's bounds if they differ."""
     help_text = f"Another name of {of.name}."
     return replace(renamed(name, of), kind=kind or of.kind, help=help_text, required=False)
 
@@ -124,18 +119,18 @@ def body_schema(fields: Table) -> JsonObject:
     }
 
 
-# The key under which `read_fields` lists fields without effect.
+# The key under which `read_fields` returns warnings.
 WARNINGS = "warnings"
-# A warning names at most this many unknown fields. A larger body than `_MAX_SOUGHT` fields is not
-# searched for them.
+# A warning names at most `_NAMED_FIELDS` unknown fields, and none of a body with more than
+# `_MAX_SOUGHT` fields.
 _NAMED_FIELDS = 16
 _MAX_SOUGHT = 1024
 
 
 def read_fields(fields: Table, body: JsonObject) -> JsonObject:
-    """The values of a body's honoured fields by name, and under `WARNINGS` the fields without
-    effect. Raises `BadRequest` for the first wrong field in the body's order; in a huge body, in
-    the table's order.
+    """Return the values of honoured fields by name, and warnings under `WARNINGS`. Raise
+    `BadRequest` for the first wrong field in the body's order; in a huge body, in the table's
+    order.
     """
     values: JsonObject = {}
     warnings: list[str] = []
@@ -164,7 +159,6 @@ def read_fields(fields: Table, body: JsonObject) -> JsonObject:
 
 
 def without_effect(name: str) -> str:
-    """The warning of a field that is ignored."""
     return f"{name}: taken without effect"
 
 
@@ -173,8 +167,8 @@ def add_warning(values: JsonObject, warning: str) -> None:
 
 
 def _put(values: JsonObject, entry: Field, parsed: Any) -> None:
-    """Keep a value under its field's own name. Raises `BadRequest` if two names of a field have
-    different values.
+    """Store a value under the field's original name. Raise `BadRequest` if two names of the field
+    have different values.
     """
     name = entry.stands_for or entry.name
     if values.setdefault(name, parsed) != parsed:
@@ -183,7 +177,7 @@ def _put(values: JsonObject, entry: Field, parsed: Any) -> None:
 
 
 def _name_unknown(body: JsonObject, fields: Table) -> list[str]:
-    """The warning of unknown fields that have a value, if any."""
+    """Return a warning that names the unknown fields with a value, if any."""
     unknown = sorted(name for name in body.keys() - fields.keys() if body[name] is not None)
     if not unknown:
         return []
@@ -196,7 +190,7 @@ def _name_unknown(body: JsonObject, fields: Table) -> list[str]:
 
 
 def decode_object(body: bytes | memoryview) -> JsonObject:
-    """The JSON object in `body`: UTF-8, no NaN. If a key is repeated, its last value counts."""
+    """Decode a UTF-8 JSON object without NaN. If a key is repeated, its last value counts."""
     try:
         value = decode_json(body)
     except UnicodeDecodeError:
@@ -204,7 +198,7 @@ def decode_object(body: bytes | memoryview) -> JsonObject:
     except RecursionError:
         raise BadRequest("the body is nested too deeply") from None
     except msgspec.DecodeError as error:
-        # Before version 0.23, msgspec raised a UnicodeDecodeError.
+        # msgspec before 0.23 raised UnicodeDecodeError.
         if "UTF-8" in str(error):
             raise BadRequest("the body is not valid UTF-8") from None
         problem = str(error) if len(body) else "it is empty"
@@ -215,7 +209,7 @@ def decode_object(body: bytes | memoryview) -> JsonObject:
 
 
 def decode_json(data: bytes | memoryview | str) -> Any:
-    """Decode as `msgspec.json.decode` does, including errors, with the garbage collector off.
+    """Decode like `msgspec.json.decode`, but with the garbage collector off.
 
     The collector would traverse the growing objects repeatedly, which takes seconds for millions of
     lists.
@@ -230,7 +224,7 @@ def decode_json(data: bytes | memoryview | str) -> Any:
 
 
 def object_in(text: str) -> JsonObject | None:
-    """The object that a JSON text contains; None if the text is not an object."""
+    """Decode a JSON object; None if the text is not an object."""
     try:
         value = decode_json(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -251,16 +245,14 @@ def json_type(value: object) -> str:
 
 
 def shorten(value: object) -> str:
-    """A short form of a value, for a message."""
     if isinstance(value, list | dict):
-        # It may be huge, or nested deeper than `repr` allows.
+        # The value may be huge, or nested deeper than `repr` allows.
         return json_type(value)
     text = repr(value[:60] if isinstance(value, str) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def refusal(name: str, wanted: str, value: object) -> BadRequest:
-    """The error for a value that is not what it must be."""
     given = json_type(value) if value is None else shorten(value)
     return BadRequest(f"{name}: must be {wanted}; given: {given}", param=name)
 
@@ -269,14 +261,14 @@ def refusal(name: str, wanted: str, value: object) -> BadRequest:
 
 
 def integer(low: int, high: int) -> Kind:
-    """An integer, which may be written as 3.0."""
+    """An integer, also if written as 3.0."""
 
     def read(name: str, value: Any) -> int:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise refusal(name, "an integer", value)
-        # Tests of vLLM's clients look for pydantic's name of the bound, which is in parentheses.
+        # Tests of vLLM's clients look for pydantic's name of the bound (in parentheses).
         if value < low:
             raise refusal(name, f"at least {low} (greater_than_equal)", value)
         if value > high:
@@ -330,7 +322,7 @@ def read_array(name: str, value: Any) -> list[Any]:
 
 
 def string(min_chars: int = 0, max_chars: int | None = None, *, without: str = "") -> Kind:
-    """A text of bounded length, without the characters `without`."""
+    """A string of bounded length, without the characters in `without`."""
     bounds = "any" if max_chars is None else str(max_chars)
 
     def read(name: str, value: Any) -> str:
@@ -356,7 +348,7 @@ def string(min_chars: int = 0, max_chars: int | None = None, *, without: str = "
 
 
 def unless(kind: Kind, *nothing: Any) -> Kind:
-    """A kind with some values that have no effect: they are read as None."""
+    """A kind that reads the values in `nothing` as None."""
     schema = {"anyOf": [*({"const": each} for each in nothing), kind.schema]}
     return Kind(lambda name, value: None if value in nothing else kind.read(name, value), schema)
 
@@ -371,8 +363,6 @@ def one_of(*values: str) -> Kind:
 
 
 def token_ids(*, at_least: int = 0, at_most: int) -> Kind:
-    """Token ids as a tuple, which may be very long."""
-
     def read(name: str, value: Any) -> tuple[int, ...]:
         ids = read_array(name, value)
         if not at_least <= len(ids) <= at_most:
@@ -389,9 +379,8 @@ def token_ids(*, at_least: int = 0, at_most: int) -> Kind:
 
 
 def whole_numbers(name: str, values: list[Any]) -> list[int]:
-    """The values as ints, accepting 3.0; raises `BadRequest`."""
-    # Python loops would be slow: this and `min` take a millisecond or two for a hundred thousand
-    # values.
+    """Return the values as ints, accepting 3.0; raise `BadRequest` for others."""
+    # Avoid Python loops: `map`, `set` and `min` take 1 to 2 ms for 100,000 values.
     types = set(map(type, values))
     if types <= {int}:
         return values
@@ -422,7 +411,7 @@ def array_of(item: Kind, *, at_least: int = 0, at_most: int, unit: str) -> Kind:
 
 
 def object_of(**entries: Kind) -> Kind:
-    """An object with these entries. Each entry may be missing or null."""
+    """An object with these entries, each of which may be missing or null."""
 
     def read(name: str, value: Any) -> JsonObject:
         given = read_object(name, value)

@@ -1,7 +1,6 @@
 """Finds the models that the fleet serves, and loads their tokenizers and templates.
 
-Files come from the shards and are loaded when a model is first requested; a hash shows if a name
-gets another tokenizer.
+Shards send the files when a model is first requested. A hash shows if a model's tokenizer changes.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from penstock_router.thread_pool import Threads
 
 logger = logging.getLogger(__name__)
 
-# Names that clients of other servers send by default.
+# Clients of other servers send these names by default.
 _ANY_MODEL = frozenset({"", "tgi", "dummy"})
-# An alias for requests that name no model.
+# The alias that requests without a model use.
 _DEFAULT = "default"
 
-# Time from a failure to load until the files are fetched again.
+# Seconds from a failed load to the next try.
 _RETRY_S = 1.0
 
 _UNKNOWN_CALLS = (
@@ -51,14 +50,13 @@ _UNKNOWN_CALLS = (
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model for which requests can be prepared."""
+    """A loaded model, with the adapter that a request named."""
 
     info: ShardInfo
-    # The part that text work uses.
     text: TextModel
-    # The files from which `text` was made: each text process gets them once.
+    # The files that `text` was made from. Each text process gets them once.
     files: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    # The adapter that the request named; "" for the base model.
+    # "": the base model.
     adapter: str = ""
 
     @property
@@ -82,8 +80,8 @@ class ServedModel:
 
 
 def _notes_of(template: ChatTemplate) -> tuple[str, ...]:
-    """Notes on what the template loses, with tools or without. Call this in a thread, because it
-    takes some milliseconds.
+    """Return notes on what the template loses, with tools or without. This takes milliseconds: call
+    it in a thread.
     """
     found = (template.traits(with_tools=with_tools).notes for with_tools in (False, True))
     return tuple(dict.fromkeys(note for notes in found for note in notes))
@@ -95,15 +93,13 @@ _Files = dict[str, bytes]
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """A model's files, and what was loaded from them."""
-
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     conventions: Conventions
     image_tokens: ImageTokens | None
     images_unusable: str
     files: _Files
-    # Losses of requests or answers by this chat template: a sentence each.
+    # One sentence for each way in which this chat template loses content.
     notes: tuple[str, ...] = ()
 
 
@@ -131,17 +127,16 @@ class Models:
         self._chat_template = config.chat_template
         self._trusts_templates = config.trust_request_chat_template
         self._parsers = config.tool_call_parser, config.reasoning_parser
-        # The operator's own names for models.
         self._aliases = dict(config.model_aliases)
         self._shard_wait_s = config.shard_wait_s
         self._on_held = on_held
         # By model and tokenizer hash.
         self._texts: dict[_Key, _Loading] = {}
         self._failed_at: dict[_Key, float] = {}
-        # The model of every name and alias that is expected or was ever served. Without shards,
-        # such a model is away, not unknown.
+        # The model of each name and alias that was expected or ever served. Without shards, such a
+        # model is unavailable, not unknown.
         self._names: dict[str, str] = {name: name for name in config.expected_models}
-        # The reason why a model does not load, by its name.
+        # Why each model does not load.
         self._troubles: dict[str, str] = {}
         self.started_at = int(time.time())
 
@@ -167,15 +162,15 @@ class Models:
         return f"no shard serves {when} ({shown or 'the fleet has none'})"
 
     def infos(self) -> list[ShardInfo]:
-        """Infos of the models that ready shards serve, one each."""
+        """Return one info for each model that ready shards serve."""
         infos: dict[str, ShardInfo] = {}
         for info in self._ready_infos():
             infos.setdefault(info.model, info)
         return list(infos.values())
 
     def names(self) -> dict[str, tuple[ShardInfo, str]]:
-        """The names that requests may use now, each with its model and its adapter ("" for none).
-        Models come before adapters, and a model's own name before its aliases.
+        """Return the names that requests may use now, each with its model and adapter ("" for
+        none). Models come before adapters, and a model's own name before its aliases.
         """
         infos = self.infos()
         candidates = [name for info in infos for name in (info.model, *info.model_aliases)]
@@ -191,7 +186,7 @@ class Models:
         return {name: found[name] for name in order}
 
     def adapters_of(self, info: ShardInfo) -> dict[str, ShardInfo]:
-        """The adapters of this model's ready shards, each with the info of one such shard."""
+        """Return the adapters of this model's ready shards, each with one such shard's info."""
         adapters: dict[str, ShardInfo] = {}
         for shard in self._fleet.shards:
             other = shard.info
@@ -201,8 +196,8 @@ class Models:
         return adapters
 
     def _holder(self, infos: Sequence[ShardInfo], adapter: str) -> ShardInfo | None:
-        """The info of the first ready shard that has the adapter, for the first model with the
-        adapter.
+        """Find the first model with the adapter; return the info of its first ready shard that has
+        it.
         """
         holders: dict[str, ShardInfo] = {}
         for shard in self._fleet.shards:
@@ -212,12 +207,12 @@ class Models:
         return next((holders[info.model] for info in infos if info.model in holders), None)
 
     def takes_images(self, info: ShardInfo) -> bool:
-        """True if requests for a model may have images; false before its files are loaded."""
+        """True if requests to the model may have images; false before its files are loaded."""
         text = self._loaded(info)
         return text is not None and "images" in info.capabilities and text.image_tokens is not None
 
     def formats(self, info: ShardInfo) -> tuple[Conventions, tuple[str, ...]]:
-        """The formats of a model's calls and reasoning, and sentences on what its chat template
+        """Return the formats of a model's calls and reasoning, and notes on what its chat template
         loses. Both are empty before the model's files are loaded.
         """
         text = self._loaded(info)
@@ -228,13 +223,13 @@ class Models:
         return None if task is None or not task.done() or _failed(task) else task.result()
 
     def info(self, name: str) -> ShardInfo:
-        """The info of the model that a request names, or whose adapter it names. Raises `NotFound`
-        or `Unavailable`.
+        """Return the info of the model that a request names, directly or by an adapter. Raise
+        `NotFound` or `Unavailable`.
         """
         return self._resolve(name)[0]
 
     def _resolve(self, name: str) -> tuple[ShardInfo, str]:
-        """The model that a request's `name` means, and the adapter ("" for none)."""
+        """Return the model that `name` means, and the adapter ("" for none)."""
         self._note_names()
         infos = self.infos()
         name = self._meant(name, infos)
@@ -260,8 +255,8 @@ class Models:
         return name if is_own else self._aliases.get(name or _DEFAULT, name)
 
     def _served(self, name: str, infos: Sequence[ShardInfo]) -> tuple[ShardInfo, str] | None:
-        """The model of this name, and ""; or the model with an adapter of this name, and the
-        adapter.
+        """Find a model by its name or alias, or a model with the adapter `name`. Return the model
+        and the adapter ("" for none).
         """
         for info in infos:
             if name == info.model:
@@ -277,12 +272,12 @@ class Models:
         infos = [shard.info for shard in self._fleet.shards if shard.info is not None]
         for info in infos:
             self._names |= dict.fromkeys(info.model_aliases, info.model)
-        # A model's own name takes precedence over another's alias.
+        # A model's own name takes precedence over another model's alias.
         self._names |= {info.model: info.model for info in infos}
 
     def _away(self, name: str) -> str:
-        """The model of this name, or with an adapter of this name that an absent shard may have
-        when it returns; "" if unknown.
+        """Return the unavailable model with this name, or with an adapter of this name at an absent
+        shard; "" if unknown.
         """
         if name in self._names or not name:
             return self._names.get(name, "")
@@ -290,7 +285,7 @@ class Models:
         return next((info.model for info in infos if info and info.has_adapter(name)), "")
 
     def _only_model(self, name: str) -> str:
-        """The only known model, if a request names none; or ""."""
+        """Return the only known model if a request names none; otherwise ""."""
         models = {*self._names.values()} if name in _ANY_MODEL else set()
         return models.pop() if len(models) == 1 else ""
 
@@ -305,8 +300,8 @@ class Models:
         return (shard.info for shard in shards if shard.ready and shard.info is not None)
 
     async def get(self, name: str) -> ServedModel:
-        """The model that a request names, loaded. Waits up to `shard_wait_s`, if set, for a shard
-        that serves it.
+        """Load the model that a request names. If `shard_wait_s` is set, wait up to this time for a
+        shard that serves it.
         """
         info, adapter = await self._resolved_in_time(name)
         try:
@@ -315,8 +310,7 @@ class Models:
             reason = f"the model {info.model} cannot be served: {error}"
             raise Unavailable(reason, model=info.model) from None
         except RequestRefused:
-            # The model's last shard has left meanwhile, so the fleet does not know the model any
-            # more.
+            # The model's last shard has left meanwhile: the fleet no longer knows the model.
             raise unavailable_model(info.model, info.model) from None
         text = TextModel(
             name=info.model,
@@ -355,12 +349,12 @@ class Models:
         task = self._texts.get(key)
         if task is None or (_failed(task) and self._may_retry(key)):
             task = self._texts[key] = asyncio.create_task(self._load(key))
-        # `wait` does not cancel the task with this request: others wait for it too.
+        # Unlike `await task`, `wait` does not cancel the task with this request. Others need it.
         await asyncio.wait((task,))
         error = task.exception()
         if error is None or isinstance(error, PenstockError | TokenizerUnusable | TemplateUnusable):
             return task.result()
-        # Files are untrusted: a failure in them must only fail their own model.
+        # Files are untrusted: an error in them must only fail their own model.
         text = f"its files do not load: {type(error).__name__}: {error}"
         raise TokenizerUnusable(text) from error
 
@@ -383,13 +377,13 @@ class Models:
 
     def _read(self, files: _Files) -> _Text:
         if self._chat_template is not None:
-            # The operator's own template takes precedence over the model's.
+            # The operator's template takes precedence over the model's.
             files = with_template(files, self._chat_template)
         template = load_chat_template(files)
         conventions = conventions_of(template, *self._parsers)
         tokenizer = load_tokenizer(files)
         images = load_image_tokens(files, tokenizer)
-        # With "none", the operator chose no format; a template without tools has a format.
+        # "none" means that the operator wants no format; a template without tools has a format.
         is_unknown = conventions.tool_format is None and self._parsers[0] == AUTO
         notes = () if template is None else _notes_of(template)
         notes = (_UNKNOWN_CALLS, *notes) if is_unknown else notes
@@ -401,8 +395,7 @@ class Models:
             self._note_names()
             self._forget_replaced()
             await asyncio.gather(*(self._load_ahead(info) for info in self.infos()))
-            # Bound the wait: failed loads are tried again, and changes during the loads were
-            # missed.
+            # Wake regularly, to retry failed loads and to see changes missed during loads.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_RETRY_S):
                     await self._fleet.wait_changed()
@@ -413,7 +406,7 @@ class Models:
         except (PenstockError, TokenizerUnusable, TemplateUnusable) as error:
             shown = str(error)
             if isinstance(error, PenstockError):
-                # The error's text is only for the operator: it may have addresses.
+                # Only the operator may see the error's text, which may have addresses.
                 shown = "the shard did not send the tokenizer; the log says why"
             if self._troubles.get(info.model) != shown:
                 logger.warning("model %s is not ready: %s", info.model, error)
@@ -422,9 +415,8 @@ class Models:
             self._troubles.pop(info.model, None)
 
     def _forget_replaced(self) -> None:
-        """Drop texts of models that are served with another tokenizer now.
-
-        Texts of an absent model are kept: it usually returns with the same tokenizer.
+        """Drop texts of models that now have another tokenizer. Keep texts of an absent model,
+        which usually returns with the same tokenizer.
         """
         infos = [shard.info for shard in self._fleet.shards if shard.info is not None]
         used = {(info.model, info.tokenizer_hash) for info in infos}

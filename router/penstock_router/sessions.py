@@ -1,7 +1,7 @@
-"""Finds a request's session by the names that today's clients give it.
+"""Finds a request's session by the names that clients give it.
 
-The header names were seen in November 2026, in Claude Code 2.1, Codex (a thread is one agent of a
-session; before 2026-06 with underscores), vLLM 0.32, Dynamo 1.6 and opencode.
+Header names as seen in November 2026 in Claude Code 2.1, Codex (a thread is one agent of a session;
+with underscores before 2026-06), vLLM 0.32, Dynamo 1.6 and opencode.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ CLIENTS_HEADERS: Mapping[str, str] = {
     "x-dynamo-session-id": "clients of Dynamo",
     "x-session-affinity": "opencode",
 }
-# The text before the session in the user_id that Claude Code sent before version 2.1.78.
+# Precedes the session in the user_id of Claude Code before 2.1.78.
 _BEFORE_SESSION = "_session_"
 
 
 def session_of(headers: Mapping[str, str], in_body: str) -> str:
-    """The session's id, from penstock's own header, else the body, else a client's header; or "".
-    Raises `BadRequest` if penstock's own header is too long or unprintable.
+    """Return the session's id from penstock's own header, else from the body, else from a client's
+    header; or "". Raise `BadRequest` if penstock's header is too long or unprintable.
     """
     session = headers.get(HEADER) or in_body
     if len(session) > MAX_SESSION_CHARS:
@@ -43,7 +43,7 @@ def session_of(headers: Mapping[str, str], in_body: str) -> str:
 
 
 def session_of_metadata(name: str, metadata: Any) -> str:
-    """The session that Claude Code names in its `metadata`, or ""."""
+    """Return the session that Claude Code names in `metadata`, or ""."""
     user_id = metadata.get("user_id") if isinstance(metadata, dict) else None
     if not isinstance(user_id, str) or len(user_id) > 4 * MAX_SESSION_CHARS:
         return ""
@@ -59,5 +59,5 @@ def session_of_metadata(name: str, metadata: Any) -> str:
 
 
 def _is_usable(session: str | None) -> bool:
-    """True if a name can be shown. Header bytes that are not UTF-8 cannot be shown."""
+    """True if the name can be shown: header bytes that are not UTF-8 cannot."""
     return session is not None and 0 < len(session) <= MAX_SESSION_CHARS and session.isprintable()

@@ -1,9 +1,7 @@
-"""Runs work that is too long for the event loop and releases the interpreter lock, in a few
-threads.
+"""Runs work that is too long for the event loop and releases the GIL, in a few threads.
 
-The queue of clients' work is bounded: more work is refused immediately. One client's work occupies
-at most as many places as there are threads. The client's other work waits, and other clients are
-next.
+The queue of clients' work is bounded: more work is refused immediately. One client occupies at most
+as many places as there are threads. Its other work waits, and other clients are next.
 """
 
 from __future__ import annotations
@@ -21,22 +19,20 @@ _Result = TypeVar("_Result")
 
 
 class Threads:
-    """Runs functions in an executor, which the caller owns."""
-
     def __init__(self, executor: Executor, max_pending: int, num_threads: int = 1) -> None:
-        """Use an executor with `num_threads`. `max_pending` bounds running and waiting work
-        together.
+        """Use an executor of the caller with `num_threads`. `max_pending` bounds running and
+        waiting work together.
         """
         self._executor = executor
         self._num_threads = num_threads
         self._max_pending = max_pending
         self._num_pending = 0
-        # By client, while its work runs or waits.
+        # By client, while the client's work runs or waits.
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def run(self, work: Callable[[], _Result], client: str = "") -> _Result:
-        """Return or raise what `work` does; raises `TooManyRequests` if too much waits. `client`
-        owns the work; "": the router.
+        """Return or raise what `work` does; raise `TooManyRequests` if too much work waits.
+        `client` owns the work; "": the router.
         """
         if self._num_pending >= self._max_pending:
             raise TooManyRequests(
@@ -63,7 +59,5 @@ class Threads:
         self._num_pending -= 1
 
     async def run_for_all(self, work: Callable[[], _Result]) -> _Result:
-        """Run work that several clients may wait for. It is never refused: that would punish all
-        clients for the work of one.
-        """
+        """Run work that several clients may wait for, and that is therefore never refused."""
         return await asyncio.wrap_future(self._executor.submit(work))

@@ -1,10 +1,9 @@
 """Runs one router in this process, or several workers that share its port.
 
-The port is bound first, so that a used port causes one line and an exit status immediately. With
-several workers, the parent proves that the port is free (another router that shared it would get
-half of the requests), keeps it reserved and serves nothing itself. Only the parent handles signals:
-a terminal sends them to the whole process group, so a forwarded signal would be a worker's second
-signal.
+The port is bound first: if it is in use, the process exits immediately with one line. With several
+workers, the parent checks that the port is free (another router that shared it would get half of
+the requests), keeps it reserved and serves nothing itself. Only the parent handles signals: a
+terminal signals the whole process group, so a forwarded signal would be a worker's second.
 """
 
 from __future__ import annotations
@@ -58,29 +57,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.router")
 
-# Name in traces.
 _SERVICE = "penstock-router"
 _RESTART_DELAY_S = 1.0
-# After this many starts in a row without serving, give up.
+# Give up after this many starts in a row without serving.
 _MAX_FAILED_STARTS = 3
-# Maximum of time for which one of several workers waits until it is ready; then it listens
-# anyway.
+# A worker waits at most this long until it is ready; then it listens anyway.
 _READY_S = 20.0
 _READY_POLL_S = 0.05
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A full garbage collection runs only after this many collections of the middle generation. Each of
-# those runs after about 7,000 new objects.
+# A full garbage collection runs only after this many of the middle generation, each of which runs
+# after about 7,000 new objects.
 _COLLECT_ALL_AFTER = 1000
 # Time after the shutdown timeout in which requests may still write their last events.
 _LAST_WORDS_S = 3.0
-# Time after both until a worker is killed.
+# Additional time until a worker is killed.
 _GRACE_S = 5.0
 
 
 def run(config: RouterConfig) -> int:
-    """Serve until SIGTERM or SIGINT; return the process's exit status."""
+    """Serve until SIGTERM or SIGINT; return the exit status."""
     _set_up_logging(config)
-    # One key for all workers.
+    # All workers need the same key.
     config = dataclasses.replace(config, resume_key=config.resume_key or secrets.token_hex(16))
     try:
         listener = listen(config.host, config.port)
@@ -100,7 +97,6 @@ def run(config: RouterConfig) -> int:
 
 
 def _warn_if_open(config: RouterConfig, host: str, port: int) -> None:
-    """Warn if other machines may use the router without a key."""
     asks_for_keys = config.api_key is not None or config.api_keys_file is not None
     if not asks_for_keys and not is_for_this_machine(host):
         logger.warning(
@@ -112,7 +108,7 @@ def _warn_if_open(config: RouterConfig, host: str, port: int) -> None:
 
 def _run(serving: Coroutine[Any, Any, int]) -> int:
     return_large_blocks()
-    # uvloop's sockets cost a third of the processor time of asyncio's own.
+    # uvloop's sockets take a third of the processor time of asyncio's.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serving)
 
@@ -123,14 +119,14 @@ def _serve_all(config: RouterConfig, listener: socket.socket) -> int:
     try:
         _check_audit_logs(config)
     except OSError as error:
-        # Check this here: a worker that ended because of it would be restarted forever.
+        # Check this here: a worker that fails because of it would be restarted forever.
         return _refuse(f"--audit-log: {error}")
     port = listener.getsockname()[1]
     listener.close()
     config = dataclasses.replace(config, port=port)
     with listen(config.host, port, shared=True), tempfile.TemporaryDirectory() as folder:
         reduce_environment(*TRACES)
-        # Read when the children import prometheus_client.
+        # prometheus_client reads it in the children at import.
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
         config = dataclasses.replace(config, changes_file=os.path.join(folder, "changes"))
         return _Parent(config).run()
@@ -142,7 +138,7 @@ def _refuse(reason: str) -> int:
 
 
 def _set_up_logging(config: RouterConfig) -> None:
-    """Log to stderr. aiohttp need not log malformed HTTP, which is the client's fault."""
+    """Log to stderr, but not malformed HTTP, which is the client's fault."""
     set_up_logging(config.log_format, config.log_level)
     logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").setLevel(logging.WARNING)
@@ -155,11 +151,11 @@ def _set_up_logging(config: RouterConfig) -> None:
 class FirstWorker:
     """The worker that listens before it can serve, and tells probes that it is not ready.
 
-    The other workers listen only when it can serve. Otherwise a client that a ready worker answered
-    might reach this worker next.
+    The other workers listen only when the first can serve. Otherwise a client could get an answer
+    from a ready worker, and reach an unready worker next.
     """
 
-    # True if this process is the first worker; and an event, set when the first worker can serve.
+    # True if this process is the first worker.
     is_here: bool
     can_serve: Event
 
@@ -172,13 +168,13 @@ async def serve(
     first: FirstWorker | None = None,
     on_serving: Callable[[], None] = lambda: None,
 ) -> int:
-    """Serve on `listener` until told to stop, by a signal or the end of `lifeline`.
+    """Serve on `listener` until a signal, or until `lifeline` closes.
 
-    A worker that is not the `first` listens when both can serve, or after a while. `on_serving` is
-    called when this worker listens.
+    If this is not the `first` worker, listen when both can serve, or after `_READY_S`. Then call
+    `on_serving`.
     """
-    # Imported here: at import, metrics check whether this process is one of several, and the parent
-    # needs no HTTP.
+    # Imported late: at import, metrics check whether this process is a worker, and the parent needs
+    # no HTTP.
     from penstock_router.app import build_app, error_of_http
     from penstock_router.observe.metrics import Metrics
     from penstock_router.routes.base import ROUTER
@@ -207,7 +203,7 @@ async def serve(
                 memory=app[ROUTER].memory,
                 error_response=error_of_http,
                 handler_cancellation=True,
-                # The application itself waits for its requests when it shuts down.
+                # The application itself waits for its requests.
                 shutdown_timeout=_LAST_WORDS_S,
             )
             await runner.setup()
@@ -233,7 +229,7 @@ async def serve(
 async def _listening(
     runner: Runner, listener: socket.socket, config: RouterConfig, dates: CertificateDates
 ) -> AsyncIterator[None]:
-    """Accept connections and reload certificates as long as the scope lasts."""
+    """Accept connections and reload certificates within the scope."""
     async with (
         https_context(config.tls_cert_file, config.tls_key_file, dates) as tls,
         runner.listening(listener, tls),
@@ -244,12 +240,12 @@ async def _listening(
 
 
 def _rest_collector() -> None:
-    """Keep Python's garbage collector from traversing all objects, which with thousands of streams
-    blocks the event loop for a quarter of a second. Requests leave no cycles. Rare cycles are found
-    while young, or after millions of new objects.
+    """Keep the garbage collector from traversing all objects: with thousands of streams, this
+    blocks the event loop for 0.25 s. Requests leave no cycles. Rare cycles are found while young,
+    or after millions of new objects.
     """
     gc.collect()
-    # Objects made so far live as long as the process.
+    # Objects made until now live as long as the process.
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], _COLLECT_ALL_AFTER)
 
@@ -304,7 +300,7 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
 
 def _stop_or_leave(stop: asyncio.Event) -> None:
     if stop.is_set():
-        # This is the second signal: a person waits at a terminal.
+        # A second signal: a person waits at a terminal.
         os._exit(1)
     stop.set()
 
@@ -320,8 +316,8 @@ def _stop_at_end_of(lifeline: Connection, stop: asyncio.Event) -> None:
 
 
 async def _until_ready(models: Models, first: FirstWorker, stop: asyncio.Event) -> None:
-    """Wait until a model can be served, here and at the first worker; at most `_READY_S`, or until
-    the worker stops.
+    """Wait until a model can be served both here and at the first worker. Stop waiting after
+    `_READY_S`, or when the worker stops.
     """
     until_s = time.monotonic() + _READY_S
     while time.monotonic() < until_s and not stop.is_set():
@@ -332,7 +328,7 @@ async def _until_ready(models: Models, first: FirstWorker, stop: asyncio.Event) 
 
 @asynccontextmanager
 async def _telling(models: Models, first: FirstWorker | None) -> AsyncIterator[None]:
-    """If this is the first worker, tell the other workers within the scope when it can serve."""
+    """If this is the first worker, tell the others when it can serve."""
     if first is None or not first.is_here:
         yield
         return
@@ -386,7 +382,7 @@ _SHARED_OUT = (
 
 
 def _config_of(config: RouterConfig, index: int) -> RouterConfig:
-    """The configuration of worker `index`: its part of each bound, and its own audit log."""
+    """Return the configuration of worker `index`: its part of each bound, and its own audit log."""
     config = dataclasses.replace(config, worker=index)
     parts: dict[str, Any] = {}
     for name in _SHARED_OUT:
@@ -410,21 +406,19 @@ def _check_audit_logs(config: RouterConfig) -> None:
 
 
 class _Parent:
-    """Starts workers, restarts those that die, and stops all at the end."""
-
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._context = multiprocessing.get_context("spawn")
-        # Workers have one end, and stop when the other end is closed, also by the end of this
+        # Workers hold one end. They stop when the other one closes, also by the end of this
         # process.
         self._lifeline, self._lifeline_end = self._context.Pipe(duplex=False)
         self._wake, self._wake_end = os.pipe()
         self._signals = 0
-        # The reason why all workers end, logged afterwards.
+        # Logged after all workers have ended.
         self._reason = ""
         self._first_can_serve = self._context.Event()
-        # For each worker, the pipe on which it reports that it serves; and, if it never served, the
-        # number of times that it ended. A worker that once served is always restarted.
+        # For each worker, the pipe on which it reports that it serves, and its number of failed
+        # starts. A worker that once served is always restarted.
         self._serving: dict[int, Connection] = {}
         self._failed_starts = dict.fromkeys(range(config.workers), 0)
 
@@ -444,7 +438,7 @@ class _Parent:
         return status if hopeful else USAGE_STATUS
 
     def _start_all(self, workers: dict[int, SpawnProcess]) -> bool:
-        """Start all workers; false, with `_reason`, if the system refuses to start a worker."""
+        """Start all workers. Return false and set `_reason` if the system refuses to start one."""
         try:
             for index in range(self._config.workers):
                 workers[index] = self._start(index)
@@ -457,7 +451,6 @@ class _Parent:
         os.write(self._wake_end, b"!")
 
     def _wait(self, workers: Iterable[SpawnProcess], timeout_s: float | None = None) -> None:
-        """Wait until a worker ends or a signal arrives."""
         sentinels = [worker.sentinel for worker in workers]
         if self._wake in multiprocessing.connection.wait([self._wake, *sentinels], timeout_s):
             os.read(self._wake, 1)
@@ -466,27 +459,27 @@ class _Parent:
         heard, serving = self._context.Pipe(duplex=False)
         self._serving[index] = heard
         can_serve = self._first_can_serve
-        # A later replacement of the first worker listens when it can serve, like all others.
+        # A replacement of the first worker listens only when it can serve, like the others.
         first = FirstWorker(index == 0 and not can_serve.is_set(), can_serve)
         worker = self._context.Process(
             target=_worker_main,
             args=(_config_of(self._config, index), self._lifeline, first, serving),
             name=f"penstock-router-{index}",
         )
-        # Block signals in the worker from its start to its end: see the module's docstring.
+        # Block signals in the worker until its end: see the module's docstring.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             worker.start()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-            # Only the worker keeps this end open, so that the other end is closed when the worker
+            # Only the worker keeps this end open, so that the other end closes when the worker
             # ends.
             serving.close()
         return worker
 
     def _restart_dead(self, workers: dict[int, SpawnProcess]) -> bool:
-        """Restart ended workers; false if that cannot help, with `_reason` unless a worker logged
-        the reason.
+        """Restart ended workers. Return false if that cannot help; set `_reason` unless a worker
+        has logged it.
         """
         from prometheus_client import multiprocess
 
@@ -508,7 +501,7 @@ class _Parent:
                 try:
                     workers[index] = self._start(index)
                 except OSError as error:
-                    # The worker counts as ended at the next check too, so it is tried again.
+                    # The worker still counts as ended, so the next check tries again.
                     logger.error("cannot start a worker: %s", error.strerror)
         return True
 
@@ -528,9 +521,7 @@ class _Parent:
             self._failed_starts[index] += 1
 
     def _stop(self, workers: list[SpawnProcess]) -> int:
-        """Wait for workers to stop; a second signal, or the deadline, kills those that still
-        run.
-        """
+        """Wait for workers to stop. A second signal, or the deadline, kills the remaining ones."""
         self._lifeline_end.close()
         deadline = time.monotonic() + self._config.shutdown_timeout_s + _LAST_WORDS_S + _GRACE_S
         while running := [worker for worker in workers if worker.exitcode is None]:

@@ -1,7 +1,6 @@
-"""`penstock bench`: puts load on a server, and measures what users would see.
+"""The command line of `penstock bench`. `load.py` sends, `report.py` summarizes.
 
-Reads the command line; `load.py` sends, `report.py` summarizes. Works with any server that has
-`/v1/completions` or `/v1/chat/completions`.
+Works with any server that has `/v1/completions` or `/v1/chat/completions`.
 """
 
 from __future__ import annotations
@@ -158,7 +157,7 @@ def _fields(text: str) -> dict[str, Any]:
 
 
 def _new_file(text: str) -> Path:
-    """Check the file's place before the load runs, not after."""
+    """Check the file's place before the load runs."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, not {text!r}")
@@ -251,7 +250,7 @@ def _show(summary: dict[str, Any], as_json: bool) -> None:
 
 
 def _write_files(summaries: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
-    """Raises OSError if a file cannot be written."""
+    """Raise OSError if a file cannot be written."""
     if args.output:
         lengths = _lengths(args)
         settings = {

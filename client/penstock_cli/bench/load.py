@@ -19,12 +19,12 @@ import aiohttp
 
 from penstock_cli.router_errors import CUT_OFF, NOT_HTTP, no_answer, one_line, refusal
 
-# Short, common words, so that a prompt of n words is about n tokens for most tokenizers.
+# Short, common words: a prompt of n words is about n tokens for most tokenizers.
 _WORDS = (
     *("the", "of", "and", "to", "in", "is", "on", "by", "it", "or", "be", "at", "as"),
     *("an", "we", "us", "if", "do", "my", "up", "so", "he", "go", "no", "me"),
 )
-# Log-normal lengths, as in chats that people have shared: most are short, a few are very long.
+# Most shared chats are short, a few are very long.
 _SHAREGPT_PROMPT_SIGMA = 1.4
 _SHAREGPT_OUTPUT_SIGMA = 1.0
 _SHAREGPT_MIN, _SHAREGPT_MAX = 4, 1024
@@ -38,8 +38,8 @@ class Load:
     """The arrival of requests.
 
     Closed loop: `level` requests at once; the end of one starts the next. Open loop: on average
-    `level` requests per second, regardless of answers, with exponential gaps (a Poisson process);
-    an infinite level sends all at once.
+    `level` requests per second, regardless of answers, with exponential gaps (a Poisson process).
+    An infinite level sends all at once.
     """
 
     open_loop: bool
@@ -65,7 +65,6 @@ class Lengths:
     spread: bool = False
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
-        """Prompt words and output tokens of the next request."""
         if not self.spread:
             return self.prompt_words, self.output_tokens
         return (
@@ -81,9 +80,8 @@ def _log_normal(rng: random.Random, median: int, sigma: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The requests of one load; at least one of `requests` and `duration_s` ends it.
-
-    After `duration_s`, no new requests are sent, and the running ones are awaited.
+    """The requests of one load. At least one of `requests` and `duration_s` ends it. After
+    `duration_s`, running requests are awaited.
     """
 
     load: Load
@@ -96,7 +94,7 @@ class Plan:
 class Server:
     """The measured server, and the fields of each request besides prompt and length.
 
-    Without `sends_done`, its streams end without the [DONE] of the OpenAI API.
+    Without `sends_done`, its streams end without [DONE].
     """
 
     url: str
@@ -104,7 +102,6 @@ class Server:
     api_key: str | None = None
     keepalive: bool = True
     sends_done: bool = True
-    # True to send each prompt as a chat.
     chat: bool = False
 
     @property
@@ -120,9 +117,9 @@ class Server:
 
 @dataclass(slots=True)
 class Answer:
-    """A request as its client sees it. Times are of `time.perf_counter`."""
+    """A request as its client sees it. Times are `time.perf_counter`'s."""
 
-    # The due time of the request: a late load must not flatter the server.
+    # Times count from the due time: a late load generator must not flatter the server.
     due_s: float
     # Required parts of the answer that have not arrived yet.
     missing: set[str]
@@ -154,7 +151,7 @@ class Answer:
         self.error_kind, self.error = kind, error
 
     def take(self, data: bytes) -> None:
-        """Take an event of the answer. Raises ValueError if `data` is not such an event."""
+        """Take an event of the answer. Raise ValueError if `data` is no such event."""
         if data == b"[DONE]":
             self.missing.discard("[DONE]")
             return
@@ -188,7 +185,7 @@ class Answer:
 
 
 def _says(choice: dict[str, Any]) -> bool:
-    """True if the choice has a piece of an answer, of a completion or a chat."""
+    """True for text of a completion or a chat."""
     delta = choice.get("delta") or {}
     return bool(choice.get("text")) or any(delta.get(name) for name in _SAID)
 
@@ -265,7 +262,7 @@ async def _complete(
     except aiohttp.ClientPayloadError:
         answer.fail("cut off", CUT_OFF)
     except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError) as error:
-        # Before ValueError, because a bad certificate's error is both.
+        # Catch this before ValueError, because a certificate error is both.
         answer.fail("connection", _unanswered(error, server))
     except ValueError as error:
         answer.fail("no completion", one_line(error))
@@ -294,7 +291,7 @@ def _cause(error: Exception) -> Exception:
         and not isinstance(cause, ssl.SSLError)
         and (cause.errno or 0) > 0
     ):
-        # Use the system's words: asyncio's words name the call.
+        # Use the system's words, because asyncio's are about the call.
         return OSError(cause.errno, os.strerror(cause.errno or 0))
     return cause
 
@@ -317,7 +314,7 @@ async def _stream(
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the data of each server-sent event; events that arrive together cost one wake-up."""
+    """Events that arrive together cost one wake-up."""
     rest = b""
     async for piece in content.iter_any():
         *lines, rest = (rest + piece).split(b"\n")

@@ -24,7 +24,7 @@ _LATENCIES = {
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Limits, in ms, that a good answer meets. Infinite means no limit."""
+    """Limits in ms that a good answer meets."""
 
     ttft_ms: float = math.inf
     tpot_ms: float = math.inf
@@ -45,8 +45,8 @@ def summarize(
     """Summarize a load as a JSON object. Rates count only complete answers, over all of `wall_s`.
 
     `inter_token_ms` are gaps between events, which may carry several tokens; `tpot_ms` is a
-    request's mean time per token. With an objective, `goodput` has the share of all requests,
-    including failed ones, that met it, and the number of these requests per second.
+    request's mean time per token. With an objective, `goodput` has the share of all requests
+    (including failed ones) that met it, and their number per second.
     """
     good = [answer for answer in answers if not answer.error]
     output_tokens = sum(answer.output_tokens for answer in good)
@@ -79,7 +79,6 @@ def summarize(
 
 
 def _spread_ms(values_s: Sequence[float]) -> dict[str, float | None]:
-    """Mean and percentiles; None without values."""
     if not values_s:
         return dict.fromkeys(("mean", "p50", "p90", "p99"))
     cuts = statistics.quantiles([*values_s] * (1 + (len(values_s) == 1)), n=100, method="inclusive")
@@ -118,9 +117,8 @@ def _cell(value_ms: float | None) -> str:
 
 
 def plot(summaries: Sequence[dict[str, Any]], path: Path) -> None:
-    """Plot TTFT, inter-token latency and throughput against load, as a PNG.
-
-    Needs matplotlib. Raises OSError if the file cannot be written.
+    """Plot TTFT, inter-token latency and throughput against load, as a PNG. Needs matplotlib. Raise
+    OSError if the file cannot be written.
     """
     figure = importlib.import_module("matplotlib.figure").Figure(
         figsize=(12, 4), layout="constrained"

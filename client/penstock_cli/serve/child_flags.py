@@ -1,7 +1,7 @@
 """Checks that the router and the shards of `penstock serve` accept their flags.
 
-Before anything starts, separate processes run the parsers of router and shards. Errors are
-rewritten for the typed command.
+Before anything starts, separate processes run their parsers. Errors are rewritten for the typed
+command.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock_common.child_environment import child_environment
 from penstock_common.flags import UNKNOWN_FLAGS, did_you_mean
 from penstock_common.shared_flags import USAGE_STATUS
 
-# Exit status of the check if the process would run; after --help it is 0.
+# Exit status if the process would run; after --help it is 0.
 _WOULD_RUN_STATUS = 3
 _READ_FLAGS = f"""
 import sys
@@ -38,7 +38,7 @@ class Typed:
     """The command line of a process to start."""
 
     flags: Sequence[str]
-    # Names of variables that the process gets from our environment, and additional variables.
+    # Names of our environment's variables that the process gets, and additional variables.
     variables: Sequence[str]
     environment: Mapping[str, str]
 
@@ -49,14 +49,12 @@ class Unusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """The outcome of reading flags: exit status and output."""
-
     status: int
     said: str
 
     @property
     def unknown(self) -> str:
-        """The unknown arguments, as typed; "" if there are none."""
+        """The unknown arguments as typed, or ""."""
         return self.said.partition(UNKNOWN_FLAGS)[2].partition(" (see ")[0].partition("; did ")[0]
 
     @property
@@ -67,7 +65,7 @@ class _Reading:
 
 def check(router: Typed, shards: Sequence[Typed], own: Sequence[str]) -> bool:
     """True if all processes would run; false if one printed its help. `own`: the flags of `penstock
-    serve` itself, which are typed among shards' flags. Raises `Unusable`.
+    serve` itself, which users type among shards' flags. Raise `Unusable`.
     """
     would_run = True
     checks = [*((_SHARD, shard, router) for shard in shards), (_ROUTER, router, shards[0])]
@@ -95,7 +93,6 @@ def _read(process: str, flags: Sequence[str], typed: Typed) -> _Reading:
 
 
 def _told(reading: _Reading, process: str, other_process: Typed, own: Sequence[str]) -> str:
-    """The process's error, in words for a user of `penstock serve`."""
     if not reading.unknown:
         return reading.said.strip().removeprefix(f"penstock {process}: ")
     flag = reading.unknown.split()[0]

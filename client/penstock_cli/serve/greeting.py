@@ -23,7 +23,7 @@ _TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The router's address, true if callers must send a key, and the key if known here."""
+    """The router's address. `needs_key`: callers must send a key. `key`: the key, if known here."""
 
     url: str
     needs_key: bool = False
@@ -60,8 +60,8 @@ def _chat(url: str, model: str) -> str:
 
 
 def _command() -> str:
-    """The `penstock` command as a user can type it. It has its path if another terminal may lack
-    this environment.
+    """Return the command as a user can type it, with its path if another terminal may lack this
+    environment.
     """
     started = sys.argv[0]
     is_unknown = shutil.which("penstock") is None and os.path.basename(started) == "penstock"
@@ -69,7 +69,7 @@ def _command() -> str:
 
 
 def _curl(access: Access, model: str, *, is_known: bool) -> str:
-    # Quoted: brackets of an IPv6 address are special in some shells.
+    # Quoted: an IPv6 address has brackets, which are special in some shells.
     chat = shlex.quote(access.url + "/v1/chat/completions")
     which = f'"model": {json.dumps(model)}, ' if model else ""
     content = '"messages": [{"role": "user", "content": "What is penstock?"}]'

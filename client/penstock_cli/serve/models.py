@@ -1,4 +1,4 @@
-"""Models that `penstock serve` serves, and the names by which clients ask for them."""
+"""Models that `penstock serve` serves, and their names."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _SOURCE, _NAME = "--model", "--served-model-name"
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model for shards to load ("" is the built-in one), and the user's name for it ("" is its
-    own name).
+    """A model for shards to load ("": the built-in one), and the user's name for it ("": its own
+    name).
     """
 
     source: str = ""
@@ -32,8 +32,8 @@ class Model:
 
 
 def split_models(arguments: Sequence[str]) -> tuple[list[Model], list[str]]:
-    """Split the arguments into models and the rest. Models come first: after a flag, a model could
-    be the flag's value.
+    """Split the arguments into models and the rest. Models come first, because after a flag, a
+    model could be the flag's value.
     """
     count = next((i for i, word in enumerate(arguments) if word.startswith("-")), len(arguments))
     models = [_model(word) for word in arguments[:count]] or [Model()]
@@ -47,7 +47,7 @@ def _model(word: str) -> Model:
 
 
 def check_models(models: Sequence[Model], shard_flags: Sequence[str]) -> None:
-    """Raise `Unusable` if several models cannot be told apart."""
+    """Raise `Unusable` if models cannot be told apart."""
     if len(models) == 1:
         return
     for flag in (_SOURCE, _NAME):

@@ -1,4 +1,4 @@
-"""`penstock serve`: a router and its shards as child processes on this machine.
+"""Runs the child processes of `penstock serve`.
 
 Restarts a child that dies, and ends all children on Ctrl-C. On Linux, children end even if this
 process is killed.
@@ -46,10 +46,10 @@ _MAX_BACK_OFF_S = 10.0
 # A child that ran for this time has recovered: its count of deaths starts again.
 _STEADY_S = 30.0
 _MAX_DEATHS = 5
-# Number of ports tried for shards if none is given, from the usual port on.
+# Ports tried for shards if none is given, from the usual port on.
 _MOST_PORTS = 1000
 _MAX_PORT = 65535
-# The addresses of shards, and of a router that listens on all addresses.
+# `_HERE` replaces the addresses that mean all addresses.
 _LOOPBACK = "127.0.0.1"
 _HERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -93,11 +93,10 @@ class ServeConfig(ListeningConfig):
 class _Child:
     name: str
     command: list[str]
-    # Names of variables that the child gets from our environment; and additional variables, such as
+    # Names of our environment's variables that the child gets; and additional ones, such as
     # secrets, which process lists would show among arguments.
     variables: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
-    # Time that the child may take to end.
     stop_timeout_s: float = _STOP_TIMEOUT_S
     process: asyncio.subprocess.Process | None = None
     deaths: int = 0
@@ -219,7 +218,7 @@ def _children(
 def _shards(
     ports: Sequence[int], flags: Sequence[str], environments: Iterator[dict[str, str]]
 ) -> Iterator[_Child]:
-    """The shards of one model. They are peers if they copy KV blocks."""
+    """The shards of one model are peers if they copy KV blocks."""
     addresses = [f"{_LOOPBACK}:{port}" for port in ports]
     is_peer = len(addresses) > 1 and _copies_blocks(flags)
     peer_key = {"PENSTOCK_KV_PEER_KEY": secrets.token_hex(32)} if is_peer else {}
@@ -244,7 +243,7 @@ def _others(address: str, addresses: Sequence[str]) -> list[str]:
 
 
 def _too_few_gpus(num_shards: int, size: int) -> str:
-    """An error text if shards need several GPUs each and too few exist, or "". Shards that need one
+    """Return an error text if shards need several GPUs each and too few exist. Shards that need one
     GPU may share it, and a single shard checks its GPUs itself.
     """
     if num_shards == 1 or size == 1:
@@ -259,21 +258,19 @@ def _too_few_gpus(num_shards: int, size: int) -> str:
 
 
 def _groups(gpus: list[str], size: int) -> list[list[str]]:
-    """Groups of `size` GPUs; remaining GPUs are not used."""
+    """Remaining GPUs are not used."""
     count = len(gpus) // size
     return [gpus[index * size : (index + 1) * size] for index in range(count)]
 
 
 def _usual_ports(config: ServeConfig, count: int) -> list[int]:
-    """The ports that `count` shards use if all are free."""
     first: int = SHARD_PORT if config.shard_port is None else config.shard_port
     return list(range(first, first + count))
 
 
 def _shard_ports(config: ServeConfig, count: int) -> list[int]:
-    """Free ports: the given ones, else the next free ones, with a message.
-
-    Raises `Unusable`.
+    """Return free ports: the given ones, else the next free ones, with a message. Raise
+    `Unusable`.
     """
     usual = _usual_ports(config, count)
     if config.shard_port is not None:
@@ -296,7 +293,7 @@ def _shard_ports(config: ServeConfig, count: int) -> list[int]:
 
 
 def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:
-    """An error text if one of the ports is in use, or "".
+    """Return an error text if one of the ports is in use, or "".
 
     Checked before anything starts: another process at the router's port would answer in its place.
     """
@@ -314,7 +311,7 @@ def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:
 
 
 def _typed(child: _Child) -> Typed:
-    # A command is a Python, -m, a module and the flags.
+    # A command is: Python, -m, module, flags.
     return Typed(child.command[3:], child.variables, child.environment)
 
 
@@ -323,7 +320,7 @@ def _python(module: str, *arguments: str) -> list[str]:
 
 
 async def _serve(children: list[_Child], access: Access, models: Sequence[str] = ()) -> int:
-    """Run until a signal, or until a child cannot be kept running; return the exit status."""
+    """Run until a signal, or until a child cannot be kept running. Return the exit status."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in _stop_signals():
@@ -339,23 +336,23 @@ async def _serve(children: list[_Child], access: Access, models: Sequence[str] =
         # terminal often sends two.
         loop.add_signal_handler(signum, _kill_all, children)
     if stopped in done:
-        # The terminal may be closed, so that writing fails.
+        # Writing fails if the terminal is closed.
         with contextlib.suppress(OSError):
             _say("ending as soon as running requests have; Ctrl-C again ends them at once")
-    # The router first: it needs the shards to let its requests finish.
+    # End the router first: its requests need the shards to finish.
     for child in reversed(children):
         await _end(child)
     if stopped in done:
         return 0
     failures = [task.result() for task in keepers if task in done]
-    # The reasons go below all other log lines.
+    # Print the reasons after all other log lines.
     for _, reason in failures:
         _say(f"ended, as {reason}")
     return max(status for status, _ in failures)
 
 
 def _stop_signals() -> list[signal.Signals]:
-    """The signals of Ctrl-C, of a kill and, without nohup, of a closed terminal."""
+    """Return the signals of Ctrl-C, of `kill` and, without nohup, of a closed terminal."""
     signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signals.remove(signal.SIGHUP)
@@ -363,12 +360,13 @@ def _stop_signals() -> list[signal.Signals]:
 
 
 async def _keep(child: _Child) -> tuple[int, str]:
-    """Run a child, and restart it when it dies. If a restart is pointless, return this command's
-    exit status and the reason.
+    """Run a child, and restart it when it dies. If a restart is pointless, return the exit status
+    and the reason.
     """
     back_off_s = _FIRST_BACK_OFF_S
     while True:
-        # In a session of its own: Ctrl-C reaches only us, and we end children in the right order.
+        # In its own session, so that Ctrl-C reaches only us, and we end children in the right
+        # order.
         child.process = await asyncio.create_subprocess_exec(
             *with_parent(child.command),
             start_new_session=True,

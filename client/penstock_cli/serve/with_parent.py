@@ -11,12 +11,12 @@ import signal
 import sys
 from collections.abc import Sequence
 
-# A number of linux/prctl.h. The setting survives exec.
+# From linux/prctl.h. The setting survives exec.
 _PR_SET_PDEATHSIG = 1
 
 
 def with_parent(command: Sequence[str]) -> list[str]:
-    """A command line for a child of this process; except on Linux, the command unchanged."""
+    """Return a command line for a child of this process; except on Linux, the command unchanged."""
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-m", __name__, str(os.getpid()), *command]

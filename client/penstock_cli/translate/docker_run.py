@@ -1,7 +1,4 @@
-"""Reads a `docker run` command line: its image, the container's arguments, and mounted paths.
-
-Understands Docker's options as far as a server's command line needs them.
-"""
+"""Reads a `docker run` command line: its image, the container's arguments, and mounted paths."""
 
 from __future__ import annotations
 
@@ -36,18 +33,17 @@ class DockerRun:
     # The container's path -> the host's, or the name of a volume.
     mounts: dict[str, str] = field(default_factory=dict)
     gpus: str = ""
-    # Options that concern the container and not its command.
     others: list[str] = field(default_factory=list)
 
     def host_path(self, path: str) -> str:
-        """The host's path for a container's path in a mounted folder; other paths unchanged."""
+        """Paths that are not in a mounted folder stay unchanged."""
         for inside, outside in self.mounts.items():
             if path == inside or path.startswith(f"{inside}/"):
                 return outside + path[len(inside) :] if is_path(outside) else path
         return path
 
     def published(self, port: str) -> tuple[str, str]:
-        """The host's address and port for a container's port; ("", port) if it is not published."""
+        """Return ("", port) if the port is not published."""
         for address, outside, inside in self.ports:
             if inside == port:
                 return address, outside
@@ -60,10 +56,8 @@ def is_path(source: str) -> bool:
 
 
 def parse_docker_run(words: Sequence[str], ambient: Mapping[str, str]) -> DockerRun:
-    """Parse the words after `docker`; `ambient` has the values for `-e NAME`.
-
-    Raises:
-        DockerError: the command is not `run`, or has no image.
+    """Parse the words after `docker`; `ambient` has the values for `-e NAME`. Raise `DockerError`
+    if the command is not `run`, or has no image.
     """
     rest = [word for word in words[:1] if word != "container"] + list(words[1:])
     if rest[:1] != ["run"]:
@@ -77,7 +71,7 @@ def parse_docker_run(words: Sequence[str], ambient: Mapping[str, str]) -> Docker
             continue
         name, equals, value = word.partition("=")
         if not word.startswith("--") and len(word) > 2:
-            # -p8080:80
+            # For example -p8080:80.
             name, equals, value = word[:2], "=", word[2:].removeprefix("=")
         if not equals:
             if not rest:

@@ -1,7 +1,7 @@
 """In a container started as root, changes the user to the owner of the models' folder.
 
-A mounted folder of the host keeps its owner: often root, because docker creates missing folders as
-root. Serving does not need root, only a folder for downloads.
+A mounted host folder keeps its owner: often root, because docker creates missing folders as root.
+Serving does not need root, only a folder for downloads.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# The user of penstock's images, used if root owns the folder.
+# The images' user, used if root owns the folder.
 IMAGE_USER = 10001
 # Folders in HF_HOME that huggingface_hub writes. Nothing else in it is touched.
 _HUB_FOLDERS = ("hub", "modules", "xet")
 
 
 def drop_root(folder: Path) -> str:
-    """Become the owner of `folder`, and make that user the owner of the hub's folders in it.
+    """Become the owner of `folder`, and make that user the owner of the hub's folders in it. Do
+    nothing if the user is not root.
 
-    Files of users other than root keep their owner. Root's group is dropped too. Does nothing if
-    the user is not root. Returns an error text or ""; raises OSError if the user cannot be changed.
+    Other users' files keep their owner. Root's group is dropped too. Return an error text or "";
+    raise OSError if the user cannot be changed.
     """
     if os.geteuid() != 0:
         return ""

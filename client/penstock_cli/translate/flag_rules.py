@@ -26,16 +26,14 @@ class Part(Enum):
     SHARD = "shards"
     ROUTER = "the router"
     BOTH = "shards and the router"
-    # Number of shards of the model. Several such flags are multiplied.
+    # Several such flags are multiplied.
     COPIES = "how many shards"
-    # Number of devices of each shard. Several such flags are multiplied.
+    # Several such flags are multiplied.
     DEVICES = "how many GPUs of a shard"
     ENVIRONMENT = "the environment"
 
 
 class Loss(Enum):
-    """The consequence if a flag has no counterpart."""
-
     NONE = "nothing to do"
     # The counterpart needs information that the flag does not have.
     BY_HAND = "by hand"
@@ -62,17 +60,16 @@ class Rule:
     takes: Takes = Takes.VALUE
     to: str = ""
     part: Part = Part.SHARD
-    # Converts to our value; None if the flag is left out, because our default is the same.
+    # Converts to our value; None: leave the flag out, because our default is the same.
     convert: Convert = str
     why: str = ""
     loss: Loss = Loss.NONE
-    # Values that change nothing, so that no loss is reported.
+    # Values for which no loss is reported.
     harmless: frozenset[str] = frozenset()
-    # True if the flag may be given several times, as ours may.
+    # True if the flag may be given several times, like ours.
     repeats: bool = False
     # The separator of several values in one argument; "" if the flag takes one value.
     separator: str = ""
-    # True if several values are joined with commas.
     joins: bool = False
 
 
@@ -81,7 +78,7 @@ Table = dict[str, Rule]
 
 
 def rule_of(variable: str, table: Table) -> Rule | None:
-    """The variable's own rule, or the rule of its first family."""
+    """The variable's own rule, or that of its first family."""
     families = (name for name in table if "*" in name and fnmatchcase(variable, name))
     return table.get(variable) or table.get(next(families, ""))
 
@@ -130,7 +127,7 @@ def refused(text: str, why: str, harmless: str = "") -> Table:
     return named(text, Rule(why=why, loss=Loss.REFUSED, harmless=frozenset(harmless.split())))
 
 
-# Variables of the hub's library, of CUDA and of proxies, which penstock reads too.
+# Variables that penstock reads too.
 _SHARED = """
 HF_TOKEN HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE HF_ENDPOINT HF_HUB_DOWNLOAD_TIMEOUT
 HF_HUB_ETAG_TIMEOUT HF_HUB_DISABLE_XET HF_XET_HIGH_PERFORMANCE CUDA_VISIBLE_DEVICES
@@ -147,7 +144,7 @@ _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def readable_int(text: str) -> str:
-    """Read a whole number in vLLM's form, where `1k` is 1000 and `1K` is 1024."""
+    """Parse a whole number in vLLM's form, where `1k` is 1000 and `1K` is 1024."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a whole number")
@@ -158,13 +155,13 @@ def readable_int(text: str) -> str:
 
 
 def readable_bytes(text: str) -> str:
-    """Convert a number of bytes to our flags' form: whole KiB, at least 1."""
+    """Write a number of bytes in our flags' form: whole KiB, at least 1."""
     return as_size(max(1, int(readable_int(text)) >> 10) << 10)
 
 
 def one_of(values: dict[str, str | None], otherwise: str, loss: Loss = Loss.LOST) -> Convert:
-    """Convert values to their counterparts (None: leave the flag out). `otherwise`: the reason why
-    other values have no counterpart.
+    """Convert values to their counterparts (None: leave the flag out). `otherwise` says why other
+    values have no counterpart.
     """
 
     def convert(text: str) -> str | None:
@@ -196,7 +193,7 @@ quantization = one_of(
 
 
 def otlp_over_http(text: str) -> str:
-    """Convert a collector's endpoint. Other servers send OTLP over gRPC, which has another port."""
+    """Other servers send OTLP over gRPC, which has another port."""
     if text.rstrip("/").endswith(":4317"):
         raise NotTranslatable(
             f"{text}: spans are sent by HTTP; name the collector's port for that (4318)",
@@ -206,7 +203,7 @@ def otlp_over_http(text: str) -> str:
 
 
 def at_least(low: int, otherwise: str) -> Convert:
-    """Make a converter of whole numbers that refuses those below `low` with `otherwise`."""
+    """Refuse whole numbers below `low` with the text `otherwise`."""
 
     def convert(text: str) -> str:
         value = readable_int(text)

@@ -1,7 +1,7 @@
 """Rules for each flag and variable of text-generation-inference's launcher (3.3).
 
-Only data. Each flag is also an environment variable, in capitals; `ENVIRONMENT` has the variables
-that are not flags.
+Each flag is also an environment variable, in capitals; `ENVIRONMENT` has the variables that are not
+flags.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHORT = {"-p": "port", "-e": "env", "-g": "graceful-termination-timeout"}
 
 
 def _memory_share(text: str) -> str | None:
-    # TGI's default is 1, but then it uses nine tenths, which is our default.
+    # TGI's default is 1, but means nine tenths, which is our default.
     return None if float(text) == 1 else text
 
 
@@ -45,7 +45,7 @@ def _drafts(text: str) -> str | None:
 
 
 def _adapter(text: str) -> str:
-    """Read NAME=PATH, or a hub id that is also the name."""
+    """Parse NAME=PATH, or a hub id that is also the name."""
     name, _, source = text.strip().partition("=")
     if "@" in (source or name):
         raise NotTranslatable(f"{text}: adapters come at their newest revision; give a directory")

@@ -87,10 +87,8 @@ def _split(text: str) -> list[str]:
 def read(
     words: Sequence[str], environment: Mapping[str, str], *, gpus: int, ambient: bool
 ) -> Translation:
-    """Translate a command line. `ambient`: the environment is also meant for that command.
-
-    Raises:
-        UnknownCommand, DockerError: the words are not the command of a known server.
+    """Translate a command line. `ambient`: the environment is also meant for that command. Raise
+    `UnknownCommand` or `DockerError` if the words are not the command of a known server.
     """
     given: dict[str, str] = {}
     rest = list(words)
@@ -119,7 +117,7 @@ def _recognize(words: Sequence[str]) -> tuple[Peer, Sequence[str]]:
 
 
 def pretty(result: Translation) -> str:
-    """The command for a shell. Each line has one flag with its values."""
+    """Each line has one flag with its values."""
     variables = [f"{name}={_quoted(value)}" for name, value in result.environment.items()]
     lines = [" ".join([*variables, "penstock", "serve"])]
     for word in result.arguments:
@@ -171,7 +169,6 @@ def _drop_root(folder: Path) -> bool:
 
 
 def _become(result: Translation) -> NoReturn:
-    """Replace this process, so that signals and exit status need no forwarding."""
     sys.stderr.flush()
     command = [sys.executable, "-m", "penstock_cli.main", "serve", *result.arguments]
     os.execve(sys.executable, command, {**os.environ, **result.environment})

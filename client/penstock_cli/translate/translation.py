@@ -1,7 +1,4 @@
-"""Translates another server's flags and variables to arguments of `penstock serve`, by rules.
-
-Prints nothing.
-"""
+"""Translates another server's flags and variables to arguments of `penstock serve`."""
 
 from __future__ import annotations
 
@@ -42,13 +39,12 @@ class Peer:
     short: Mapping[str, str]
     environment: Table
     defaults: Mapping[str, str]
-    # True if each flag can also be an environment variable.
     flags_are_variables: bool
     # True if --disable-x switches --enable-x off, and the reverse.
     has_inverses: bool
     # The value of --metrics-names for this server's metrics.
     metrics_names: str
-    # The environment variables and the models' folder of the server's image.
+    # Variables and models' folder of the server's image.
     image_environment: Mapping[str, str]
     image_home: str
 
@@ -83,8 +79,6 @@ TGI = Peer(
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """A remark on a flag or variable that has no counterpart, or none for its value."""
-
     subject: str
     loss: Loss
     text: str
@@ -92,8 +86,6 @@ class Remark:
 
 @dataclass(slots=True)
 class Translation:
-    """The translated command, and the losses."""
-
     model: str = ""
     copies: int = 1
     # GPUs of each shard.
@@ -185,7 +177,7 @@ def _goes_without_saying(rule: Rule, name: str) -> bool:
 
 
 def translate_docker(words: Sequence[str], ambient: Mapping[str, str], gpus: int) -> Translation:
-    """Translate the words after `docker` to a command for the host itself."""
+    """Return a command for the host itself."""
     run = parse_docker_run(words, ambient)
     peer = _peer_of_image(run.image)
     flags = run.arguments[2:] if run.arguments[:2] == ["vllm", "serve"] else run.arguments
@@ -228,7 +220,7 @@ def _publish(run: DockerRun, result: Translation) -> None:
 
 
 def _chosen_gpus(text: str) -> str:
-    """The value of CUDA_VISIBLE_DEVICES for docker's --gpus; "" for all GPUs."""
+    """Return CUDA_VISIBLE_DEVICES for docker's --gpus; "" for all GPUs."""
     text = text.strip("\"'")
     if text.isdigit():
         return ",".join(map(str, range(int(text))))
@@ -258,7 +250,7 @@ def _read_flags(peer: Peer, words: Sequence[str], result: Translation) -> Iterat
 
 
 def _name(peer: Peer, word: str) -> tuple[str, bool, str | None]:
-    """A flag's name, true if the flag is switched off, and an attached value."""
+    """Return a flag's name, true if the flag is switched off, and an attached value."""
     flag, equals, value = word.partition("=")
     attached = value if equals else None
     # --compilation-config.mode gives one key of an object.
@@ -266,7 +258,7 @@ def _name(peer: Peer, word: str) -> tuple[str, bool, str | None]:
     if not flag.startswith("--"):
         if flag in peer.short:
             return peer.short[flag], False, attached
-        # -O3, -p80
+        # For example -O3 or -p80.
         return peer.short.get(flag[:2], flag), False, flag[2:] or attached
     name = flag[2:].replace("_", "-")
     if name.startswith("no-") and name[3:] in peer.flags:
@@ -277,7 +269,7 @@ def _name(peer: Peer, word: str) -> tuple[str, bool, str | None]:
 
 
 def _inverse(peer: Peer, name: str) -> str | None:
-    """The flag that this one switches off."""
+    """Return the flag that this one switches off."""
     word, _, rest = name.partition("-")
     if not peer.has_inverses or word not in _INVERSES:
         return None
@@ -369,7 +361,7 @@ def _apply(rule: Rule, given: Given, result: Translation) -> None:
 
 
 def _words(rule: Rule, given: Given) -> list[str] | None:
-    """The words of our flag; None if it is left out."""
+    """Return the words of our flag; None if it is left out."""
     flag = rule.to.split()
     if rule.takes is Takes.NOTHING:
         if not flag[0].startswith("--[no-]"):

@@ -1,6 +1,6 @@
 """Rules for each environment variable of vLLM (0.33).
 
-Only data; `vllm_flags` has the flags. A name with a * is a family.
+`vllm_flags` has the flags. A name with a * is a family.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _body_bytes(text: str) -> str:
 
 
 def _threads(text: str) -> str | None:
-    """The number of cores in `0-31` or `0,2,4`; for several instances (`0-3|4-7`), the number of
-    the first instance.
+    """Count the cores in `0-31` or `0,2,4`; for several instances (`0-3|4-7`), those of the
+    first.
     """
     if text in ("auto", "nobind"):
         return None

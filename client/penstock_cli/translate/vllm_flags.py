@@ -1,6 +1,6 @@
 """Rules for each flag of `vllm serve` (0.33).
 
-Only data. Names of flags are without dashes; `vllm_environment` has the variables.
+Names of flags are without dashes; `vllm_environment` has the variables.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _context(text: str) -> str | None:
 
 
 def _bound_or_none(text: str) -> str:
-    """Read a number. -1 means no bound, here and in vLLM."""
+    """Parse a number. -1 means no bound, here and in vLLM."""
     return text if text == "-1" else readable_int(text)
 
 
@@ -183,7 +183,7 @@ def _draft_tokens(text: str) -> str:
 
 
 def _gibibytes(text: str) -> str | None:
-    """Convert GiB to bytes; None for 0."""
+    """Convert GiB to our size; None for 0."""
     return readable_bytes(str(int(float(text) * 2**30))) if float(text) > 0 else None
 
 

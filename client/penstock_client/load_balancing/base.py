@@ -9,35 +9,34 @@ from typing import ClassVar, Literal, Protocol
 from penstock_client.load_balancing.held_pieces import HeldPieces
 from penstock_client.types import ClassLoad, GenerationRequest
 
-# A request's cost to the other requests of its shard's batch, in prompt tokens. Decoding adds one
-# token to each step: over a typical answer, a few hundred.
+# A request's cost to the rest of its shard's batch, in prompt tokens. Decoding adds one token to
+# each step: a few hundred over a typical answer.
 _TOKENS_OF_A_REQUEST = 256
 
-# This many running requests that are less urgent than a new one count as one.
+# For a new request, this many less urgent running requests count as one.
 _LESS_URGENT = 8
 
-# The bounds of a priority.
 MOST_URGENT, LEAST_URGENT = -(2**31), 2**31 - 1
 
-# Longest time that a turn may wait at its session's shard for prompts before it.
+# The longest time that a turn may wait at its session's shard for earlier prompts.
 DEFAULT_ALLOWANCE_S = 2.0
-# The same bound in tokens, while the rate of prefill is unknown.
+# The same bound in tokens, while the prefill rate is unknown.
 UNMEASURED_TOKENS = 8192
 
-# The reason of a choice, for metrics. "only": no other shard was possible. "imbalance": the
-# preferred shard had too much load.
+# Reasons for metrics. "only": no other shard was possible. "imbalance": the preferred shard had too
+# much load.
 Reason = Literal["only", "least_load", "round_robin", "prefix", "session", "imbalance"]
 
 
 def load_tokens(num_requests: int, prompt_tokens: int) -> int:
-    """The work, in tokens, of a number of requests and of prompt tokens to compute."""
+    """Return the work in tokens."""
     return num_requests * _TOKENS_OF_A_REQUEST + prompt_tokens
 
 
 def work_ahead(classes: Iterable[ClassLoad], priority: int) -> tuple[int, int]:
-    """Measure the work at a shard before a new request of this priority: in tokens, and in prompt
+    """Measure the work at a shard before a new request of this priority: all tokens, and prompt
     tokens alone. Less urgent requests wait for the new one or are preempted, so only running ones
-    count, and little.
+    count, with a lower weight.
     """
     tokens = uncached = 0
     for each in classes:
@@ -52,15 +51,14 @@ def work_ahead(classes: Iterable[ClassLoad], priority: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A shard as a policy sees it."""
-
     address: str
     # New at each start of the engine, when the prefix cache is empty.
     instance_id: str
-    # Work before a new request: the last report, plus requests sent after it. Without these, all
-    # requests of one moment would choose one shard.
+    # Work at the last report, plus requests sent since. Without the latter, all requests of one
+    # moment would choose the same shard.
     load_tokens: int
-    # Properties that name the shard's blocks, and the pieces that its engine holds.
+    # Piece names depend on the block size and the hashes. `pieces`: the pieces that the engine
+    # holds.
     block_size: int
     weights_hash: str = ""
     adapter_hashes: Mapping[str, str] = field(default_factory=dict)
@@ -71,7 +69,7 @@ class Candidate:
     prefill_tokens_per_s: float = 0.0
 
     def delays(self, allowance_s: float) -> bool:
-        """True if a new request would wait longer than `allowance_s` for prompts before it."""
+        """True if a new request would wait longer than `allowance_s` for earlier prompts."""
         rate = self.prefill_tokens_per_s
         most = rate * allowance_s if rate else UNMEASURED_TOKENS
         return self.uncached_tokens > most
@@ -79,8 +77,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The chosen address and the reason; the address of a shard that may have more of the prompt
-    cached, or ""; and the prompt tokens that the chosen shard holds.
+    """The chosen address and the reason. `kv_source`: the address of a shard that may have more of
+    the prompt cached, or "". `held_tokens`: prompt tokens that the chosen shard holds.
     """
 
     address: str
@@ -90,32 +88,30 @@ class Decision:
 
 
 class Policy(Protocol):
-    """Chooses, and may remember; one object serves all requests of a fleet."""
+    """One object serves all requests of a fleet, and may remember them."""
 
     name: ClassVar[str]
-    # True if shards are to report the pieces of prefixes that they hold.
+    # True if shards must report the pieces of prefixes that they hold.
     uses_pieces: ClassVar[bool] = False
 
     def choose(
         self, candidates: Sequence[Candidate], request: GenerationRequest, session: str
     ) -> Decision:
-        """Choose one of the candidates (at least one) for the request.
-
-        `session`: the key that requests of a session share; "" for none.
+        """Choose one of the candidates (at least 1). Requests of a session share the key `session`;
+        "": none.
         """
         ...
 
     def peek(
         self, candidates: Sequence[Candidate], request: GenerationRequest, session: str
     ) -> Decision | None:
-        """Choose, and remember nothing; None if the policy knows nothing of prefixes."""
+        """Choose without remembering; None if the policy does not use prefixes."""
         return None
 
     def held_tokens(self, candidate: Candidate, request: GenerationRequest) -> int:
-        """The number of prompt tokens that a candidate holds; 0 if unknown."""
+        """Return how many prompt tokens a candidate holds; 0 if unknown."""
         return 0
 
 
 def least_loaded(candidates: Sequence[Candidate]) -> Candidate:
-    """The candidate with the least load; the first of equal ones."""
     return min(candidates, key=lambda candidate: candidate.load_tokens)

@@ -1,4 +1,4 @@
-"""The known contents of an engine's prefix cache. Decides nothing."""
+"""The known contents of an engine's prefix cache."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _MOST_SENT = 8192
 
 
 class HeldPieces:
-    """Pieces that an engine has reported, and pieces that it was sent but has not reported: it
-    still computes them, or its shard reports nothing.
+    """Pieces that an engine reported, and pieces sent to it but not reported: the engine still
+    computes them, or its shard reports nothing.
     """
 
     def __init__(self, instance_id: str = "") -> None:
@@ -26,7 +26,7 @@ class HeldPieces:
 
     def runs(self, names: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Count the pieces of a prompt that the engine holds, from the first on, by tier. Bisection
-        finds them: a later piece is never in a faster tier.
+        works, because a later piece is never in a faster tier.
         """
         start = 0
         while start < len(names) and (tier := self._tier(names[start])) != Tier.GONE:
@@ -39,8 +39,8 @@ class HeldPieces:
         return Tier.DEVICE if tier == Tier.GONE and name in self._sent else tier
 
     def note_sent(self, names: Sequence[int]) -> None:
-        """Note a prompt that was sent to the engine. Its last pieces are forgotten first: they are
-        useless without the earlier ones.
+        """Note a prompt that was sent to the engine. Its last pieces are forgotten first, because
+        they are useless without the earlier ones.
         """
         for name in reversed(names):
             self._sent[name] = None

@@ -1,5 +1,5 @@
-"""Remembers prompts, to recognise the next turn of an unnamed session: that turn's prompt begins
-with the last turn's prompt.
+"""Remembers prompts, to recognize the next turn of an unnamed session: that turn's prompt begins
+with the last turn's.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 from penstock_client.load_balancing.base import Candidate
 
-# Bound of all known prompts, of some 100 bytes each.
+# Bound of all known prompts, about 100 bytes each.
 _MOST_KNOWN = 65_536
-# Bound of prompts that agree in all named pieces. If more sessions share a long system prompt, the
-# sessions with the oldest last turns count as new.
+# Bound of prompts that have all named pieces in common. If more sessions share a long system
+# prompt, the sessions with the oldest last turns count as new.
 _MOST_ALIKE = 256
-# After their named pieces, prompts are compared by this number of last tokens.
+# Prompts with the same pieces are compared by this number of last tokens.
 _END_TOKENS = 32
 
 
-# Prompts that may continue a known one: those of subagents, then of the session itself. If more
-# prompts continue it, sessions begin with it, and it does not show where one session was.
+# The most prompts that may continue a known one. A prompt with more followers is the common
+# beginning of several sessions, so it does not identify one.
 _MOST_FOLLOWERS = 4
 
 
@@ -40,8 +40,8 @@ class KnownPrompts:
         self._num_known = 0
 
     def note(self, names: Sequence[int], token_ids: Sequence[int], chosen: Candidate) -> None:
-        """Note a prompt sent to a shard, by the names of its pieces. A prompt without a whole piece
-        is ignored.
+        """Note a prompt sent to a shard, by the names of its pieces. Ignore a prompt without a
+        whole piece.
         """
         if not names:
             return
@@ -58,8 +58,8 @@ class KnownPrompts:
             self._num_known -= len(self._by_name.popitem(last=False)[1])
 
     def longest_within(self, names: Sequence[int], token_ids: Sequence[int]) -> tuple[int, str]:
-        """The token count of the longest known prompt that this prompt continues, and the instance
-        that got the known one; 0 and "" if no prompt fits.
+        """Find the longest known prompt that this prompt continues. Return its token count and the
+        instance that got it; 0 and "" if there is none.
         """
         found = self._find(names, token_ids)
         return (found[1].num_tokens, found[1].instance_id) if found is not None else (0, "")

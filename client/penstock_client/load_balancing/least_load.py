@@ -1,4 +1,4 @@
-"""Chooses the shard with the least work before a new request, in tokens. Remembers nothing."""
+"""Chooses the shard with the least work before a new request, in tokens."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from penstock_client.types import GenerationRequest
 
 
 class LeastLoad(Policy):
-    """Counts the reported load, and the requests sent after the report."""
-
     name = "least-load"
 
     def choose(

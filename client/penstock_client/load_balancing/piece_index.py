@@ -2,9 +2,8 @@
 
 A Python dictionary takes 100 bytes for two integers. Here names are in sorted arrays, the buckets
 of linear hashing (W. Litwin, Linear Hashing: A New Tool for File and Table Addressing, VLDB 1980).
-One bucket at a time is split in two, or joined with its other half, so every change takes
-microseconds. A table that doubles its size would block the event loop for half a second at a
-million names.
+One bucket at a time is split, or joined with its other half, so every change takes microseconds. A
+table that doubles its size would block the event loop for half a second at a million names.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from bisect import bisect_left
 from penstock_proto.prefix_hash import Tier
 
 _MOST_PIECES = 2**20
-# Largest mean number of pieces in a bucket; and the mean below which two buckets are joined.
+# The mean number of pieces above which buckets are split, and below which they are joined.
 _MOST_IN_BUCKET = 64
 _LEAST_IN_BUCKET = 16
-# The tier takes the low bits of a name: 62 bits distinguish a million pieces.
+# The tier replaces the name's 2 low bits; the other 62 bits distinguish a million pieces.
 _TIER = 3
 
 
@@ -33,7 +32,7 @@ class PieceIndex:
         return self._count
 
     def tier(self, name: int) -> int:
-        """The piece's `Tier`; `GONE` if the piece is not in the index."""
+        """Return the piece's `Tier`; `GONE` if the piece is not in the index."""
         key = name & ~_TIER
         bucket = self._bucket_of(key)
         place = bisect_left(bucket, key)
@@ -60,8 +59,8 @@ class PieceIndex:
             self._split()
 
     def _bucket_of(self, entry: int) -> array[int]:
-        """Choose the bucket by the low bits of the name that address twice as many buckets. Drop
-        the top bit if that bucket does not exist yet.
+        """Use the low bits of the name, as if there were twice as many buckets. Drop the top bit if
+        that bucket does not exist yet.
         """
         buckets = self._buckets
         mask = (1 << len(buckets).bit_length()) - 1
@@ -69,7 +68,7 @@ class PieceIndex:
         return buckets[number if number < len(buckets) else number & mask >> 1]
 
     def _split(self) -> None:
-        """If buckets are too full, split one: the first that was not split after the number of
+        """If buckets are too full, split one: the first that was not split since the number of
         buckets last doubled.
         """
         buckets = self._buckets
@@ -90,5 +89,5 @@ class PieceIndex:
 
 
 def _half_of(number: int) -> int:
-    """The bucket's other half: its number without the highest bit."""
+    """Return the number without its highest bit."""
     return number ^ 1 << number.bit_length() - 1

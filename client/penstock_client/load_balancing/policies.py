@@ -15,8 +15,8 @@ DEFAULT_POLICY = LeastLoad.name
 
 
 def make_policy(name: str, allowance_s: float = DEFAULT_ALLOWANCE_S) -> Policy:
-    """Make a policy with its own memory. `allowance_s`: the longest time that a request may wait
-    for other prompts at the shard that has its prefix. Raises `ValueError` for an unknown name.
+    """Make a policy. A request waits at most `allowance_s` for other prompts at the shard that has
+    its prefix. Raise `ValueError` for an unknown name.
     """
     if name not in POLICIES:
         raise ValueError(f"policy: {name!r} is not one of {', '.join(POLICIES)}")

@@ -1,16 +1,16 @@
-"""The rate at which a shard computes prompts, measured from its load reports."""
+"""The rate at which a shard computes prompts, from its load reports."""
 
 from __future__ import annotations
 
-# A step of few tokens takes as long as a step of many, so it does not show the rate.
+# A step with few tokens takes as long as one with many, so it does not show the rate.
 _LEAST_TOKENS = 256
 # The weight of a measured rate halves in this time.
 _HALF_LIFE_S = 600.0
 
 
 class PrefillRate:
-    """The highest rate between two reports; older rates count less. Lower rates are ignored:
-    decode steps compute fewer tokens than they could.
+    """The highest rate between two reports; older rates count less. Lower rates are ignored: decode
+    steps compute fewer tokens than they could.
     """
 
     def __init__(self) -> None:
@@ -32,5 +32,5 @@ class PrefillRate:
 
     @property
     def tokens_per_s(self) -> float:
-        """The rate; 0 before a measurement."""
+        """Return 0 before a measurement."""
         return self._rate

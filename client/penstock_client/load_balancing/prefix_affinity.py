@@ -1,7 +1,5 @@
-"""Chooses the shard with the least load after subtracting the prompt tokens that its prefix cache
-has. A session stays at its last turn's shard, until prompts wait there longer than the allowance.
-
-`held_pieces` knows what shards hold; this module chooses.
+"""Chooses the shard with the least load, minus the prompt tokens that its prefix cache has. A
+session stays at its last turn's shard, until prompts wait there longer than the allowance.
 """
 
 from __future__ import annotations
@@ -22,19 +20,19 @@ from penstock_client.load_balancing.session_turns import SessionTurns
 from penstock_client.types import GenerationRequest
 from penstock_proto.prefix_hash import PIECE_TOKENS, Tier, piece_blocks, piece_names, root_hash
 
-# Hashing this many tokens blocks the event loop for half a millisecond. Prompts that agree in these
-# tokens count as equal.
+# Hashing this many tokens blocks the event loop for 0.5 ms. Prompts that agree in these tokens
+# count as equal.
 MAX_HASHED_TOKENS = 8192
 
-# Weight of a cached token in tokens of load: computing the token again would delay all requests of
-# a shard, and the session's next turn goes there too. A smaller weight spreads sessions over
-# shards; a larger one sends too many first turns to the shard that has their system prompt.
+# The weight of a cached token in tokens of load: computing it again would delay all requests of a
+# shard. A smaller weight spreads sessions over shards; a larger one sends too many first turns to
+# the shard that has their system prompt.
 _WORTH_OF_HELD = 2
-# Share of the work that cached tokens save; less if blocks must be copied to the device first.
+# The share of work that cached tokens save; less if blocks must be copied to the device first.
 _WORTH_OF_TIER: dict[int, float] = {Tier.DEVICE: 1.0, Tier.HOST: 0.9, Tier.DISK: 0.7}
 
 
-# Names of pieces depend on tokens and on this: hashes of weights and adapter, and the block size.
+# The names of pieces depend on tokens and on: weights hash, adapter hash, block size.
 _Key = tuple[str, str, int]
 
 
@@ -48,8 +46,6 @@ class Held(NamedTuple):
 
 
 class PrefixAffinity(Policy):
-    """Weighs the prompt tokens that a shard holds against its load; sessions stay."""
-
     name = "prefix-affinity"
     uses_pieces = True
 
@@ -86,13 +82,13 @@ class PrefixAffinity(Policy):
 
     def held_tokens(self, candidate: Candidate, request: GenerationRequest) -> int:
         held = self._held(candidate, request, request.session).tokens
-        # Prompts that agree in all hashed tokens count as equal.
         is_whole = held >= MAX_HASHED_TOKENS - PIECE_TOKENS
         return len(request.prompt_token_ids) if is_whole else held
 
     def _held(self, candidate: Candidate, request: GenerationRequest, session: str) -> Held:
-        """Count the prompt tokens that a shard holds. In the hashed part, its reports count. If it
-        holds the whole hashed part, the tokens that the session's last turn left there count.
+        """Count the prompt tokens that a shard holds. Reports cover the hashed part of the prompt.
+        If the shard holds all of that part, it also counts as holding what the session's last turn
+        left there.
         """
         held = held_by(candidate, self._names_of(request).at(candidate))
         left = self._left_by_last_turn(candidate, request, session)
@@ -104,8 +100,9 @@ class PrefixAffinity(Policy):
     def _left_by_last_turn(
         self, candidate: Candidate, request: GenerationRequest, session: str
     ) -> int:
-        """The tokens of this prompt that the session's last turn left at a shard. If the session
-        has no name, the longest known prompt that this prompt begins with counts as the last turn.
+        """Return how many tokens of this prompt the session's last turn left at a shard. For an
+        unnamed session, the longest known prompt that this prompt begins with counts as the last
+        turn.
         """
         if session:
             left = self._turns.tokens_at(session, candidate)
@@ -120,7 +117,7 @@ class PrefixAffinity(Policy):
 
 
 class _Names:
-    """The names of a prompt's pieces: the same at all shards of the same model."""
+    """The names of a prompt's pieces: the same at all shards of a model."""
 
     def __init__(self, request: GenerationRequest) -> None:
         self.request = request
@@ -134,7 +131,7 @@ class _Names:
         return self._names[key]
 
     def known(self, prompts: KnownPrompts, candidate: Candidate) -> tuple[int, str]:
-        """Token count and instance of the longest known prompt that this prompt begins with."""
+        """See `KnownPrompts.longest_within`."""
         key = self._key(candidate)
         if key not in self._known:
             token_ids = self.request.prompt_token_ids
@@ -149,10 +146,11 @@ class _Names:
 def prompt_pieces(
     request: GenerationRequest, weights_hash: str, adapter_hash: str, block_size: int
 ) -> list[int]:
-    """The names of the pieces that a shard could find cached: all except that of the last token.
+    """Return the names of the pieces that a shard could find cached. The last token is always
+    computed.
 
-    Empty if the prompt's log-probabilities are requested, as they must be computed; and for invalid
-    token ids, as sending refuses them.
+    Empty if the prompt's log-probabilities are requested, because they must be computed, and for
+    invalid token ids, which sending refuses.
     """
     if request.prompt_logprobs is not None:
         return []
@@ -165,7 +163,7 @@ def prompt_pieces(
 
 
 def held_by(candidate: Candidate, names: Sequence[int]) -> Held:
-    """The part that a shard holds of a prompt with these pieces."""
+    """Count the part of a prompt that a shard holds."""
     size = piece_blocks(candidate.block_size) * candidate.block_size
     tokens, worth = 0, 0.0
     for tier, count in candidate.pieces.runs(names):

@@ -1,4 +1,4 @@
-"""Chooses one shard after another, regardless of load. Remembers each shard's last turn."""
+"""Chooses one shard after another, regardless of load."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from penstock_client.load_balancing.base import Candidate, Decision, Policy
 from penstock_client.types import GenerationRequest
 
-# Bound of the remembered addresses. The least recently chosen are forgotten.
+# The least recently chosen addresses are forgotten.
 _MAX_ADDRESSES = 1024
 
 
 class RoundRobin(Policy):
-    """Chooses the candidate whose last turn is longest ago.
-
-    A counter over the candidates would favour some of them if requests for several models
-    alternate, as each model has its own candidates.
+    """Chooses the candidate whose last turn is longest ago. A counter would favor some candidates,
+    because each model has its own candidates.
     """
 
     name = "round-robin"

@@ -22,8 +22,8 @@ from penstock_client.types import GenerationRequest
 
 
 class SessionAffinity(Policy):
-    """Sends a session's first turn to the first shard in the key's order, and each later turn to
-    the shard of the turn before.
+    """Sends a session's first turn to the first shard in the key's ranking, and later turns to the
+    shard of the turn before.
     """
 
     name = "session"
@@ -51,7 +51,7 @@ class SessionAffinity(Policy):
 
 
 def _ranked(candidates: Sequence[Candidate], session: str) -> list[Candidate]:
-    # Hash the key once, so that a long key is read only once.
+    # Hash the key once, because it may be long.
     keyed = hashlib.blake2b(session.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
     def rank(candidate: Candidate) -> bytes:

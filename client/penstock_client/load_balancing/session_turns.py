@@ -1,4 +1,4 @@
-"""Remembers the shard of each session's last turn: it has that part of the next turn cached."""
+"""Remembers the shard of each session's last turn, which has that turn's tokens cached."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Turn(NamedTuple):
 
 
 class SessionTurns:
-    """The last turns of sessions. The least recently used session is forgotten first."""
+    """The least recently used session is forgotten first."""
 
     def __init__(self) -> None:
         self._last: OrderedDict[str, _Turn] = OrderedDict()
@@ -31,6 +31,6 @@ class SessionTurns:
             self._last.popitem(last=False)
 
     def tokens_at(self, session: str, candidate: Candidate) -> int:
-        """The token count of the session's last turn, if it went to this engine; else 0."""
+        """Return the token count of the session's last turn, if it went to this engine; else 0."""
         last = self._last.get(session)
         return last.tokens if last is not None and last.instance_id == candidate.instance_id else 0

@@ -1,4 +1,4 @@
-"""Tells when the certificates in use expire, and warns before and after they do.
+"""Tells when the certificates in use expire, and warns before and after.
 
 Reads only a certificate's end date: OpenSSL has checked the rest.
 """
@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 
 logger = logging.getLogger(__name__)
 
-# Warn this long before a certificate's end.
+# Warn this long before a certificate expires.
 WARN_S = 14 * 24 * 3600.0
 
 _BEGIN, _END = b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----"
@@ -38,7 +38,7 @@ class CertificateDates:
 
     @property
     def expires_at(self) -> Mapping[str, float]:
-        """A copy of the Unix times, by flag."""
+        """Unix times, by flag."""
         return dict(self._expires_at)
 
     def note_chain(self, flag: str, path: str, content: bytes) -> None:
@@ -67,7 +67,7 @@ class CertificateDates:
 
 
 def expiry_dates(pem: bytes) -> list[float]:
-    """Unix times at which a file's certificates expire; unreadable ones are left out."""
+    """Return when a file's certificates expire (Unix times), without unreadable ones."""
     dates = []
     for block in pem.split(_BEGIN)[1:]:
         with contextlib.suppress(ValueError, IndexError, OverflowError):
@@ -77,7 +77,7 @@ def expiry_dates(pem: bytes) -> list[float]:
 
 def _not_after(der: bytes) -> float:
     """Read the end date of a certificate (RFC 5280, 4.1), which follows version, serial number,
-    algorithm and issuer. Raises `ValueError` or `IndexError` if `der` is not a certificate.
+    algorithm and issuer. Raise `ValueError` or `IndexError` if `der` is not a certificate.
     """
     certificate = _element(der, 0)[1]
     at = _element(der, certificate)[1]
@@ -92,7 +92,7 @@ def _not_after(der: bytes) -> float:
 
 
 def _element(der: bytes, at: int) -> tuple[int, int, int]:
-    """The tag of the DER element at `at`, and the begin and end of its content."""
+    """Return the tag of the DER element at `at`, and its content's begin and end."""
     tag, length, start = der[at], der[at + 1], at + 2
     if length & 0x80:
         num_bytes = length & 0x7F

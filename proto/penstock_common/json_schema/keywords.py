@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Keywords that hold a schema or a list of schemas; keywords that hold schemas by name.
+# Keywords that hold a schema or a list of schemas; below, keywords that hold schemas by name.
 HOLDING = frozenset(
     (
         *("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "contentSchema"),
@@ -25,7 +25,6 @@ HOLDING_BY_NAME = frozenset(
     )
 )
 _HOLDERS = HOLDING | HOLDING_BY_NAME
-# Keywords that do not restrict values: annotations, and keywords that only hold or name schemas.
 ANNOTATIONS = frozenset(
     (
         *("$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary"),
@@ -50,27 +49,27 @@ RESTRICTING = frozenset(
         *("allOf", "anyOf", "oneOf", "not", "if", "then", "else"),
     )
 )
-# Keywords of drafts before 4 that restrict values.
+# Restricting keywords of drafts before 4.
 OUTDATED = frozenset(("divisibleBy", "disallow", "extends", "requires"))
 _DEFINED = ANNOTATIONS | RESTRICTING | OUTDATED
-# Least similarity (0 to 1) of a misspelt keyword to the right one; higher for short names, which
-# are more often words of their own, such as "note".
+# The least similarity (0 to 1) of a misspelt keyword to the right one. It is higher for short
+# names, which are more often words of their own, such as "note".
 _ALIKE, _SHORT_ALIKE = 0.85, 0.88
 _SHORT, _SHORTEST, _LONGEST = 6, 4, 40
 
 
 def is_unknown(keyword: str) -> bool:
-    """True if no draft defines a keyword, and its name does not mark it as an extension."""
+    """True if no draft defines the keyword, and its name does not mark it as an extension."""
     return keyword not in _DEFINED and not keyword.startswith("x-")
 
 
 def restricting(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema's keywords that restrict values, with their values."""
+    """Return a schema's keywords that restrict values, with their values."""
     return {key: value for key, value in schema.items() if key in RESTRICTING or key in OUTDATED}
 
 
 def with_subschemas(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The schema with `change` applied to each schema in its keywords."""
+    """Copy the schema, with `change` applied to each schema in its keywords."""
     out = dict(schema)
     for key, value in schema.items():
         if key in HOLDING and isinstance(value, list):
@@ -92,8 +91,8 @@ def subschemas(schema: dict[str, Any]) -> Iterator[Any]:
 
 
 def unknown_keywords(root: Any) -> Iterator[str]:
-    """Yield the undefined keywords of a schema, then of its parts; a keyword may be repeated. A
-    keyword with the value null counts as absent.
+    """Yield the undefined keywords of a schema, then of its parts; some may be repeated. A keyword
+    with the value null counts as absent.
     """
     left = [root]
     while left:
@@ -108,7 +107,7 @@ def unknown_keywords(root: Any) -> Iterator[str]:
 
 
 def near_miss(name: str) -> str | None:
-    """The restricting keyword that this name misspells, or None.
+    """Return the restricting keyword that this name misspells, or None.
 
     A name that begins with an underscore, has a colon, or extends a keyword at either end is
     intentional.

@@ -37,11 +37,9 @@ _FLAGS = TraceFlags(TraceFlags.SAMPLED)
 
 
 class OtlpSink:
-    """Takes spans from an event loop, and has a thread send them."""
-
     def __init__(self, url: str, service: str, exporter: SpanExporter | None = None) -> None:
         """`exporter` replaces OpenTelemetry's in tests."""
-        # The exporter logs every failure; once a minute is enough.
+        # Let the exporter log only once a minute.
         logging.getLogger(trace_exporter.__name__).addFilter(_OnceInAWhile())
         self._batches = BatchSpanProcessor(
             exporter or trace_exporter.OTLPSpanExporter(endpoint=url),
@@ -53,7 +51,7 @@ class OtlpSink:
         self._scope = InstrumentationScope("penstock", VERSION)
 
     def add(self, spans: Sequence[Span]) -> None:
-        """Take spans without waiting; lose the oldest if too many wait."""
+        """Never wait; lose the oldest spans if too many wait."""
         for span in spans:
             self._batches.on_end(self._exportable(span))
 
@@ -87,7 +85,7 @@ class OtlpSink:
 
 
 def _resource(service: str) -> Resource:
-    """The resource that OpenTelemetry's variables describe; `service` if they name no service."""
+    """`service` is used if OpenTelemetry's variables name none."""
     resource = Resource.create({"service.version": VERSION})
     if str(resource.attributes["service.name"]).startswith("unknown_service"):
         resource = resource.merge(Resource({"service.name": service}))
@@ -95,8 +93,6 @@ def _resource(service: str) -> Resource:
 
 
 class _OnceInAWhile(logging.Filter):
-    """Lets one record pass, and then none for a minute."""
-
     def __init__(self) -> None:
         super().__init__()
         self._passed_s = float("-inf")

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
-# The longest accepted header: later versions of the format may append to it.
+# Later versions of the format may append to the header.
 _MAX_TRACEPARENT_CHARACTERS = 512
 _SAMPLED = 0x01
-# Traces are sampled by the random half of their id, which is below this number.
+# The random half of a trace's id is below this number. It decides whether the trace is sampled.
 _ID_LIMIT = 2**64
 
 
@@ -29,7 +29,7 @@ class SpanContext:
 
     @classmethod
     def parse(cls, traceparent: str) -> SpanContext | None:
-        """Parse a traceparent header; None if W3C's specification says to ignore it."""
+        """Return None if W3C's specification says to ignore the header."""
         if len(traceparent) > _MAX_TRACEPARENT_CHARACTERS:
             return None
         match = _TRACEPARENT.fullmatch(traceparent)
@@ -58,10 +58,9 @@ def _random_id(bits: int) -> str:
 
 
 def begin(traceparent: str, share: float) -> tuple[SpanContext, str]:
-    """The context of a new span, and its parent's id; "" for a trace's first span.
+    """Return the context of a new span, and its parent's id; "" for a trace's first span.
 
-    The process that begins a trace decides whether to sample it. `share`: the sampled share of
-    traces begun here.
+    `share` of the traces that begin here are sampled.
     """
     parent = SpanContext.parse(traceparent)
     if parent is not None:
@@ -85,7 +84,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A finished span: its begin and end (Unix time in ns), and its attributes."""
+    """A finished span; times are Unix times in ns."""
 
     name: str
     kind: Literal["server", "client", "internal"] = "internal"

@@ -1,4 +1,4 @@
-"""Settings of trace export, from --otlp-endpoint and OpenTelemetry's variables; and the sink.
+"""Settings of trace export.
 
 `otlp.py` is loaded only if there is an endpoint.
 """
@@ -28,10 +28,8 @@ class TracingConfig:
 
 
 def read_tracing(endpoint: str | None, environment: Mapping[str, str]) -> TracingConfig | None:
-    """Read --otlp-endpoint and OpenTelemetry's variables; None without an endpoint.
-
-    Raises:
-        ValueError: one line that names the flag or the variable.
+    """Read --otlp-endpoint and OpenTelemetry's variables; None without an endpoint. Raise
+    `ValueError` with one line that names the flag or the variable.
     """
     source, url = "--otlp-endpoint", endpoint
     if url is None:
@@ -73,7 +71,7 @@ def _share(text: str) -> float:
 
 
 def open_sink(config: TracingConfig, service: str) -> SpanSink:
-    """A sink of this service's spans; OTEL_SERVICE_NAME may rename the service."""
+    """OTEL_SERVICE_NAME may rename the service."""
     from penstock_common.tracing.otlp import OtlpSink
 
     return OtlpSink(config.url, service)

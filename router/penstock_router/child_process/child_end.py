@@ -16,7 +16,7 @@ from penstock_common.logs import set_up_logging
 
 # If CPUs are scarce, the router's event loop has priority: many requests wait for it.
 NICENESS = 5
-# The kernel's oom_score_adj, at most 1000. If memory runs out, the kernel kills such a process
+# The kernel's oom_score_adj (at most 1000). If memory runs out, the kernel kills this process
 # first: it is quickly replaced.
 _OOM_SCORE = 500
 
@@ -25,13 +25,12 @@ _OOM_SCORE = 500
 def stream_to_router(
     fd: str, log_level: str, log_format: str, *, niceness: int = NICENESS
 ) -> Iterator[BufferedRWPair]:
-    """Make this process a child of the router, whose socket is `fd`. The scope ends quietly when
-    the router closes the socket.
+    """Make this process a child of the router, with the socket `fd`. The scope ends when the router
+    closes the socket.
     """
     set_up_logging(log_format, log_level)
     for number in (signal.SIGINT, signal.SIGTERM):
-        # A terminal or a supervisor sends these signals to all processes. This process ends with
-        # the router.
+        # A terminal or a supervisor signals all processes. This one ends with the router.
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(niceness)
@@ -44,7 +43,7 @@ def stream_to_router(
 
 
 def _end_with(fd: int) -> None:
-    """Exit when the router is gone, even in the middle of a task."""
+    """Exit when the router is gone, even during a task."""
     poll = select.poll()
     # No events: a hang-up is always reported.
     poll.register(fd, 0)
@@ -53,15 +52,14 @@ def _end_with(fd: int) -> None:
 
 
 def end_after(max_s: float) -> None:
-    """Have the kernel end the process by SIGALRM after `max_s` seconds; 0 cancels the alarm. Only
-    the kernel can end work that never releases the interpreter lock, such as a huge power in a
-    template.
+    """Have the kernel end the process after `max_s` seconds; 0 cancels. Only the kernel can end
+    work that never releases the GIL, such as a huge power in a template.
     """
     signal.setitimer(signal.ITIMER_REAL, max_s)
 
 
 def read_exactly(stream: BufferedRWPair, num_bytes: int) -> bytes:
-    """Read `num_bytes` bytes. Raises `EOFError` when the router is gone."""
+    """Read `num_bytes` bytes. Raise `EOFError` when the router is gone."""
     data = stream.read(num_bytes)
     if len(data) < num_bytes:
         raise EOFError

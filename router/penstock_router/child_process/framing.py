@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-# The length of a message.
 HEADER = struct.Struct("<Q")
 # Bytes sent, received or copied between two turns of the event loop.
 PIECE_BYTES = 256 * 1024

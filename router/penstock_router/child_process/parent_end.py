@@ -15,15 +15,11 @@ from penstock_router.child_process.framing import HEADER, PIECE_BYTES
 
 
 class ChildProcess:
-    """A process that runs one of our modules, and the socket to it."""
-
     def __init__(self, module: str, *arguments: str) -> None:
-        """Start `python -m MODULE FD ARGUMENTS`, in half a millisecond. The child ends when this
-        process ends, for any reason.
-
-        Raises `OSError`.
+        """Start `python -m MODULE FD ARGUMENTS`. The child ends whenever this process ends. Raise
+        `OSError`.
         """
-        # The child imports from the same paths as this process, and not from its working directory.
+        # The child imports from the same paths as this process, not from its working directory.
         environment = {**child_environment(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._socket, its_end = socket.socketpair()
         self._socket.setblocking(False)
@@ -49,28 +45,28 @@ class ChildProcess:
         return self._process.poll() is None
 
     async def send(self, message: bytes, pieces: Iterable[bytes] = ()) -> None:
-        """Send a message, and the pieces after it. Raises `OSError` if the process died."""
+        """Send a message, and then the pieces. Raise `OSError` if the process died."""
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self._socket, message)
         for piece in pieces:
             view = memoryview(piece)
             for start in range(0, len(view), PIECE_BYTES):
                 await loop.sock_sendall(self._socket, view[start : start + PIECE_BYTES])
-                # `sock_sendall` does not yield to the event loop if the socket accepts the piece
-                # immediately.
+                # `sock_sendall` does not yield to the event loop if the socket accepts the piece at
+                # once.
                 await asyncio.sleep(0)
 
     async def receive_message(self) -> mmap:
-        """Receive a message, without its length. Raises `EOFError` or `OSError` if the process
-        died.
+        """Receive a message, without its length. Raise `EOFError` or `OSError` if the
+        process died.
         """
         [num_bytes] = HEADER.unpack(await self.receive(HEADER.size))
         return await self.receive(num_bytes)
 
     async def receive(self, num_bytes: int) -> mmap:
-        """Receive `num_bytes` bytes, at least one. Raises as `receive_message` does."""
+        """Receive `num_bytes` bytes, at least 1. Raise like `receive_message`."""
         loop = asyncio.get_running_loop()
-        # Pages are cleared as they are filled, not all at once, which would take milliseconds.
+        # mmap clears pages as they are filled, not all at once, which would take milliseconds.
         # Private pages are freed in half the time of shared ones.
         data = mmap(-1, num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)
         view = memoryview(data)
@@ -83,7 +79,7 @@ class ChildProcess:
         return data
 
     async def kill(self) -> int:
-        """Kill the process; return its exit status, which is negative for a signal."""
+        """Kill the process; return its exit status (negative for a signal)."""
         self._process.kill()
         self._socket.close()
         return await asyncio.to_thread(self._process.wait)

@@ -1,8 +1,7 @@
-"""Shows the console's watchers the fleet and the requests in flight, as frames.
+"""Shows the fleet and the running requests to the console's watchers, as frames.
 
-While there are watchers, one task polls a few times a second, and encodes each frame once for all
-of them. Frames have numbers, names and times of requests, never texts. A watcher is a queue of
-frames.
+While there are watchers, one task polls a few times a second, and encodes each frame once for all.
+Frames have numbers, names and times, never texts of requests. A watcher is a queue of frames.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from penstock_router.observe.request_record import Records, RequestRecord
 
 MAX_WATCHERS = 16
 _LOOK_EVERY_S = 0.25
-# The fleet is sent this often even if nothing changes, so that a watcher knows it is connected.
+# Send the fleet this often even if nothing changes, so that a watcher knows it is connected.
 _TELL_EVERY_S = 1.0
-# A watcher this many frames behind is disconnected. It reconnects and gets the whole state again.
+# A watcher this far behind is disconnected. It reconnects and gets the whole state again.
 _MAX_FRAMES_BEHIND = 16
-# Maximum of running requests shown (the oldest), and of ended requests shown.
+# The most running requests (the oldest) and ended requests shown.
 _MAX_RUNNING = 200
 _MAX_ENDED = 200
-# The number of polls over which a shard's rates are computed: about a second.
+# A shard's rates are computed over this many polls: about a second.
 _RATE_LOOKS = 5
 
 Frames = asyncio.Queue[bytes | None]
 
 
 class Console:
-    """Polls one router for its watchers. `worker` is its number among `workers`."""
+    """Polls one router for its watchers. `worker` is its index among `workers`."""
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class Console:
 
     @contextmanager
     def watched(self) -> Iterator[Frames]:
-        """A queue of frames that begins with the present state; None ends the queue. Raises
+        """Yield a queue of frames that begins with the present state; None ends the queue. Raise
         `TooManyRequests`.
         """
         if len(self._watchers) >= MAX_WATCHERS:
@@ -119,7 +118,6 @@ class Console:
                     _put(frames, frame)
 
     def _news(self, now_s: float) -> bytes:
-        """The frame of all changes since the last poll."""
         fleet, frame = self._fleet_now(now_s), b""
         if fleet != self._last_fleet or now_s >= self._last_told_s + _TELL_EVERY_S:
             self._last_fleet, self._last_told_s = fleet, now_s
@@ -154,7 +152,6 @@ class Console:
             "queued": self._admission.queued,
             "loop_lag_worst_s": self._metrics.loop_lag_worst_s,
             "requests_running": len(self._records.running),
-            # Maximum of running requests shown.
             "followed": _MAX_RUNNING,
         }
         shards = [self._describe_shard(shard, now_s) for shard in self._fleet.shards]
@@ -186,18 +183,17 @@ class _StepSamples:
 
 
 class StepRates:
-    """Steps a second and mean time of a step, over the last polls of each shard."""
+    """Steps per second and mean step time, over the last polls of each shard."""
 
     def __init__(self) -> None:
         self._looks: dict[str, _StepSamples] = {}
 
     def forget_others(self, addresses: Collection[str]) -> None:
-        """Forget the shards that are not at these addresses."""
         for address in self._looks.keys() - set(addresses):
             del self._looks[address]
 
     def look(self, shard: ShardState, now_s: float) -> tuple[float | None, float | None]:
-        """Steps a second and seconds a step; None if unknown."""
+        """Return steps per second and seconds per step; None if unknown."""
         load, known = shard.load, self._looks.get(shard.address)
         # A restarted engine counts from zero.
         if (
@@ -217,7 +213,7 @@ class StepRates:
 
 
 def describe_request(record: RequestRecord) -> dict[str, Any]:
-    """A record as the console shows it: Unix times, and no text of the request."""
+    """Describe a record for the console: Unix times, and no text of the request."""
 
     def at(time_s: float | None) -> float | None:
         return None if time_s is None else record.arrived_at + time_s - record.arrived_s
@@ -295,7 +291,7 @@ def _put(frames: Frames, frame: bytes) -> None:
 
 
 def _end(frames: Frames) -> None:
-    """End a queue, dropping its frames: its reader is too far behind, or the router stops."""
+    """End a queue and drop its frames."""
     while not frames.empty():
         frames.get_nowait()
     frames.put_nowait(None)

@@ -1,4 +1,4 @@
-"""Metrics of requests that have ended, from their records."""
+"""Metrics of ended requests, from their records."""
 
 from __future__ import annotations
 
@@ -119,7 +119,6 @@ class RequestMetrics:
         )
 
     def on_request_end(self, record: RequestRecord) -> None:
-        """Count a request of any kind."""
         ended_s = record.ended_s
         assert ended_s is not None
         status = str(record.status)

@@ -1,5 +1,5 @@
-"""Shows the load of a model's shards in a header of its answers, under vLLM's names. Gateways
-choose a server by it (ORCA).
+"""Shows the load of a model's shards in an answer header, with vLLM's names. Gateways choose a
+server by it (ORCA).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Writes all metrics in Prometheus's text format, blocking the event loop for less than a
-millisecond.
+"""Writes all metrics in Prometheus's text format, blocking the event loop for less than 1 ms.
 
-With several workers, a thread reads their files. This takes about 10 ms of Python, in which the
-event loop may wait 5 ms for the interpreter lock after each wait for sockets. So files are read no
-more often than workers write them.
+With several workers, a thread reads their files. This takes about 10 ms of Python; each time that
+the event loop has waited for sockets, it may wait 5 ms more for the GIL. So files are read no more
+often than workers write them.
 """
 
 from __future__ import annotations
@@ -26,14 +25,12 @@ from penstock_router.observe.metrics import WRITE_EVERY_S, Metrics
 MULTIPROCESS_DIR = "PROMETHEUS_MULTIPROC_DIR"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# A sample takes about 4 µs to write.
+# Writing a sample takes about 4 µs.
 _SAMPLES_A_PIECE = 25
 _TURN_S = 0.0003
 
 
 class Exposition:
-    """The metrics of several collectors, under our names and those of other servers."""
-
     def __init__(
         self,
         metrics: Metrics,
@@ -41,21 +38,19 @@ class Exposition:
         names: Sequence[str] = (),
         usage: KeyUsage | None = None,
     ) -> None:
-        """Combine metrics: `metrics` are this process's own, `others` belong to no process, and
-        `usage` has the counts of API keys.
+        """Combine this process's own `metrics`, `others` that belong to no process, and the `usage`
+        of API keys.
         """
         self._metrics = metrics
         self._usage = usage
         self._others = others
         self._names = names
         self._several_workers = MULTIPROCESS_DIR in os.environ
-        # The task that reads or has read the counts of all workers, and the time when they are
-        # outdated.
+        # The last reading of all workers' counts, and the time when it is outdated.
         self._reading: asyncio.Task[list[Metric]] | None = None
         self._read_again_at_s = 0.0
 
     async def text(self) -> bytes:
-        """Write all values in Prometheus's text format."""
         self._metrics.write_out(time.perf_counter())
         own: Iterable[Metric] = self._metrics.registry.collect()
         if self._several_workers:
@@ -75,12 +70,11 @@ class Exposition:
         if reading is None or (reading.done() and now_s >= self._read_again_at_s):
             self._read_again_at_s = now_s + WRITE_EVERY_S
             reading = self._reading = asyncio.create_task(asyncio.to_thread(_merge))
-        # The reading continues if its caller is cancelled, so that no second thread begins
+        # If the caller is cancelled, the reading continues, so that no second thread starts
         # meanwhile.
         return await asyncio.shield(reading)
 
     def _pieces(self, own: Iterable[Metric]) -> Iterator[bytes]:
-        """Yield the text in pieces, each made on demand."""
         others = itertools.chain.from_iterable(other.collect() for other in self._others)
         for family in translate(itertools.chain(own, others), self._names):
             for start in range(0, max(1, len(family.samples)), _SAMPLES_A_PIECE):
@@ -102,9 +96,9 @@ class _Only(Collector):
 
 
 def _text(family: Metric, start: int) -> bytes:
-    """Write some of a family's samples; help and type precede the first sample."""
+    """Write some of a family's samples. Help and type precede the first."""
     part = Metric(family.name, family.documentation, family.type)
     part.samples = family.samples[start : start + _SAMPLES_A_PIECE]
     text = generate_latest(_Only(part))
-    # Without the first two lines, help and type.
+    # Drop the first two lines, help and type.
     return text.split(b"\n", 2)[2] if start else text

@@ -1,5 +1,5 @@
-"""Exports the shards' state for Prometheus, as last reported to the scraped worker. There are no
-counters here, because several workers would count a shard several times.
+"""Exports the shards' state, as last reported to the scraped worker. There are no counters here:
+several workers would count a shard several times.
 """
 
 from __future__ import annotations
@@ -47,11 +47,9 @@ _COUNTERS: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
 
 
 class FleetCollector(Collector):
-    """Reads the fleet's state at each scrape."""
-
     def __init__(self, fleet: Fleet, shards_serving: Callable[[], Mapping[str, int]]) -> None:
-        """Collect from a fleet. `shards_serving` returns the number of serving shards for each
-        known model, including models without any.
+        """`shards_serving` returns the number of serving shards of each known model,
+        including 0.
         """
         self._fleet = fleet
         self._shards_serving = shards_serving

@@ -1,8 +1,8 @@
-"""Counts tokens and requests of each API key and model from the router's start.
+"""Counts tokens and requests of each API key and model since the router's start.
 
-A request adds to one row when it ends. With several workers, each writes its rows to its own file
-as often as its metrics, and any worker can sum all files. A restarted worker continues its file.
-The rows of the keys that became invalid last are kept, to show what a revoked key did.
+A request counts when it ends. With several workers, each writes its rows to its own file as often
+as its metrics, and any worker can sum all files. A restarted worker continues its file. Rows of
+recently invalid keys are kept, to show what a revoked key did.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock_router.config import RouterConfig
 from penstock_router.observe.metrics import WRITE_EVERY_S
 from penstock_router.observe.request_record import RequestRecord
 
-# The name for all unlisted keys. No key of a file may have a name that begins with "--".
+# Stands for all unlisted keys. No key in a file may have a name that begins with "--".
 OTHER_KEYS = "--other-keys"
 MAX_KEYS = 10_000
 MAX_REMOVED_KEYS = 1000
@@ -50,7 +50,7 @@ class _Table(msgspec.Struct):
     rows: dict[str, dict[str, UsageRow]] = {}
 
     def row(self, key: str, model: str) -> UsageRow:
-        """Return the row of a key and a model; made if missing."""
+        """Return the row of a key and a model, also a new one."""
         if key not in self.rows and len(self.rows) >= MAX_KEYS:
             key = OTHER_KEYS
         return self.rows.setdefault(key, {}).setdefault(model, UsageRow())
@@ -67,7 +67,7 @@ _TABLES = msgspec.json.Decoder(_Table)
 
 
 class KeyUsage:
-    """Counts of keys by a worker, and the sums over all workers."""
+    """One worker's counts by key, and the sums over all workers."""
 
     def __init__(self, config: RouterConfig) -> None:
         shared = Path(config.changes_file) if config.changes_file else None
@@ -85,7 +85,6 @@ class KeyUsage:
         self._removed: dict[str, None] = {}
 
     def on_request_end(self, record: RequestRecord) -> None:
-        """Count a request, if its prompt was ready."""
         if (usage := record.usage) is None:
             return
         cached = usage.cached_tokens or 0
@@ -94,8 +93,8 @@ class KeyUsage:
         self._is_written = False
 
     def keep_keys(self, names: Collection[str]) -> None:
-        """Take the names of all valid keys, after a change. Rows of the keys removed last are kept;
-        the rows of earlier keys are summed in one row.
+        """Take the names of all valid keys, after a change. Keep the rows of keys that were removed
+        last; sum the rows of earlier ones in one row.
         """
         rows = self._table.rows
         for name in [name for name in self._removed if name in names]:
@@ -110,7 +109,7 @@ class KeyUsage:
         self._is_written = False
 
     async def write_regularly(self) -> None:
-        """Write this worker's counts for other workers; runs until cancelled."""
+        """Write this worker's counts for other workers, until cancelled."""
         while (path := self._own_file) is not None:
             await asyncio.sleep(WRITE_EVERY_S)
             if not self._is_written:
@@ -124,12 +123,10 @@ class KeyUsage:
         return await asyncio.to_thread(lambda: [*families_of(self._total().all_rows())])
 
     def _total(self) -> _Table:
-        """Return the sum over all workers, from their files."""
         return _sum(self._files) or self._table
 
 
 def families_of(rows: Iterable[tuple[str, str, UsageRow]]) -> Iterator[Metric]:
-    """Yield counters with the sums of these keys and models."""
     tokens = CounterMetricFamily(
         "penstock_router_key_tokens",
         "Tokens of each API key (--metrics-by-key), by kind: prompt (computed), cached_prompt "
@@ -150,8 +147,8 @@ def families_of(rows: Iterable[tuple[str, str, UsageRow]]) -> Iterator[Metric]:
     yield requests
 
 
-# These run in a thread. They encode a few rows at a time, so that they never hold the interpreter
-# lock longer than the event loop may wait.
+# These run in a thread. They encode a few rows at a time, so that they hold the GIL only for as
+# long as the event loop may wait.
 
 
 def _as_json(table: _Table) -> bytes:
@@ -163,7 +160,7 @@ def _as_json(table: _Table) -> bytes:
 
 
 def _sum(paths: Iterable[Path]) -> _Table | None:
-    """Sum these files from the earliest start on; None if there are no files."""
+    """Sum these files, from the earliest start on; None if there are no files."""
     total: _Table | None = None
     for table in itertools.chain.from_iterable(map(_read, paths)):
         total = total or _Table(table.since)
@@ -184,7 +181,7 @@ def _write(path: Path, table: _Table) -> None:
 
 
 def _read(path: Path) -> Iterator[_Table]:
-    """Yield the lines of a file; none if a worker has not written yet."""
+    """Yield the lines of a file; none if it does not exist yet."""
     if path.exists():
         for line in path.read_bytes().splitlines():
             yield _TABLES.decode(line)

@@ -1,7 +1,7 @@
 """Measures the lag of the event loop's timers, which shows that the loop is blocked or overloaded.
 
-The lag is measured at the end of a sleep, so that a loop blocked for a second gives one value of a
-second, not many. uvloop's timers have a resolution of 1 ms, so a smaller lag does not count.
+The lag is measured after each sleep, so that a loop blocked for 1 s gives one value, not many.
+uvloop's timers have a resolution of 1 ms, so a smaller lag does not count.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ WINDOW_S = 10.0
 
 
 class RecentMaximum:
-    """The largest value of the last `window_s`."""
-
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         # (time, value), with falling values: a later value drops earlier ones that are not larger.
@@ -34,8 +32,8 @@ class RecentMaximum:
 
 
 async def watch_loop(observe: Callable[[float, float], None]) -> None:
-    """Call `observe` every `INTERVAL_S` with the loop's lag in seconds, and the largest lag of the
-    last `WINDOW_S`. Runs until cancelled.
+    """Every `INTERVAL_S`, call `observe` with the loop's lag and the largest lag of the last
+    `WINDOW_S`, in seconds. Run until cancelled.
     """
     worst = RecentMaximum(WINDOW_S)
     while True:

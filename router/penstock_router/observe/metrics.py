@@ -1,8 +1,8 @@
-"""Keeps the router's counters for Prometheus; `ended_request_metrics` has more of them.
+"""The router's counters for Prometheus; `ended_request_metrics` has more of them.
 
-Each worker has its own counters. `prometheus_client` then keeps them in files of a shared folder
-(PROMETHEUS_MULTIPROC_DIR, set before this module is first imported), and any worker answers for
-all.
+Each worker has its own counters. With several workers, `prometheus_client` keeps them in files of a
+shared folder (PROMETHEUS_MULTIPROC_DIR, set before this module is first imported), and any worker
+answers for all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LAG_BUCKETS_S = (
     *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
 )
-# The interval at which this worker writes its counts. Other workers show them too.
+# The interval at which this worker writes its counts, which other workers show too.
 WRITE_EVERY_S = 0.5
 
 
@@ -38,7 +38,7 @@ class _BatchedHistogram(Histogram):
     """Takes many observations at once: a single one costs as much as all other work on a token."""
 
     def add(self, counts: Sequence[int], total: float) -> None:
-        """Add observations; `counts` has an entry for each bucket, the last for values above all
+        """Add observations. `counts` has an entry for each bucket, the last for values above all
         bounds.
         """
         self._sum.inc(total)
@@ -48,7 +48,7 @@ class _BatchedHistogram(Histogram):
 
 
 class TokenMeter:
-    """Counts one model's output tokens, and passes them on to Prometheus's counters in batches."""
+    """Counts one model's output tokens, and passes them to Prometheus's counters in batches."""
 
     def __init__(self, tokens: Counter, between_seconds: _BatchedHistogram) -> None:
         self._tokens = tokens
@@ -60,12 +60,12 @@ class TokenMeter:
         self._write_at_s = 0.0
 
     def add(self, num_tokens: int) -> None:
-        """Count tokens without a gap to measure before them."""
+        """Count tokens without measuring the gap before them."""
         self._tokens.inc(num_tokens)
 
     def observe(self, num_tokens: int, gap_s: float, now_s: float) -> None:
-        """Count tokens, each of which came `gap_s` after the one before. `now_s` is the time by
-        `perf_counter`.
+        """Count tokens that came `gap_s` after the previous one. `now_s` is
+        `perf_counter`'s time.
         """
         self._num_tokens += num_tokens
         self._gaps[bisect_left(BETWEEN_BUCKETS_S, gap_s)] += 1
@@ -74,7 +74,6 @@ class TokenMeter:
             self.write_out(now_s)
 
     def write_out(self, now_s: float) -> None:
-        """Add the counts to Prometheus's counters."""
         self._write_at_s = now_s + WRITE_EVERY_S
         if self._num_tokens:
             self._tokens.inc(self._num_tokens)
@@ -87,10 +86,10 @@ class Metrics:
     def __init__(self) -> None:
         # Creation times of counters are useless, but would be a third of all samples.
         disable_created_metrics()  # type: ignore[no-untyped-call]
-        # This worker's own worst lag, for its console.
+        # This worker's worst lag, for its console.
         self.loop_lag_worst_s = 0.0
         self._meters: dict[str, TokenMeter] = {}
-        # In multiprocess mode values live in files, not in this registry.
+        # In multiprocess mode, values live in files, not in this registry.
         self.registry = CollectorRegistry()
         self._add_tokens()
         self._add_streams()
@@ -258,17 +257,16 @@ class Metrics:
     # ---- events ----
 
     def count_held(self, model: str, change: int) -> None:
-        """Count `change` more requests that wait for a shard of this model."""
         self.requests_held.labels(model).inc(change)
 
     def observe_loop_lag(self, lag_s: float, worst_s: float) -> None:
-        """Record the lag of one timer, and the worst of the last ones."""
+        """Record the lag of one timer, and the worst recent lag."""
         self.loop_lag_seconds.observe(lag_s)
         self.loop_lag_worst_seconds.set(worst_s)
         self.loop_lag_worst_s = worst_s
 
     def set_certificate_expiry(self, flag: str, expires_at: float) -> None:
-        """Note that the certificates of this flag's file are in use now."""
+        """Note when the certificates of this flag's file expire."""
         self._certificate_expires.labels(flag).set(expires_at)
 
     def count_fleet_event(self, event: str, reason: str) -> None:
@@ -283,6 +281,5 @@ class Metrics:
         return meter
 
     def write_out(self, now_s: float) -> None:
-        """Pass all counted tokens on to Prometheus."""
         for meter in self._meters.values():
             meter.write_out(now_s)

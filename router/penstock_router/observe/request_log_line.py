@@ -1,4 +1,4 @@
-"""Writes a log line for each request: fields as JSON, words as text.
+"""Logs a line for each request: fields as JSON, or words as text.
 
 A line comes from the request's record, which has no texts, token ids or keys.
 """
@@ -13,10 +13,9 @@ from penstock_router.observe.request_record import RequestRecord
 
 logger = logging.getLogger("penstock.requests")
 
-# The maximum length of logged values that clients choose.
+# The most characters of a logged value that a client chose.
 _MAX_CHARACTERS = 256
-# The logged characters of a request's id: enough to find the request, in a line that fits a
-# terminal.
+# Logged characters of a request's id: enough to find the request, in a line that fits a terminal.
 _ID_CHARACTERS = 12
 
 Fields = dict[str, Any]
@@ -29,7 +28,7 @@ def log_request(record: RequestRecord) -> None:
 
 
 def fields_of(record: RequestRecord) -> Fields:
-    """Return the record's fields; unknown and empty ones are left out."""
+    """Return the record's fields, without unknown and empty ones."""
     usage, attempts = record.usage, list(record.attempts)
     fields: Fields = {
         "request_id": record.request_id[:_MAX_CHARACTERS],
@@ -79,7 +78,7 @@ def _ms(begin_s: float | None, end_s: float | None) -> float | None:
 
 
 def _words(record: RequestRecord, fields: Fields) -> str:
-    """Write at most 160 columns of a terminal with the time before it, unless names are long."""
+    """Write at most 160 columns, including the time before the words, unless names are long."""
     parts = [f"{fields['method']} {record.route} {record.status} {record.outcome}"]
     if record.error and record.outcome in ("refused", "error"):
         parts.append(f"({fields['error']})")

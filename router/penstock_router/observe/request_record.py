@@ -1,8 +1,8 @@
 """Records what happens to each request, and passes the record to listeners at its end.
 
-The request log, metrics, spans and the console's time line all use the record, so they cannot
-disagree. A record ends when its last holder releases it: an answer made in the background, or for a
-client that may resume, outlives its HTTP request.
+The request log, metrics, spans and the console's time line use the same record, so they agree. A
+record ends when its last holder releases it: an answer in the background, or for a client that may
+resume, outlives its HTTP request.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from penstock_client.types import AttemptRecord
 
 logger = logging.getLogger(__name__)
 
-# The number of a request's sequences that are recorded; there may be thousands.
+# A request may have thousands of sequences; only the first are recorded.
 _NUM_SEQUENCES = 16
 
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of a whole request. A prompt counts once, however many choices it has."""
+    """Tokens of a whole request. A prompt counts once, even with several choices."""
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int | None = None
     # Completion tokens that are reasoning; None if it is not separated from content.
     reasoning_tokens: int | None = None
-    # The time from arrival at a shard to the first step there: the maximum over the sequences.
+    # Time from arrival at a shard to the first step there: the maximum over the sequences.
     queue_s: float | None = None
-    # True if a sequence continued on a shard with other numerics, whose tokens may differ at a
-    # near-tie.
+    # True if a sequence continued on a shard with other numerics, where tokens may differ at
+    # near-ties.
     approximate: bool = False
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestRecord:
-    """A request and its events. Times with `_s` are `time.perf_counter`'s; None: not yet.
+    """A request and its events. Times in `_s` are `time.perf_counter`'s; None: not yet.
 
-    Kept for a while after its end, so it must refer to nothing large.
+    Kept for a while after its end, so it must not refer to anything large.
     """
 
     request_id: str
@@ -55,23 +55,21 @@ class RequestRecord:
     # The W3C trace context of this request's span, and its parent's id; "" without them.
     traceparent: str = ""
     parent_span_id: str = ""
-    # The name of the request's API key.
+    # The API key's name.
     key_name: str = ""
     # The client's address; "" if it must not be logged.
     client: str = ""
     model: str = ""
-    # The adapter named in place of the model; "" for none.
+    # The adapter that was named instead of the model; "" for none.
     adapter: str = ""
     # The client's name for the session; "" for none.
     session: str = ""
     stream: bool = False
-    # Choices of each prompt, and the maximum of tokens of each choice. Both are known when the
-    # prompts are ready.
+    # Choices of each prompt, and the most tokens of a choice. Known when the prompts are ready.
     choices: int | None = None
     max_tokens: int | None = None
 
-    # The times when the request was admitted, when its prompts were ready, and when it got its
-    # places.
+    # The times when the request was admitted, prepared, and given its places.
     admitted_s: float | None = None
     prepared_s: float | None = None
     placed_s: float | None = None
@@ -79,24 +77,24 @@ class RequestRecord:
     ended_s: float | None = None
     # Updated while the answer is generated; None before.
     usage: Usage | None = None
-    # Tokens that shards generated for the request, counted when each sequence ends. They include
-    # tokens generated again and tokens that nobody read.
+    # Tokens that shards generated, counted when each sequence ends. They include tokens generated
+    # again and tokens that nobody read.
     made_tokens: int = 0
-    # For each of its first `_NUM_SEQUENCES` sequences: the attempts, in order.
+    # The attempts, in order, of each of the first `_NUM_SEQUENCES` sequences.
     sequences: list[Sequence[AttemptRecord]] = field(default_factory=list)
-    # Seconds from the last token of one shard to the first of the next, for each failover.
+    # For each failover, the seconds from one shard's last token to the next one's first.
     failover_gaps_s: list[float] = field(default_factory=list)
-    # Seconds for which a shard was asked to retain the request's KV blocks; None: not asked.
+    # Seconds for which a shard was asked to retain the KV blocks; None: not asked.
     retained_s: float | None = None
 
-    # The status of its answer; 200 also for a stream that failed midway. 499: the client left
+    # The answer's HTTP status; 200 also for a stream that failed midway. 499: the client left
     # before the end.
     status: int = 0
-    # stop, length, refused or error; the reason for an abort: disconnect, slow_reader, timeout,
-    # shutdown, abandoned; ok for requests that generate nothing; probe for open routes; "": not
+    # stop, length, refused or error; for an abort, its reason: disconnect, slow_reader, timeout,
+    # shutdown or abandoned; ok for requests that generate nothing; probe for open routes; "": not
     # ended.
     outcome: str = ""
-    # The type of its error, and the field at fault; never a value from a request.
+    # The error's type and the field at fault; never a value from a request.
     error: str = ""
     _holders: int = 0
 
@@ -109,25 +107,24 @@ class RequestRecord:
         return 0 if self.usage is None else self.usage.completion_tokens
 
     def follow(self, attempts: Sequence[AttemptRecord]) -> None:
-        """Record the attempts of one more sequence."""
         if len(self.sequences) < _NUM_SEQUENCES:
             self.sequences.append(attempts)
 
     def record_error(self, error: str, field: str | None, model: str) -> None:
-        """Set the error that the client got, and the requested model, if it is known and not set
-        yet. The outcome follows from the status.
+        """Set the error that the client got, and the model if it is not set yet. The outcome
+        follows from the status.
         """
         self.error = self.error or (f"{error}: {field}" if field else error)
         self.model = self.model or model
 
     def record_outcome(self, outcome: str, error: str = "") -> None:
-        """Set how the request ended; only the first call counts."""
+        """Only the first call counts."""
         if not self.outcome:
             self.outcome, self.error = outcome, self.error or error
 
 
 def outcome_of(status: int) -> str:
-    """Return the outcome of a request by its HTTP status, if nothing else is known."""
+    """Return a request's outcome by its HTTP status, if nothing else is known."""
     if status < 400:
         return "ok"
     if status == 499:
@@ -138,11 +135,9 @@ def outcome_of(status: int) -> str:
 
 
 class Records:
-    """The running requests, and the listeners that get the records of ended requests."""
-
     def __init__(self) -> None:
         self.running: dict[RequestRecord, None] = {}
-        # Functions called with every record that has ended. They must be quick.
+        # Called with every ended record. They must be quick.
         self.on_end: list[Callable[[RequestRecord], None]] = []
 
     @contextmanager

@@ -1,7 +1,7 @@
-"""Makes the spans of a request's trace from its record: the HTTP request, its phases in the router,
-and its attempts at shards. The shards' own spans are children of the attempts.
+"""Makes a request's spans from its record: the HTTP request, its phases in the router, and its
+attempts at shards. The shards' own spans are children of the attempts.
 
-Names are OpenTelemetry's where OpenTelemetry defines them. Spans have no texts, token ids or keys.
+Names are OpenTelemetry's where it defines them. Spans have no texts, token ids or keys.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ _NS = 1_000_000_000
 
 
 class RequestTraces:
-    """Decides which requests are traced, and exports the spans of ended ones."""
-
     def __init__(self, sink: SpanSink | None, share: float = 1.0) -> None:
-        """Begin tracing. Without a sink, shards get the client's trace context unchanged. With a
-        sink, this `share` of the requests without a trace begin a trace.
+        """Without a sink, shards get the client's trace context unchanged. With a sink, this
+        `share` of the requests without a trace begin one.
         """
         self._sink = sink
         self._share = share
 
     def begin(self, headers: Sequence[str]) -> tuple[str, str]:
-        """Return the traceparent for the shards, and the id of this request's parent span; "" if
-        there is none. `headers` are the client's traceparent headers: several are ignored.
+        """Return the traceparent for the shards, and the id of this request's parent span; "" for
+        none. `headers` are the client's traceparent headers: if there are several, they are
+        ignored.
         """
         given = headers[0] if len(headers) == 1 else ""
         if self._sink is None:
@@ -48,7 +47,6 @@ class RequestTraces:
         return context.traceparent, parent_span_id
 
     def on_request_end(self, record: RequestRecord) -> None:
-        """Export the spans of a request that has ended."""
         context = SpanContext.parse(record.traceparent)
         if self._sink is not None and context is not None and context.sampled:
             self._sink.add(list(_spans(record, context)))

@@ -1,7 +1,7 @@
-"""Makes the OpenAPI document of a table of routes: their inputs, answers and errors as schemas.
+"""Makes the OpenAPI document of a table of routes: inputs, answers and errors as schemas.
 
-The fields that read bodies, headers and queries also describe them. The types that type checkers
-check answers against also describe answers. So nothing is written twice.
+The fields that read bodies, headers and queries also describe them. Answers are described by the
+types that type checkers check. So nothing is written twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ _OF_STREAMS = """\
 The answer. Where the body asks for a stream: server-sent events, whose data are JSON as
 x-event-schema says, or an error as x-error-schema says; some streams end with the word [DONE].
 """
-# Headers that every route reads.
 _HEADERS = table(
     [
         Field(
@@ -82,7 +81,7 @@ def _operation(route: Route, types: TypeSchemas) -> JsonObject:
         "summary": route.summary,
         "parameters": list(_parameters(route)),
         "responses": {**answers, **_refusals(route, types)},
-        # An empty entry says that a key may be missing: the operator decides whether one is needed.
+        # An empty entry means that a key is optional: the operator decides.
         "security": [] if route.is_open else [{"bearer": []}, {"x-api-key": []}, {}],
     }
     if _has_body(route):
@@ -105,7 +104,7 @@ def _body(route: Route) -> JsonObject:
 
 
 def _name(route: Route) -> str:
-    """The operationId, after which generated clients name their methods: get_v1_models."""
+    """Make the operationId, by which generated clients name their methods: get_v1_models."""
     words = re.findall(r"\w+", route.canonical_path) or ["root"]
     return "_".join([route.method.lower(), *words])
 
@@ -146,7 +145,7 @@ def _answer(route: Route, types: TypeSchemas) -> JsonObject:
 
 
 def _stream(route: Route, types: TypeSchemas) -> JsonObject:
-    """Describe a stream's events, which OpenAPI 3.1 cannot describe."""
+    """Describe a stream's events in extensions, because OpenAPI 3.1 cannot describe them."""
     return {
         "x-event-schema": types.schema(route.event),
         "x-error-schema": _any_of([types.schema(form.schema) for form in _forms(route)]),
@@ -162,7 +161,7 @@ def _any_of(schemas: list[JsonObject]) -> JsonObject:
 
 
 def _refusals(route: Route, types: TypeSchemas) -> JsonObject:
-    """The errors by status, which depends on the form of the route's errors."""
+    """Describe the errors by status, which depends on the form of the route's errors."""
     found: dict[int, list[tuple[type[ApiError], ErrorForm]]] = {}
     for form in _forms(route):
         for error in _possible_errors(route):
@@ -171,7 +170,6 @@ def _refusals(route: Route, types: TypeSchemas) -> JsonObject:
 
 
 def _refusal(found: list[tuple[type[ApiError], ErrorForm]], types: TypeSchemas) -> JsonObject:
-    """Describe the errors of one status, in one or several forms."""
     kinds = list(dict.fromkeys(error for error, _ in found))
     forms = list(dict.fromkeys(form for _, form in found))
     headers = _ANSWER_HEADERS
@@ -192,7 +190,7 @@ def _meaning(error: type[ApiError]) -> str:
 
 
 def _possible_errors(route: Route) -> Iterable[type[ApiError]]:
-    """Yield the route's possible errors, including those of other routes of its kind."""
+    """Yield the route's possible errors, including those of similar routes."""
     if _has_body(route):
         yield from (errors.BadRequest, errors.BodyTooLarge, errors.TooManyRequests, errors.TimedOut)
         yield errors.GenerationFailed

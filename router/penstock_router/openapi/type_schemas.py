@@ -1,4 +1,4 @@
-"""Turns Python's types into JSON schemas: TypedDicts by name, and their parts.
+"""Turns Python types into JSON schemas.
 
 msgspec cannot describe a union of two TypedDicts, which answers need.
 """
@@ -33,15 +33,13 @@ class TypeSchemas:
     """Schemas of types. Each TypedDict is described once, in `components`, and referred to."""
 
     def __init__(self, prefix: str) -> None:
-        """Make schemas; references begin with `prefix`, the path of `components` in the
-        document.
-        """
+        """References begin with `prefix`, the path of `components` in the document."""
         self.components: dict[str, JsonObject] = {}
         self._prefix = prefix
         self._names: dict[Any, str] = {}
 
     def schema(self, given: Any) -> JsonObject:
-        """The schema of a type. Raises `TypeError` if it has none."""
+        """Return a type's schema. Raise `TypeError` if it has none."""
         if given in _SIMPLE:
             return dict(_SIMPLE[given])
         if is_typeddict(given):
@@ -75,7 +73,7 @@ class TypeSchemas:
             wrapper = get_origin(hint)
             inner = get_args(hint)[0] if wrapper is NotRequired else hint
             properties[name] = self.schema(inner)
-            # Annotations kept as text hide their wrappers from __required_keys__.
+            # If annotations are kept as text, __required_keys__ ignores their wrappers.
             if wrapper is not NotRequired and name in given.__required_keys__:
                 required.append(name)
         described: JsonObject = {"type": "object", "properties": properties, "required": required}

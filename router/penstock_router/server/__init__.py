@@ -1,1 +1,1 @@
-"""HTTP below the handlers: connections, TLS, content codings, streams of events."""
+"""HTTP below the handlers: connections, TLS, content codings, event streams."""

@@ -6,11 +6,13 @@ import ipaddress
 
 
 def network_of(address: str) -> str:
-    """The address; for IPv6 its 64-bit network, because one machine may use all addresses of it."""
+    """Return the address; for IPv6 its /64 network, because one machine may use all addresses in
+    it.
+    """
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
-        # A Unix socket has no addresses.
+        # A Unix socket has no address.
         return ""
     if parsed.version == 4:
         return address

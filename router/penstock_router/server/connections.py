@@ -1,10 +1,10 @@
-"""Bounds connections: their number, the time and memory of headers, and the time to read what is
-written (`write_timeout.py`). Closes a connection whose request is refused before its body arrives.
+"""Bounds the number of connections, the time and memory of headers, and the time that clients take
+to read answers (`write_timeout.py`). Closes a connection whose request is refused before its body
+arrives.
 
-aiohttp bounds headers (8 kB a line, 128 of them) and idle time, but not the time of headers: a
-client that sends a byte at a time would hold a connection for an hour. aiohttp would also keep all
-trailers and further headers that arrive while a request is answered. Bodies have their own timeouts
-(`routes/base.py`). A connection counts from the moment it is accepted, including its TLS handshake.
+aiohttp bounds headers (128 lines of 8 kB) and idle time, but not the time of headers: a client that
+sends one byte at a time could hold a connection for an hour. aiohttp would also keep all trailers
+and further headers that arrive during an answer. Bodies have their own timeouts (`routes/base.py`).
 """
 
 from __future__ import annotations
@@ -30,35 +30,31 @@ from penstock_router.server.write_timeout import WriteTimeout
 
 logger = logging.getLogger(__name__)
 
-# Open files of a process besides its connections: to shards, logs, libraries.
+# For connections to shards, logs, libraries.
 _OTHER_FILES = 512
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
-# Received bytes of a request are accepted up to this size, so that a client that holds too much
-# gets an error. While a request is answered, this also bounds bytes outside its body: trailers and
-# further requests.
+# Up to this size, a request's bytes are accepted even from a client that holds too much memory, so
+# that the client gets an error. Also the bound of bytes outside the body (trailers, further
+# requests) that arrive during an answer.
 _SHORT_HEAD_BYTES = 16 * 1024
 # The pause after the system refused to accept a connection, for example for lack of files.
 _ACCEPT_AGAIN_S = 0.1
 # Connections accepted in one turn of the event loop.
 _ACCEPTS_A_TURN = 16
-# TLS handshakes of one client at once.
 _HANDSHAKES_A_CLIENT = 16
-# The time for which an unread body is discarded, so that the client can read the answer.
+# An unread body is discarded for this time, so that the client can read the answer.
 _LINGER_S = 5.0
-# Send buffer of a connection; the system doubles it for its own structures. By default the system
-# accepts megabytes at once, and then nothing until the client has read a third of them. A slow
-# reader takes longer for this than the write timeout.
+# By default the kernel accepts megabytes at once, then nothing until the client has read a third of
+# them, which takes a slow reader longer than the write timeout. The kernel doubles this value.
 _SEND_BUFFER_BYTES = 128 * 1024
 _HTTP: dict[str, Any] = {
     "access_log": None,
-    # Bytes of a body that aiohttp buffers before its handler reads. With few bytes, many long
-    # bodies cause less work in one turn of the event loop. Reading is no slower.
+    # aiohttp buffers this much of a body before the handler reads. Few bytes bound the work in one
+    # turn of the event loop, and reading is no slower.
     "read_bufsize": 32 * 1024,
-    # Handlers inflate the bodies that they read (`routes/base.py`); aiohttp would inflate every
-    # body.
+    # Handlers inflate bodies while they read (`routes/base.py`); aiohttp would inflate every body.
     "auto_decompress": False,
-    # aiohttp would continue to read a body that its handler did not read; `Connection` closes
-    # instead.
+    # aiohttp would read the rest of an unread body; `Connection` closes instead.
     "lingering_time": 0.0,
 }
 
@@ -67,8 +63,6 @@ ErrorResponse = Callable[[str], web.Response]
 
 
 class Runner(web.AppRunner):
-    """An application's runner that bounds connections in number and time."""
-
     def __init__(
         self,
         app: web.Application,
@@ -87,7 +81,6 @@ class Runner(web.AppRunner):
 
     @property
     def server(self) -> web.Server | None:
-        """The protocol factory that aiohttp's sites use."""
         server = super().server
         if server is None:
             return None
@@ -97,8 +90,8 @@ class Runner(web.AppRunner):
     async def listening(
         self, listener: socket.socket, tls: ssl.SSLContext | None
     ) -> AsyncIterator[None]:
-        """Accept connections as long as the scope lasts."""
-        # Connections inherit the buffer size from their listener.
+        """Accept connections within the scope."""
+        # Connections inherit the listener's buffer size.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         if tls is None:
             site = web.SockSite(self, listener, backlog=BACKLOG)
@@ -119,9 +112,7 @@ class Runner(web.AppRunner):
 
 @web.middleware
 async def _tell_connection(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Middleware: tells the connection when a request's headers are complete, and when it is
-    answered.
-    """
+    """Tell the connection when a request's headers are complete, and when it is answered."""
     connection = cast(Connection, request.protocol)
     connection.request_begins(request)
     try:
@@ -134,8 +125,8 @@ async def _tell_connection(request: web.Request, handler: Handler) -> web.Stream
 
 
 async def end_answer(request: web.Request, response: web.StreamResponse) -> None:
-    """Write an answer's end. Bytes after the request's body now belong to the next request, even if
-    this request's handler still runs.
+    """Write an answer's end. From now on, bytes after the request's body belong to the next
+    request, even if this request's handler still runs.
     """
     await response.write_eof()
     if request.content.is_eof():
@@ -143,15 +134,15 @@ async def end_answer(request: web.Request, response: web.StreamResponse) -> None
 
 
 def _head_bytes(request: web.Request) -> int:
-    """The length of the request line and headers, without optional whitespace."""
+    """Return the length of the request line and headers, without optional whitespace."""
     line = len(f"{request.method} {request.raw_path} HTTP/1.1\r\n")
     headers = sum(len(name) + len(value) + len(": \r\n") for name, value in request.raw_headers)
     return line + headers + len("\r\n")
 
 
 def _allowed(max_connections: int) -> int:
-    """`max_connections`, or fewer if the limit of open files is lower. Beyond that limit the
-    process could not even accept connections to refuse them.
+    """Return `max_connections`, or fewer if the process cannot open enough files: it could then not
+    even refuse connections.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + _OTHER_FILES
@@ -189,17 +180,17 @@ class ConnectionFactory:
         self.memory = memory
         self.error_response = error_response
         self._handshakes: set[asyncio.Task[None]] = set()
-        # The handshake that begins in this turn of the event loop holds this lock.
+        # Held by the handshake that begins in this turn of the event loop.
         self._beginning = asyncio.Lock()
-        # By client, while one of its handshakes is under way.
+        # By client, while one of its handshakes runs or waits.
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     def __call__(self) -> Connection:
         return Connection(self, self._server)
 
     def accept_tls(self, listener: socket.socket, context: ssl.SSLContext) -> None:
-        """Accept connections until the listener is closed. asyncio's own servers do not report a
-        connection before its handshake is over, nor a failed handshake.
+        """Accept connections until the listener is closed. asyncio's servers report no connection
+        before its handshake is over, and no failed handshake.
         """
         if listener.fileno() >= 0:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener, context)
@@ -228,8 +219,8 @@ class ConnectionFactory:
     async def _shake_hands(
         self, connection: Connection, accepted: socket.socket, context: ssl.SSLContext
     ) -> None:
-        """Do a TLS handshake, which takes a millisecond. Handshakes of one client take turns, and
-        only one begins in each turn of the event loop.
+        """Do a TLS handshake, which takes 1 ms. Each client has few handshakes at once, and only
+        one begins in each turn of the event loop.
         """
         turns = self._turns.setdefault(connection.client, asyncio.Semaphore(_HANDSHAKES_A_CLIENT))
         try:
@@ -250,15 +241,13 @@ class ConnectionFactory:
                 ssl_shutdown_timeout=self.header_timeout_s,
             )
         except OSError:
-            # The handshake failed or took too long, or the client left.
+            # The handshake failed or timed out, or the client left.
             connection.leave()
         finally:
             turns.release()
 
 
 class Connection(web.RequestHandler):
-    """A connection in aiohttp's protocol: counted, with timeouts of headers and writes."""
-
     __slots__ = (
         *("_begun", "_begun_before", "_body_bytes", "_client", "_door", "_ended", "_end_of_data"),
         *("_head", "_header_timer", "_is_last", "_request", "_unfinished", "write_timeout"),
@@ -267,28 +256,28 @@ class Connection(web.RequestHandler):
     def __init__(self, door: ConnectionFactory, server: web.Server) -> None:
         super().__init__(server, loop=asyncio.get_running_loop(), **_HTTP)
         self._door = door
-        # The client, while the connection is counted.
+        # None if the connection is not counted.
         self._client: str | None = None
-        # Bytes that belong to no request that has begun: the next one's headers, or trailers.
+        # Bytes that belong to no request that has begun: the next headers, or trailers.
         self._head: Holding | None = None
-        # The last few bytes that arrived.
+        # The last 4 bytes that arrived.
         self._end_of_data = b""
         self._header_timer: asyncio.TimerHandle | None = None
-        # Requests whose headers are complete, now and when the timer was set.
+        # The number of requests with complete headers, now and when the timer was set.
         self._begun = self._begun_before = 0
         # The last request until it is answered, and the counted bytes of its body.
         self._request: web.Request | None = None
         self._body_bytes = 0
-        # Number of the request whose headers have arrived in part.
+        # The number of the request whose headers are incomplete.
         self._unfinished = 0
-        # True if nothing more is read, because a request was answered without reading its body.
+        # True if a request was answered before its body was read: nothing more is read then.
         self._is_last = False
         self._ended = asyncio.Event()
         # None: the connection was refused, or is not made yet.
         self.write_timeout: WriteTimeout | None = None
 
     def let_in(self, address: object) -> bool:
-        """Count the connection from now on, if its client may have one more."""
+        """Count the connection from now on; false if its client has too many."""
         client = network_of(address[0]) if isinstance(address, tuple) else ""
         if not self._door.connections.allows(client, 1):
             return False
@@ -299,7 +288,7 @@ class Connection(web.RequestHandler):
 
     @property
     def client(self) -> str:
-        """The connection's client; "" if the connection is not counted any more."""
+        """The connection's client; "" if the connection is not counted."""
         return self._client or ""
 
     def leave(self) -> None:
@@ -310,17 +299,16 @@ class Connection(web.RequestHandler):
             self._client = self._head = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's TLS transport is an asyncio.Transport in all but its class.
+        # uvloop's TLS transport does not inherit from asyncio.Transport, but works like it.
         transport = cast(asyncio.Transport, transport)
         if self._client is None and not self.let_in(transport.get_extra_info("peername")):
             transport.write(_FULL)
             transport.close()
-            # Whatever arrives is ignored.
             self.force_close()
             return
         super().connection_made(transport)
         self.write_timeout = WriteTimeout(transport, self._door.write_timeout_s)
-        # Begin only now: it may pause writing immediately, if a TLS handshake left unsent bytes.
+        # Begin only now: this may pause writing immediately, if a TLS handshake left unsent bytes.
         self.write_timeout.begin()
         self._set_timer()
 
@@ -347,15 +335,15 @@ class Connection(web.RequestHandler):
         self.force_close()
 
     def _time_head(self) -> None:
-        """Set the timer: a request's headers have arrived in part. If they are complete,
-        `request_begins` follows in a moment.
+        """Set the timer: part of a request's headers has arrived. If all have, `request_begins`
+        follows at once.
         """
         self._unfinished = self._begun + 1
         if self._header_timer is None:
             self._set_timer()
 
     def _count_body(self) -> bool:
-        """Count the bytes that belong to the body; true if there are any."""
+        """Count the body's new bytes; true if there are any."""
         if self._request is None or self._head is None:
             return False
         body = self._request.content
@@ -379,12 +367,12 @@ class Connection(web.RequestHandler):
         self._count_body()
 
     def request_ends(self) -> None:
-        """Note that the request is answered, or its handler failed. Idempotent."""
+        """Note that the request is answered, or that its handler failed. Idempotent."""
         self._request = None
         if self._head is None:
             return
         if self._end_of_data == b"\r\n\r\n":
-            # No incomplete headers are left, because these bytes end headers.
+            # No incomplete headers are left: these bytes end headers.
             self._head.close()
         elif self._head.amount:
             self._time_head()
@@ -392,8 +380,8 @@ class Connection(web.RequestHandler):
     async def answer_last(self, request: web.Request, response: web.StreamResponse) -> None:
         """Answer a request whose body was not read, and read no other request.
 
-        A socket that is closed while bytes arrive is reset, and many clients then lose an unread
-        answer. So for a while arriving bytes are discarded.
+        A socket that is closed while bytes arrive is reset, and many clients then lose the answer.
+        So discard arriving bytes for a while.
         """
         self._is_last = True
         response.force_close()
@@ -415,7 +403,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer bytes that aiohttp cannot read, in the form of all other errors."""
+        """Answer bytes that aiohttp cannot parse, in the form of all other errors."""
         response = super().handle_error(request, status, exc, message)
         if status != 400 or message is None:
             return response

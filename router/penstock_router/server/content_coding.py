@@ -1,4 +1,4 @@
-"""Inflates compressed bodies, piece by piece."""
+"""Inflates compressed bodies piece by piece."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ DAMAGED = "the body is damaged: it does not decode or ends too early"
 _GZIP = ("gzip", "x-gzip")
 # zlib's codes for a gzip header, a zlib header, or none.
 _WITH_GZIP_HEADER, _WITH_ZLIB_HEADER, _WITHOUT_HEADER = 16 + 15, 15, -15
-# The low bits of a zlib header's first byte.
 _IS_DEFLATE = 8
 
 
 def inflater_of(codings: Sequence[str]) -> Inflater | None:
-    """The inflater of a body with these Content-Encoding headers; None if it is not compressed."""
+    """Return an inflater for these Content-Encoding headers; None if the body is not compressed."""
     coding = ", ".join(codings).strip().lower()
     if coding in ("", "identity"):
         return None
@@ -30,21 +29,19 @@ def inflater_of(codings: Sequence[str]) -> Inflater | None:
 class Inflater:
     def __init__(self, *, is_gzip: bool) -> None:
         self._is_gzip = is_gzip
-        # zlib's decompressor; for a gzip body, that of its present member.
+        # zlib's decompressor. A gzip body has one for each member.
         self._member: Any = None
-        # Bytes that have arrived and are not inflated yet.
         self._packed = b""
-        # True if there may be more output, though all input was consumed.
+        # True if there may be more output, although all input was consumed.
         self._is_full = False
 
     def feed(self, packed: bytes) -> None:
-        """Add the bytes that arrived next. All earlier bytes must have been inflated."""
+        """Add the next bytes. All earlier bytes must have been inflated."""
         self._packed = packed
 
     def inflate(self, max_bytes: int) -> bytes:
-        """The next bytes, at most `max_bytes`; empty once everything is inflated.
-
-        Raises `BadRequest` if the bytes are not in this coding.
+        """Return the next bytes, at most `max_bytes`; empty once everything is inflated. Raise
+        `BadRequest` if the bytes are not in this coding.
         """
         while self._packed or self._is_full:
             member = self._present_member()
@@ -69,7 +66,7 @@ class Inflater:
         if self._is_gzip:
             self._member = zlib.decompressobj(_WITH_GZIP_HEADER)
         elif self._member is None:
-            # Many clients mean deflate without zlib's header.
+            # Many clients send deflate without zlib's header.
             has_header = self._packed[0] & 0x0F == _IS_DEFLATE
             self._member = zlib.decompressobj(_WITH_ZLIB_HEADER if has_header else _WITHOUT_HEADER)
         else:

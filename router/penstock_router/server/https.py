@@ -15,20 +15,18 @@ _LOOK_EVERY_S = 1.0
 
 
 class HttpsFiles:
-    """An SSL context that follows its files: handshakes after a change use the new certificate;
-    open connections keep the old one.
-    """
+    """An SSL context that follows its files: new handshakes use the new certificate."""
 
     def __init__(
         self, cert_file: str, key_file: str, on_load: OnLoad = lambda contents: None
     ) -> None:
-        """Raises `TlsFilesUnusable`."""
+        """Raise `TlsFilesUnusable`."""
         self._files = (cert_file, key_file)
         self.context = _server_context()
         self._loaded = FileReloader(self._files, self._load, on_load=on_load)
 
     def _load(self) -> None:
-        # Load into another context first, because loading unusable files may fail halfway.
+        # Try another context first, because loading unusable files may fail halfway.
         load_pair(_server_context(), *self._files)
         load_pair(self.context, *self._files)
 
@@ -43,10 +41,8 @@ class HttpsFiles:
 async def https_context(
     cert_file: str | None, key_file: str | None, dates: CertificateDates
 ) -> AsyncGenerator[ssl.SSLContext | None, None]:
-    """A context that follows its files within the scope; None without files. `dates` learns when
-    the certificate expires.
-
-    Raises `TlsFilesUnusable`.
+    """Yield a context that follows its files within the scope; None without files. `dates` learns
+    when the certificate expires. Raise `TlsFilesUnusable`.
     """
     if cert_file is None or key_file is None:
         yield None

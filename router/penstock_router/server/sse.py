@@ -1,9 +1,8 @@
-"""Writes all bytes of a stream: headers, frames, comments, and an error's frames.
+"""Writes all bytes of a stream: headers, frames, comments and errors.
 
-Headers are sent with the first delta, so that an earlier failure has an ordinary status. A later
+Headers are sent with the first delta, so that an earlier failure can have its HTTP status. A later
 error is the stream's last event. A delta becomes an event in the call that received it. A task
-waits only if a socket's buffer is full. Meanwhile deltas gather upstream, and the next event
-carries all of them.
+waits only if a socket's buffer is full; the next event then has all deltas that arrived meanwhile.
 """
 
 from __future__ import annotations
@@ -37,10 +36,9 @@ HEADERS = {
     # nginx must not buffer events.
     "X-Accel-Buffering": "no",
 }
-# Maximum of bytes written to the socket at once. Bytes that the socket does not accept are
-# copied.
+# The most bytes written to the socket at once: bytes that the socket does not accept are copied.
 PIECE_BYTES = 256 * 1024
-# Up to this many log-probabilities are encoded on the event loop (about a microsecond each).
+# Up to this many log-probabilities are encoded on the event loop (about 1 µs each).
 _INLINE_LOGPROBS = 1000
 
 
@@ -59,14 +57,14 @@ class EventStream:
         self._written_at = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
         self._is_chunked = False
-        # The unsent rest of frames that were begun.
+        # The unsent rest of partly sent frames.
         self._rest: deque[memoryview] = deque()
 
     async def __aenter__(self) -> Self:
         await self.response.prepare(self._request)
         self._is_chunked = "Transfer-Encoding" in self.response.headers
         if not self._is_chunked:
-            # In HTTP/1.0 only closing the connection ends such a body, even with keep-alive.
+            # In HTTP/1.0, only closing the connection ends the body, even with keep-alive.
             self.response.force_close()
         self._timer = self._loop.call_later(self._keep_alive_s, self._tick)
         return self
@@ -87,7 +85,7 @@ class EventStream:
         return self._write_timeout.has_unsent
 
     def send_now(self, frames: bytes) -> None:
-        """Send one or more frames in one write. Do not call it while `busy`."""
+        """Send frames in one write. Do not call it while `busy`."""
         self._written_at = self._loop.time()
         if self._is_chunked:
             frames = b"%x\r\n%b\r\n" % (len(frames), frames)
@@ -118,12 +116,12 @@ class EventStream:
                 await asyncio.sleep(0)
 
     async def send_with_id(self, frame: bytes, event_id: str) -> None:
-        """Send a frame with an id, after which a client can resume."""
+        """Send a frame with an id, from which a client can resume."""
         await self.send(b"id: %b\n%b" % (event_id.encode(), frame))
 
     async def drain(self) -> None:
-        """Wait until the socket has taken everything. Raises `ConnectionError` if the client left,
-        or was cut off because it reads too slowly.
+        """Wait until the socket has accepted everything. Raise `ConnectionError` if the client
+        left, or was disconnected for reading too slowly.
         """
         if self.busy:
             await self._write_timeout.wait_sent()
@@ -142,7 +140,7 @@ class EventStream:
         self._timer = self._loop.call_later(wait_s, self._tick)
 
     def _comment(self) -> None:
-        # Send no comment within a frame, or to a slow reader, which still has bytes to read.
+        # Send no comment within a frame, or while the client still has bytes to read.
         if self._comment_bytes and not self.busy and not self._rest:
             try:
                 self.send_now(self._comment_bytes)
@@ -169,8 +167,8 @@ async def stream(
     run_work: Callable[[Callable[[], bytes]], Awaitable[bytes]] | None = None,
     before_end: Callable[[], Awaitable[None]] | None = None,
 ) -> web.StreamResponse:
-    """Answer with a generation's `deltas` as they arrive. `before_end` is awaited before the
-    closing frames. `run_work` makes the first and last frames if they may be long.
+    """Stream a generation's deltas. Await `before_end` before the closing frames. `run_work` makes
+    the first and last frames, if they may be long.
     """
 
     async def show_error(error: ApiError) -> bytes:
@@ -207,8 +205,8 @@ async def stream(
             await asyncio.wait((first,), timeout=config.keep_alive_s)
         if first.done():
             first.result()
-        # Use a separate task: each wake-up resumes the whole chain of awaiting coroutines, which is
-        # a dozen long for a handler.
+        # Use a separate task: each wake-up resumes the whole chain of awaiting coroutines, about 12
+        # in a handler.
         answering = _answer(request, send_all, show_error, request_id, config, framing)
         return await asyncio.create_task(answering)
     finally:
@@ -256,7 +254,7 @@ async def _answer(
     config: RouterConfig,
     framing: Framing,
 ) -> web.StreamResponse:
-    """Answer with events. If making or sending them fails, the last event is an error."""
+    """Answer with events. If making or sending them fails, send an error as the last event."""
     async with EventStream(request, framing, keep_alive_s=config.keep_alive_s) as events:
         try:
             await send_all(events)
@@ -269,14 +267,13 @@ async def _answer(
 
 
 async def make_frame(shape: Shape, delta: Delta, threads: Threads) -> bytes | None:
-    """A delta as a frame, made in a thread if its log-probabilities take long to encode."""
+    """Make a delta's frame, in a thread if its log-probabilities take long to encode."""
     if is_quick(delta):
         return shape.chunk(delta)
     return await threads.run(functools.partial(shape.chunk, delta))
 
 
 def is_quick(delta: Delta) -> bool:
-    """True if the delta's frame may be made on the event loop."""
     if delta.logprobs is None and delta.prompt_logprobs is None:
         return True
     columns = [one for one in (delta.logprobs, delta.prompt_logprobs) if one is not None]
@@ -285,8 +282,8 @@ def is_quick(delta: Delta) -> bool:
 
 
 async def send_each(events: EventStream, deltas: Deltas, shape: Shape, threads: Threads) -> None:
-    """Send deltas as events in the call that delivers them, unless the reader is slow or a thread
-    makes the frame.
+    """Send deltas in the call that delivers them, unless the reader is slow or a thread makes the
+    frame.
     """
 
     def send(delta: Delta) -> Wait | None:
@@ -303,7 +300,7 @@ async def send_each(events: EventStream, deltas: Deltas, shape: Shape, threads: 
         await drain()
 
     async def drain() -> None:
-        # Closing frames need not wait for the last delta to be read.
+        # The closing frames need not wait until the last delta is read.
         if not deltas.ended:
             await events.drain()
 

@@ -1,14 +1,13 @@
-"""Bounds the time for which a connection's client may leave an answer unread.
+"""Bounds the time for which a client may leave an answer unread.
 
-A client has the timeout's seconds to spare. They pass while the socket holds bytes that the client
-has not read. The client regains a second for each `_BYTES_A_SECOND` that it reads, and time without
-unsent bytes. When no time is left, the connection is cut. So a client that reads nothing has the
-timeout. A client that reads over a kilobyte a second has all the time it needs. A byte a minute
-gains nothing.
+A client has the timeout's seconds to spend. It spends them while bytes are unsent. It regains a
+second for each `_BYTES_A_SECOND` that it reads, and time without unsent bytes. When no time is
+left, the connection is cut. So a client that reads over 1 kB/s has no limit, and one that reads a
+byte a minute gains nothing.
 
-Reading shows only when the systems at both ends move their buffered bytes, in steps of a hundred
-kilobytes (`connections.py` bounds the buffer here). With a timeout of a minute, a reader of a long
-answer is safe at about 5 kB a second.
+Reading is visible only when the systems at both ends move their buffers, in steps of 100 kB
+(`connections.py` bounds our buffer). With a timeout of a minute, a reader of a long answer is safe
+at about 5 kB/s.
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ from typing import Protocol, cast
 from penstock_router.errors import SlowClient
 
 _BYTES_A_SECOND = 1024
-# The number of checks in each timeout.
+# Checks in each timeout.
 _LOOKS = 4
 
 
 class WriteTimeout:
-    """Cuts off a connection whose client does not read the sent bytes."""
-
     __slots__ = (
         *("_at_s", "_is_cut", "_left_s", "_loop", "_nothing_left", "_timeout_s", "_timer"),
         *("_transport", "_unsent_bytes"),
@@ -45,12 +42,12 @@ class WriteTimeout:
 
     @property
     def has_unsent(self) -> bool:
-        """True if the client has not read all written bytes."""
+        """True if the socket has not accepted all written bytes."""
         return not self._nothing_left.is_set()
 
     async def wait_sent(self) -> None:
-        """Wait until the client has read everything. Raises `SlowClient` if it is cut off first,
-        and `ConnectionError` if it disconnected.
+        """Wait until the socket has accepted everything. Raise `SlowClient` if the client is cut
+        off first, and `ConnectionError` if it disconnected.
         """
         await self._nothing_left.wait()
         if self._is_cut:
@@ -62,12 +59,11 @@ class WriteTimeout:
 
     def begin(self) -> None:
         """Watch from now on; may call the connection's `pause_writing` at once."""
-        # The transport pauses as soon as a byte is unsent, so no answer is too short to be watched.
-        # The limit is not 0, because asyncio's TLS transport resumes only below the limit.
+        # Pause as soon as a byte is unsent, so that no answer is too short to be watched. The limit
+        # is not 0, because asyncio's TLS transport resumes only below the limit.
         self._transport.set_write_buffer_limits(high=1)
 
     def pause(self) -> None:
-        """Note that the transport has bytes that the client has not read."""
         self._note(-1)
         self._nothing_left.clear()
         self._look_later()
@@ -77,7 +73,7 @@ class WriteTimeout:
         self.end()
 
     def end(self) -> None:
-        """Stop, because the connection is closed or everything is sent."""
+        """Stop watching: everything is sent, or the connection is closed."""
         self._nothing_left.set()
         if self._timer is not None:
             self._timer.cancel()
@@ -92,13 +88,13 @@ class WriteTimeout:
             self._look_later()
             return
         self._is_cut = True
-        # Waiting tasks learn the reason before the connection is lost.
+        # Waiting tasks must learn the reason before the connection is lost.
         self.end()
         self._transport.abort()
 
     def _note(self, sign: int) -> None:
-        """Bring `_left_s` up to date. `sign` is 1 after a time with unsent bytes, and -1 after a
-        time without.
+        """Update `_left_s`. `sign` is 1 after a time with unsent bytes, and -1 after a time
+        without.
         """
         now_s, unsent_bytes = self._loop.time(), self._transport.get_write_buffer_size()
         taken_bytes = max(0, self._unsent_bytes - unsent_bytes)
@@ -112,7 +108,7 @@ class _Watched(Protocol):
 
 
 def write_timeout_of(transport: asyncio.Transport | None) -> WriteTimeout:
-    """The connection's timeout. Raises `ConnectionError` if it is closed."""
+    """Raise `ConnectionError` if the connection is closed."""
     watched = None if transport is None else cast(_Watched, transport.get_protocol())
     if watched is None or watched.write_timeout is None:
         raise ConnectionResetError("the client left")

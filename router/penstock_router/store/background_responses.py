@@ -1,7 +1,6 @@
 """Generates responses while no client waits for them, and stores their ends.
 
-Cancellations are read from the store, which all workers share: another worker may get the request
-to cancel.
+Cancellations are read from the store, because another worker may get the request to cancel.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from penstock_router.store.response_store import ResponseStore, StoreUnavailable
 logger = logging.getLogger(__name__)
 
 _CANCEL_POLL_S = 0.25
-# The seconds before another try to store, for example after a full disk. Meanwhile the stored
-# response stays in progress.
+# The pause before storing is tried again, for example after a full disk.
 _STORE_RETRY_S = 1.0
-# The seconds in which a stopping router may store the ends of the responses that it stops.
+# Seconds in which a stopping router may store the ends of the responses that it stops.
 _CLOSE_TIMEOUT_S = 2.0
 
 # Called with the response's end: None, a cancellation or an error. May raise `StoreUnavailable`.
@@ -28,8 +26,6 @@ Keep = Callable[[BaseException | None], Awaitable[None]]
 
 
 class Background:
-    """The responses that one worker generates in the background."""
-
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
         self._making: dict[str, asyncio.Task[None]] = {}
@@ -55,20 +51,20 @@ class Background:
             )
 
     def cancel(self, response_id: str) -> None:
-        """Cancel the response immediately, if this worker generates it."""
+        """Cancel the response, if this worker generates it."""
         making = self._making.get(response_id)
         if making is not None:
             making.cancel()
 
     async def _keep(self, making: asyncio.Task[None], scope: AsyncExitStack, keep: Keep) -> None:
-        # The scope is left here, not in `making`: a task that is cancelled before its first step
+        # Leave the scope here, not in `making`: a task that is cancelled before its first step
         # never enters a scope.
         async with scope:
             try:
                 await asyncio.wait((making,))
             finally:
                 making.cancel()
-        # The places are given back now, not when the disk has room. Few ends wait, because no
+        # The scope has given back the places, without waiting for the disk. Few ends wait here: no
         # response begins while the store fails.
         ended = asyncio.CancelledError() if making.cancelled() else making.exception()
         while True:
@@ -79,8 +75,8 @@ class Background:
                 await asyncio.sleep(_STORE_RETRY_S)
 
     async def _watch(self) -> None:
-        """While responses are generated here, cancel those that a client asked any worker to
-        cancel.
+        """While responses are generated here, cancel those for which any worker got a cancel
+        request.
         """
         while self._making:
             await asyncio.sleep(_CANCEL_POLL_S)

@@ -1,6 +1,6 @@
-"""Notices that an open database's files are no longer at their paths.
+"""Notices that an open database's files were removed or replaced.
 
-SQLite continues to read and write its open files, which are lost when the process ends.
+SQLite continues to use its open files, which are lost when the process ends.
 """
 
 from __future__ import annotations
@@ -10,18 +10,15 @@ import shlex
 from collections.abc import Collection
 from pathlib import Path
 
-# The files of a database with a write-ahead log: the database, the log, the log's index.
+# The database, its write-ahead log, and the log's index.
 _ENDINGS = ("", "-wal", "-shm")
-# Linux's list of this process's open files.
 _OPEN = Path("/proc/self/fd")
 
 _Identity = tuple[int, int]
 
 
 class FilesDisplaced(OSError):
-    """Raised for removed or replaced files. The text names the files; `advice` tells the operator
-    what to do.
-    """
+    """Files were removed or replaced. The text names them; `advice` tells what to do."""
 
     def __init__(self, text: str, advice: str) -> None:
         super().__init__(text)
@@ -29,14 +26,12 @@ class FilesDisplaced(OSError):
 
 
 class OpenFiles:
-    """The files of one database that this process has open."""
-
     def __init__(self, path: str) -> None:
-        """Note the files of a database that is open at this absolute path. Raises `OSError`."""
+        """Note the files of the open database at this absolute path. Raise `OSError`."""
         self._identities = {path + ending: _identity(path + ending) for ending in _ENDINGS}
 
     def check(self) -> None:
-        """Compare the files by device and inode. Raises `FilesDisplaced`, or `OSError`."""
+        """Compare the files by device and inode. Raise `FilesDisplaced` or `OSError`."""
         removed, replaced = [], []
         for path, identity in self._identities.items():
             try:
@@ -55,7 +50,7 @@ class OpenFiles:
         )
 
     def _commands(self, displaced: Collection[str]) -> list[str]:
-        """Return shell commands that put copies of the files at their paths."""
+        """Return shell commands that copy the open files to their paths."""
         # SQLite makes the index again from the log.
         wanted = {
             self._identities[path]: path for path in displaced if not path.endswith(_ENDINGS[-1])

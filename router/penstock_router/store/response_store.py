@@ -2,17 +2,16 @@
 
 SQLite runs in one thread of each worker, so that the event loop never waits for the disk.
 
-The file holds at most `max_bytes` of pages in use. If a put exceeds `max_bytes`, its transaction
-evicts responses of the key with the most bytes: finished responses first, and of these the oldest.
-So a key that stores much evicts its own responses, on any worker. Finished responses are absent
-when they are `ttl_s` old. Beyond `max_bytes` the disk must have room for one incoming document and
-SQLite's write-ahead log: some MiB, and at most about twice a document.
+The file holds at most `max_bytes` of used pages. A put that exceeds them evicts, in its
+transaction, responses of the key with the most bytes: finished responses first, the oldest first.
+Finished responses expire after `ttl_s`. Beyond `max_bytes`, the disk must have room for one
+incoming document and SQLite's write-ahead log: some MiB, at most about twice a document.
 
-If one of the open files was removed or replaced, nothing more is written, because it would be lost
-with the process. Reading continues, and each heartbeat checks again.
+If an open file was removed or replaced, nothing more is written, because it would be lost with the
+process. Reading continues, and each heartbeat checks again.
 
-Each worker writes a heartbeat every few seconds. Unfinished responses of a worker whose last
-heartbeat is older than `silent_s`, or that closed its store, count as failed.
+Each worker writes a heartbeat every few seconds. A worker's unfinished responses count as failed if
+its last heartbeat is older than `silent_s`, or if it closed its store.
 """
 
 from __future__ import annotations
@@ -37,33 +36,32 @@ from penstock_router.store.open_files import FilesDisplaced, OpenFiles
 logger = logging.getLogger(__name__)
 
 MIN_BYTES = 1024 * 1024
-# Statuses of responses that a worker still generates; all other statuses are final.
+# Statuses of responses that a worker still generates; all others are final.
 UNFINISHED = ("queued", "in_progress")
 FAILED = "failed"
-# The status of a response deleted before its end. The row stays, so that storing the end does not
-# restore the response.
+# A response deleted before its end. The row stays, so that storing the end does not restore it.
 _DELETED = "deleted"
 
-# A document may take at most 1/_SHARE of the store, and at most what fits into an SQLite row.
+# A document may take at most 1/_SHARE of the store, and must fit into an SQLite row.
 _SHARE = 4
 _MAX_ROW_BYTES = 500_000_000
 _MAX_QUEUED = 4096
 _SILENT_S = 15.0
 _BEATS_IN_SILENCE = 5
 _BUSY_TIMEOUT_S = 5.0
-# SQLite restarts its log only when no worker reads, which may never happen under load. So the log
-# is truncated beyond this size.
+# SQLite restarts its log only when no worker reads, which may never happen under load. So a larger
+# log is truncated.
 _MAX_WAL_BYTES = 8 * 1024 * 1024
 _WAL_TIMEOUT_S = 0.1
 
-# "pens"; with the version it distinguishes our files from others.
+# "pens"; with the version, it distinguishes our files from others.
 _APPLICATION_ID = 0x70656E73
 _VERSION = 2
 # A response's size for its key: the documents, and SQLite's overhead of a small row.
 _SIZE = "(512 + length({0}.response) + length({0}.messages))"
 # Ids are blobs, because an id that a client made up may be invalid text. The large columns are
-# last, so that the small columns are read without them. Triggers keep the size of each key, because
-# summing at each eviction would read all rows.
+# last, so that small columns are read without them. Triggers keep each key's size, because a sum
+# would read all rows.
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS responses (
@@ -101,11 +99,10 @@ PRAGMA user_version = {_VERSION};
 COMMIT;
 """
 
-# True if :reader may read a response. NULL may read all; any reader may read a response without a
-# key.
+# True if :reader may read a response. NULL may read all, and anyone a response without a key.
 _IS_THEIRS = "id = :id AND (:reader IS NULL OR key_name IN ('', :reader))"
 _IS_THERE = f"{_IS_THEIRS} AND status != '{_DELETED}' AND (running OR stored_s > :expired_s)"
-# A finished response drops its request to cancel; an unfinished one keeps it.
+# A finished response drops its cancel request; an unfinished one keeps it.
 _PUT = f"""
 INSERT INTO responses (id, owner, key_name, status, stored_s, response, messages)
     VALUES (:id, :owner, :key_name, :status, :now_s, :response, :messages)
@@ -120,7 +117,7 @@ INSERT INTO responses (id, owner, key_name, status, stored_s, response, messages
 """
 _GET = f"SELECT response, messages, status FROM responses WHERE {_IS_THERE}"
 _MEASURE = f"SELECT length(response) + length(messages) FROM responses WHERE {_IS_THERE}"
-# SQLite does this in its thread, so that it does not block the event loop.
+# SQLite extracts the output in its thread, so that the event loop is not blocked.
 _GET_OUTPUT = f"""
 SELECT CAST(json_extract(CAST(response AS TEXT), '$.output') AS BLOB) FROM responses
     WHERE {_IS_THERE}
@@ -170,12 +167,12 @@ class StoreError(Exception):
 
 
 class StoreUnusable(StoreError):
-    """Raised if the file cannot be used; the text tells the operator what to do."""
+    """The file cannot be used; the text tells the operator what to do."""
 
 
 class StoreUnavailable(StoreError):
-    """Raised while the store fails: a full disk, a full queue. The text is for the operator, and so
-    is `advice`, which is long.
+    """The store fails: a full disk, a full queue. The text and the longer `advice` are for the
+    operator.
     """
 
     def __init__(self, text: str, advice: str = "") -> None:
@@ -184,14 +181,13 @@ class StoreUnavailable(StoreError):
 
 
 class ResponseTooLarge(StoreError):
-    """Raised for a document that would take too much of the store; the text fits the client."""
+    """A document would take too much of the store; the text fits the client."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A stored response.
-
-    `status` is up to date. `response` is unchanged since its put, even if its worker died.
+    """A stored response. `status` is up to date. `response` is unchanged since its put, even if its
+    worker died.
     """
 
     response: bytes
@@ -205,7 +201,7 @@ class StoredResponse:
 @contextlib.contextmanager
 def store_file(path: str | None, *, max_bytes: int) -> Iterator[str]:
     """Make and check the file before workers open it: `path`, or a temporary file that is removed
-    at the end. Raises `StoreUnusable`.
+    at the end. Raise `StoreUnusable`.
     """
     with contextlib.ExitStack() as stack:
         if path is None:
@@ -219,8 +215,8 @@ def store_file(path: str | None, *, max_bytes: int) -> Iterator[str]:
 
 
 def _check(path: str, max_bytes: int) -> None:
-    """Read each page once: a damaged file must fail the start, not requests. Takes about a second
-    for each GB. Raises `StoreUnusable`.
+    """Read each page once, because a damaged file must fail the start, not requests. This takes
+    about a second per GB. Raise `StoreUnusable`.
     """
     with _reported(path), contextlib.closing(_connect(path)) as connection:
         (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
@@ -231,7 +227,7 @@ def _check(path: str, max_bytes: int) -> None:
 
 
 def _connect(path: str) -> sqlite3.Connection:
-    """Connect to the file. Raises `StoreUnusable`, `OSError` or `sqlite3.Error`."""
+    """Raise `StoreUnusable`, `OSError` or `sqlite3.Error`."""
     # Absolute, so that no path has a special meaning to SQLite.
     path = os.path.abspath(path)
     _make_private(path)
@@ -245,8 +241,8 @@ def _connect(path: str) -> sqlite3.Connection:
 
 
 def _make_private(path: str) -> None:
-    """Create the file for this user only. An existing file is not opened: closing it would release
-    the locks that SQLite may hold on it in this process.
+    """Create the file for this user only. Do not open an existing file: closing it would release
+    SQLite's locks on it in this process.
     """
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
@@ -282,7 +278,7 @@ def _set_up(connection: sqlite3.Connection, path: str) -> None:
 
 @contextlib.contextmanager
 def _reported(path: str) -> Iterator[None]:
-    """Turn errors of opening a file into `StoreUnusable`, with a text for the operator."""
+    """Turn errors of opening a file into `StoreUnusable`."""
     try:
         yield
     except OSError as error:
@@ -304,14 +300,13 @@ def _reported(path: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _writing(connection: sqlite3.Connection) -> Iterator[None]:
-    """Begin a transaction that waits for its turn to write before it reads anything."""
+    """Begin a transaction that waits for its turn to write before it reads."""
     with connection:
         connection.execute("BEGIN IMMEDIATE")
         yield
 
 
 def _trim(connection: sqlite3.Connection, max_bytes: int, spared: bytes | None = None) -> None:
-    """Evict until no more than `max_bytes` are in use."""
     while connection.execute(_USED_BYTES).fetchone()[0] > max_bytes:
         if not connection.execute(_EVICT, {"id": spared}).rowcount:
             break
@@ -345,10 +340,9 @@ class ResponseStore:
         clock: Callable[[], float] = time.time,
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare access. `owner` names this worker; `clock` tells seconds that all workers agree
-        on. `on_failure` is called for each `StoreUnavailable`.
-
-        Raises `ValueError` for less than `MIN_BYTES`.
+        """Prepare access. `owner` names this worker. `clock` returns seconds on which all workers
+        agree. `on_failure` is called for each `StoreUnavailable`. Raise `ValueError` if `max_bytes`
+        is below `MIN_BYTES`.
         """
         if max_bytes < MIN_BYTES:
             raise ValueError(f"max_bytes {max_bytes} is below {MIN_BYTES}")
@@ -364,8 +358,8 @@ class ResponseStore:
         self._files: OpenFiles
         self._thread = ThreadPoolExecutor(1, "response store")
         self._queued = 0
-        # A lock per client: each client has at most one call in the thread's queue, so that its
-        # long documents hardly delay other clients.
+        # Each client has at most one call in the thread's queue, so that it hardly delays other
+        # clients.
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def __aenter__(self) -> ResponseStore:
@@ -376,7 +370,7 @@ class ResponseStore:
         await self.close()
 
     async def open(self) -> None:
-        """Open the file. Raises `StoreUnusable`."""
+        """Raise `StoreUnusable`."""
         try:
             await self._call(self._open)
         except StoreUnusable:
@@ -400,8 +394,8 @@ class ResponseStore:
                 raise
 
     async def close(self) -> None:
-        """Close the file. Unfinished responses of this worker count as failed, at the latest when
-        its heartbeat is old.
+        """Close the file. This worker's unfinished responses then count as failed, at the latest
+        when its heartbeat is too old.
         """
         self._beating.cancel()
         await asyncio.wait([self._beating])
@@ -425,11 +419,11 @@ class ResponseStore:
         status: str,
         key_name: str = "",
     ) -> None:
-        """Store a response, or replace the response with the same id. Does nothing if that was
+        """Store a response, or replace the response with the same id. Do nothing if that was
         deleted.
 
         `messages` is the conversation with this answer. Only the key `key_name` may read it; "":
-        any key. Raises `ResponseTooLarge`.
+        any key. Raise `ResponseTooLarge`.
         """
         key = _key(response_id)
         size_bytes = len(key) + len(response) + len(messages)
@@ -456,8 +450,8 @@ class ResponseStore:
         client: str = "",
         hold: Hold = lambda num_bytes: None,
     ) -> StoredResponse | None:
-        """Return the response; None if it is unknown, deleted, expired, evicted or of another key
-        than the reader's. The reader None may read all. Raises what `hold` raises.
+        """Return the response; None if it is unknown, deleted, expired, evicted or belongs to
+        another key than the reader's. None may read all. Raise what `hold` raises.
         """
         key = _key(response_id)
         async with self._turn_of(client):
@@ -469,14 +463,14 @@ class ResponseStore:
     async def get_output(
         self, response_id: str, reader: str | None = None, client: str = ""
     ) -> bytes | None:
-        """Return the items of the response itself, as JSON; None if `get` returns None."""
+        """Return the response's output items as JSON; None if `get` returns None."""
         async with self._turn_of(client):
             rows = await self._call(self._select, _GET_OUTPUT, _key(response_id), reader)
         return rows[0][0] if rows else None
 
     async def delete(self, response_id: str, reader: str | None = None, client: str = "") -> bool:
-        """Delete a response; return true if this reader could read it. An unfinished response will
-        be cancelled, and its end not stored.
+        """Delete a response; false if this reader could not read it. An unfinished response will be
+        cancelled, and its end not stored.
         """
         deletions = (_DELETE_RUNNING, _DELETE)
         async with self._turn_of(client):
@@ -490,12 +484,12 @@ class ResponseStore:
         return await self._call(self._change, (_REQUEST_CANCEL,), _key(response_id)) > 0
 
     async def cancel_requested(self, response_ids: Collection[str]) -> set[str]:
-        """Find the responses among these that must be cancelled. This worker generates them."""
+        """Return the responses that must be cancelled, among these that this worker generates."""
         to_cancel = {*await self._call(self._select, _TO_CANCEL)}
         return {response_id for response_id in response_ids if (_key(response_id),) in to_cancel}
 
     async def beat(self) -> None:
-        """Write this worker's heartbeat and clean up; the store calls it regularly by itself."""
+        """Write this worker's heartbeat and clean up. The store calls it regularly."""
         await self._call(self._beat)
 
     def _beat(self) -> None:
@@ -522,7 +516,7 @@ class ResponseStore:
                     logger.info("response store %s: works again", self._path)
                 trouble = ""
 
-    # In the thread.
+    # Run in the thread:
 
     def _select(self, statement: str, key: bytes = b"", reader: str | None = None) -> list[Any]:
         return self._connection.execute(statement, self._given(key, reader)).fetchall()
@@ -536,13 +530,12 @@ class ResponseStore:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Begin a transaction, if the next process will find the written data."""
+        """Begin a transaction, unless the file was removed or replaced."""
         self._files.check()
         with _writing(self._connection):
             yield
 
     def _given(self, key: bytes, reader: str | None = None) -> dict[str, object]:
-        """Return the values that statements may ask for."""
         now_s = self._clock()
         return {
             **{"id": key, "reader": reader, "owner": self._owner},
@@ -557,7 +550,7 @@ class ResponseStore:
         future = asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
         future.add_done_callback(self._done)
         try:
-            # The call is not cancelled with its caller, so that `_queued` stays the length of the
+            # Do not cancel the call with its caller, so that `_queued` stays the length of the
             # thread's queue.
             return await asyncio.shield(future)
         except FilesDisplaced as error:
@@ -577,5 +570,5 @@ class ResponseStore:
 
 
 def _key(response_id: str) -> bytes:
-    # An id from a client's JSON may hold half of a surrogate pair.
+    # An id from a client's JSON may have half of a surrogate pair.
     return response_id.encode("utf-8", "surrogatepass")
