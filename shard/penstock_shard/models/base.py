@@ -73,8 +73,8 @@ class CausalModel(Protocol):
         """
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy states between blocks, in all layers that have one. `copies` are done in order:
-        (source, target).
+        """Copy states, in all layers that have one, in the order of `copies`: (source block, target
+        block).
         """
 
     def forward(
@@ -103,7 +103,7 @@ class CausalModel(Protocol):
 
 @runtime_checkable
 class WithOwnAttention(Protocol):
-    """A model whose own attention ours replaces."""
+    """A model that also has its own attention, which ours replaces."""
 
     def own_logits(self, token_ids: Tensor) -> Tensor:
         """Logits [B, L, V] of token_ids [B, L] with the model's own attention and no cache."""

@@ -49,7 +49,7 @@ class _KernelsAlone(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Otherwise torch would import its compiler, which takes 0.5 s."""
+        """Return False, or torch would import its compiler, which takes 0.5 s."""
         return False
 
     def __torch_dispatch__(

@@ -20,9 +20,7 @@ _CLOSED = {"dt_proj", "experts", "gate", "router"}
 
 
 def make_adaptable(model: Decoder | TransformersModel, bank: LoraBank) -> None:
-    """Let the model's linear layers take the bank's adapters. Raises ModelError for a model without
-    any.
-    """
+    """Let the model's linear layers take the bank's adapters. Raises ModelError if none can."""
     if isinstance(model, Decoder):
         model.change(lambda linear: _adapted(bank, linear))
     else:
@@ -55,7 +53,7 @@ def _adding(
         if tokens is None:
             return
         x = arguments[0].reshape(-1, arguments[0].shape[-1]).contiguous()
-        # A view: adding to it changes the product.
+        # y is a view, so adding to it changes the product.
         y = product.view(-1, product.shape[-1])
         if len(y) != len(tokens.indices):
             raise RuntimeError(f"a product of {len(y)} rows in a step of {len(tokens.indices)}")

@@ -74,9 +74,7 @@ class PagedCaches:
         self._memory = {}
 
     def block_parts(self, group: int, block_id: int) -> list[Tensor]:
-        """Return the memory of a group's block, uint8 [bytes] each: for each layer in order, its
-        keys and then its values, or its state. Empty for a group without layers.
-        """
+        """See `CausalModel.block_parts`. Empty for a group without layers."""
         return [
             part[block_id].view(-1).view(torch.uint8)
             for layer, memory in sorted(self._memory.items())

@@ -44,7 +44,7 @@ class Family:
     delta: bool = False
     conv: bool = False
     names: ModuleNames = LLAMA_NAMES
-    # Names of expert tensors; None if layers never have experts.
+    # None if layers never have experts.
     experts: ExpertNames | None = None
     scores: Literal["softmax", "sigmoid"] = "softmax"
     scores_eps: float = 1e-20

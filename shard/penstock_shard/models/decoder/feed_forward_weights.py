@@ -19,8 +19,6 @@ from penstock_shard.models.decoder.tensor_reader import TensorReader
 
 
 class FeedForwardWeights:
-    """Reads layers' feed-forward parts."""
-
     def __init__(self, spec: DecoderSpec, reader: TensorReader) -> None:
         self._spec = spec
         self._reader = reader

@@ -57,7 +57,6 @@ class _Step:
     def __init__(self, ops: Ops, find: FindState) -> None:
         self._ops = ops
         self._find = find
-        # The layer of the running mixer.
         self.layer_index = -1
 
     def _state(self, **sizes: int) -> tuple[StateCache, AttentionBatch]:

@@ -133,7 +133,6 @@ class TransformersModel:
             keep_latents(module, lambda: _hook is not None)
         recurrences.run_on_states(module)
         _note_layers_of_shared(module)
-        # The running forward's adapters.
         self.token_adapters: TokenAdapters | None = None
         self._layers, self.hidden_size = self._probe()
         self._caches = PagedCaches(cache_layout(self._layers))
