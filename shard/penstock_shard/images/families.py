@@ -1,4 +1,4 @@
-"""The families of models whose images are served, and how they differ.
+"""The model families whose images are served, and how they differ.
 
 `tower.py` calls all encoders alike. Routers know which tokens stand for an image
 (`text/image_tokens/`).
@@ -22,16 +22,17 @@ def _nothing(config: Any) -> dict[str, Any]:
 
 
 def _merged_patches(config: Any) -> dict[str, Any]:
-    """Have image sides resized to multiples of a token's side."""
+    """Resize image sides to multiples of a token's side."""
     return {"patch_size": config.vision_config.patch_size * config.spatial_merge_size}
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of models. The image processor gets `options` at each call, as the family's own
-    processor of images and text would pass them. If positions are on three axes, `sections` are the
-    numbers of rotary frequencies for each axis, unless the configuration has them; with
-    `take_turns` the axes alternate.
+    """A family of models.
+
+    The image processor gets `options` at each call, as the family's own processor of images and
+    text would pass them. If positions have three axes, `sections` are the numbers of rotary
+    frequencies per axis, unless the configuration has them. With `take_turns` the axes alternate.
     """
 
     options: Callable[[Any], dict[str, Any]] = _nothing
@@ -43,7 +44,6 @@ _GLM4 = Family(sections=(8, 12, 12))
 _QWEN2 = Family(sections=(16, 24, 24))
 _QWEN3 = Family(sections=(24, 20, 20), take_turns=True)
 _QWEN35 = Family(sections=(11, 11, 10), take_turns=True)
-# By model type.
 _FAMILIES: Mapping[str, Family] = {
     "gemma3": Family(),
     "gemma4": Family(),
@@ -66,7 +66,7 @@ _FAMILIES: Mapping[str, Family] = {
 
 
 def type_that_sees(model_dir: Path) -> str | None:
-    """The type of a model that sees images, even if they are not served; None for other models."""
+    """The type of a model that sees images, served or not; None for other models."""
     path = model_dir / "config.json"
     config = read_object(path) if path.exists() else {}
     return str(config.get("model_type")) if isinstance(config.get("vision_config"), dict) else None
@@ -81,13 +81,12 @@ def family_of(config: PreTrainedConfig) -> Family:
 
 
 def image_token_id(config: Any) -> int:
-    """The token id that features replace."""
     found = getattr(config, "image_token_id", None)
     return int(config.image_token_index if found is None else found)
 
 
 def axis_of_frequencies(config: PreTrainedConfig) -> tuple[int, ...]:
-    """The axis of positions that each rotary frequency follows; empty with a single axis."""
+    """The position axis of each rotary frequency; empty with a single axis."""
     family, text = family_of(config), config.get_text_config()
     if not family.sections:
         return ()

@@ -1,5 +1,3 @@
-"""The features that an encoder makes of an image."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -12,8 +10,7 @@ class ImageFeatures:
     """An image's features: `rows` [R, H] replace the embeddings of its R tokens, in order.
 
     Each of `deep`, [R, H], is added to the residual stream after one of the first layers, in order.
-    `grid` has the numbers of rows and columns of the features if positions follow them; else (0,
-    0).
+    `grid` has the features' numbers of rows and columns if positions follow them; else (0, 0).
     """
 
     rows: Tensor

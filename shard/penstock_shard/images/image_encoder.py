@@ -18,13 +18,13 @@ from penstock_shard.errors import ImageUnusable
 from penstock_shard.images.features import ImageFeatures
 from penstock_shard.ipc.request import PlacedImage
 
-# The number of images whose facts are remembered, even if their features are not.
+# Images whose facts are remembered, even if their features are not.
 _MOST_FACTS = 100_000
-# Widths and heights of test images: processors enlarge one, and shrink the other in one direction.
+# Sizes of test images: processors enlarge one, and shrink the other in one direction.
 _FIXED_SIZES = ((67, 45), (40, 310))
-# The side in pixels of the largest image. Processors shrink larger images below this.
+# Side of the largest image, in pixels. Processors shrink larger images below this.
 _LARGEST = 4096
-# A request's salt and the pixels' digest. Without a salt, only the facts are wanted.
+# A request's salt and the pixels' digest. Without a salt, only facts are wanted.
 _Key = tuple[str | None, bytes]
 # An image's number of rows, and its grid.
 _Facts = tuple[int, tuple[int, int]]
@@ -45,8 +45,8 @@ class Encoder(Protocol):
 
 
 class ImageEncoder:
-    """Implements `penstock_shard.worker.base.ImageEncoder`. It encodes one image at a time, in a
-    thread of lower priority than the thread that steps.
+    """Implements `penstock_shard.worker.base.ImageEncoder`. Encodes one image at a time, in a
+    thread of lower priority than the one that runs steps.
     """
 
     def __init__(
@@ -63,26 +63,26 @@ class ImageEncoder:
         self._encoder = encoder
         self._cache_bytes = cache_bytes
         self._pixels: dict[bytes, bytes] = {}
-        # By salt and digest; the last used is at the end.
+        # The last used is at the end.
         self._features: OrderedDict[_Key, ImageFeatures] = OrderedDict()
         self._held_bytes = 0
         self._facts: OrderedDict[bytes, _Facts] = OrderedDict()
         self._pool = ThreadPoolExecutor(1, "image encoder", initializer=lower_priority)
         self._encoding: dict[_Key, Future[tuple[_Facts, ImageFeatures | None]]] = {}
-        # The keys of `_encoding` that nobody waits for. One of these may be running.
+        # Keys of `_encoding` that nobody waits for. One of them may be running.
         self._unwanted: set[_Key] = set()
         self.num_encoded = 0
         self.encode_s = 0.0
 
     def fingerprint(self) -> str:
-        """A hash of fixed pixels' features, which depends on the weights, the processor's resizing
-        and the machine; empty if two tries differ. Raises what processor and encoder raise.
+        """A hash of fixed pixels' features: it depends on the weights, the processor's resizing and
+        the machine. Empty if two tries differ. Raises what processor and encoder raise.
         """
         once, again = (self._pool.submit(self._features_of_fixed).result() for _ in range(2))
         return once if once == again else ""
 
     def peak_bytes(self, device: torch.device) -> int:
-        """The largest GPU memory that encoding an image takes; 0 on cpu. Raises what `fingerprint`
+        """The most GPU memory that encoding an image takes; 0 on cpu. Raises what `fingerprint`
         raises.
         """
         if device.type == "cpu":
@@ -133,13 +133,13 @@ class ImageEncoder:
             self._drop_unwanted()
 
     def _drop_unwanted(self) -> None:
-        """Drop results that no request waits for any more. A request that needs one asks again."""
+        """Drop results that no request waits for. A request that needs one asks again."""
         for key in [key for key in self._unwanted if self._encoding[key].done()]:
             self._unwanted.discard(key)
             del self._encoding[key]
 
     def features(self, salt: str, image: PlacedImage) -> ImageFeatures:
-        """The image's features, encoded now if they are not kept. Raises `ImageUnusable`."""
+        """The image's features; encodes them if they are not kept. Raises `ImageUnusable`."""
         if not self.has(salt, image):
             self._begin(salt, image)
             self._take(salt, image)
@@ -148,7 +148,7 @@ class ImageEncoder:
         return self._features[key]
 
     def grid(self, salt: str, image: PlacedImage) -> tuple[int, int]:
-        """The numbers of rows and columns of the image's features. Raises `ImageUnusable`."""
+        """The features' numbers of rows and columns. Raises `ImageUnusable`."""
         if image.digest not in self._facts:
             self._begin(None, image)
             self._take(None, image)
@@ -169,8 +169,8 @@ class ImageEncoder:
     def _encode(
         self, salt: str | None, image: PlacedImage, pixels: bytes
     ) -> tuple[_Facts, ImageFeatures | None]:
-        """Encode an image; without a salt, only find its facts. Errors of processor and encoder
-        count as the image's fault. Raises `ImageUnusable`.
+        """Encode an image; without a salt, only find its facts. Raises `ImageUnusable`, also for
+        errors of processor and encoder.
         """
         began_s = time.monotonic()
         try:
@@ -187,7 +187,7 @@ class ImageEncoder:
         return (len(made.rows), made.grid), made
 
     def _take(self, salt: str | None, image: PlacedImage) -> None:
-        """Wait for an image's result, and keep it. Raises `ImageUnusable`."""
+        """Wait for a result and keep it. Raises `ImageUnusable`."""
         key = salt, image.digest
         self._facts[image.digest], features = self._encoding.pop(key).result()
         if len(self._facts) > _MOST_FACTS:

@@ -1,4 +1,4 @@
-"""Turns pixels into an encoder's inputs, by the checkpoint's own processor in transformers."""
+"""Turns pixels into an encoder's inputs, with the checkpoint's processor in transformers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from transformers import AutoImageProcessor
 
 from penstock_shard.errors import ModelError, first_line, library_faults
 
-# Bounds on an encoder's image: pixels of a side, and pixels of the whole image, which `_edge`
-# fields count in families that merge patches. They exceed every model's sizes, and such an image
-# takes a second.
+# Bounds on an encoder's image: pixels of a side, and of the whole image, which `_edge` fields count
+# in families that merge patches. They exceed every model's sizes; an image at them takes a second.
 _MOST_SIDE = 4096
 _MOST_PIXELS = 2**26
 
 
 class ImageProcessor:
-    """Resizes, cuts and normalizes one image at a time. May be called from any thread."""
+    """Resizes, cuts and normalizes one image at a time. Thread-safe."""
 
     def __init__(self, model_dir: Path, options: Mapping[str, Any]) -> None:
         """Load the processor; each call passes `options`. Raises ModelError if the directory has no
-        known processor.
+        known one.
         """
         self._options = dict(options)
         try:
@@ -39,7 +38,7 @@ class ImageProcessor:
         _check_sizes(model_dir, self._processor.to_dict())
 
     def process(self, pixels: bytes, width: int, height: int) -> Mapping[str, Tensor]:
-        """Make the encoder's inputs, float32 or int64, of an image: RGB8, row by row."""
+        """Make the encoder's inputs, float32 or int64. Pixels are RGB8, row by row."""
         image = np.frombuffer(pixels, dtype=np.uint8).reshape(height, width, 3)
         made = self._processor(
             images=[image],
@@ -51,9 +50,7 @@ class ImageProcessor:
 
 
 def _check_sizes(model_dir: Path, settings: Mapping[str, Any]) -> None:
-    """Check the settings. Raises ModelError, with field, value and bound, for sides that no model
-    has.
-    """
+    """Raise ModelError, with field, value and bound, for sides that no model has."""
     counts_pixels = settings.get("merge_size") is not None
     for field in ("size", "crop_size"):
         sizes = settings.get(field)

@@ -1,4 +1,4 @@
-"""Loads the image encoder of a model directory."""
+"""Loads a model's image encoder."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from penstock_shard.images.tower import load_tower
 
 
 def load_encoder(model_dir: Path, device: torch.device, cache_bytes: int) -> ImageEncoder:
-    """Load the image encoder. Raises ModelError if files are missing."""
-    # Use the plain configuration, because encoders are not quantized, even if their text models
-    # are. Without `trust_remote_code` transformers would ask at the terminal.
+    """Raises ModelError if files are missing."""
+    # The plain configuration, because encoders are not quantized, even if their text models are.
+    # Without `trust_remote_code` transformers would ask at the terminal.
     config = plain_config(
         AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     )
-    # On a cpu torch computes products of 2-byte weights more slowly, if at all.
+    # On a cpu torch computes 2-byte products more slowly, if at all.
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     tower = load_tower(config, Checkpoint(model_dir), device, dtype)
     processor = ImageProcessor(model_dir, family_of(config).options(config))

@@ -1,7 +1,7 @@
 """Positions on three axes, in models that have them: time, row and column.
 
-Text has the same position on all three axes. A token of an image at position p has time p, and its
-row and column in the grid, each plus p. Text after the image continues at p plus the grid's longer
+Text has the same position on all three. A token of an image at position p has time p, and its row
+and column in the grid, each plus p. Text after the image continues at p plus the grid's longer
 side. See Qwen2-VL (Wang et al., 2024), section 2.1.
 """
 
@@ -18,8 +18,8 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PromptPositions:
-    """A prompt's positions: `axes` int64 [3, end] up to the end of its last image. A later token
-    has its index plus `shift` on all three axes.
+    """A prompt's positions: `axes` int64 [3, end] up to the end of its last image. Later tokens
+    have their index plus `shift` on all axes.
     """
 
     axes: Integers
@@ -30,13 +30,13 @@ class PromptPositions:
         return int(self.axes.shape[1])
 
     def between(self, start: int, end: int) -> Integers:
-        """Return the positions of tokens [start, end): int64 [3, end - start]."""
+        """Positions of tokens [start, end): int64 [3, end - start]."""
         later = np.arange(max(start, self.end), max(end, self.end)) + self.shift
         return np.concatenate([self.axes[:, start:end], np.tile(later, (3, 1))], axis=1)
 
 
 def prompt_positions(offsets: Sequence[int], grids: Sequence[tuple[int, int]]) -> PromptPositions:
-    """Compute the positions of a prompt with images at `offsets`; `grids` are (rows, columns)."""
+    """Positions of a prompt with images at `offsets`; `grids` are (rows, columns)."""
     parts, known, position = list[Integers](), 0, 0
     for offset, (num_rows, num_columns) in zip(offsets, grids, strict=True):
         text = np.arange(offset - known) + position

@@ -1,4 +1,4 @@
-"""The image encoder of a model: all of transformers' code except the text model."""
+"""A model's image encoder: all of transformers' code except the text model."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.errors import ModelError, first_line
 from penstock_shard.images.features import ImageFeatures
 
-# The vocabulary of the text model that is made with the encoder and then dropped.
+# Vocabulary of the text model that is made with the encoder and dropped.
 _FEW = 8
 
-# Names of the text model within models; the second is Idefics 3's.
+# Names of the text model within models.
 _TEXT_PARTS = ("language_model", "text_model")
 
 
 class Tower:
-    """Encodes one image a call, so that no image's bits depend on other images."""
+    """Encodes one image per call, so that no image's bits depend on other images."""
 
     def __init__(self, module: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-        """Encode with `module`, a model of images and text whose text model is not used."""
+        """`module`: a model of images and text, whose text model is not used."""
         self._module: Any = module
         self._device = device
         self._dtype = dtype
-        # The patches on a side of the square that becomes one token.
+        # Patches on a side of the square that becomes one token.
         self._merge = int(getattr(module.config.vision_config, "spatial_merge_size", 1))
 
-        # A separate stream, because otherwise each step would wait for an image.
+        # Without a separate stream, each step would wait for an image.
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @torch.inference_mode()
     def encode(self, inputs: Mapping[str, Tensor]) -> ImageFeatures:
-        """Encode one processed image. Returns its features in host memory."""
+        """Encode one processed image; return features in host memory."""
         if self._stream is None:
-            # With several threads, torch divides tensors and rounds differently at the ends of the
+            # With several threads, torch divides tensors and rounds differently at the ends of
             # parts.
             torch.set_num_threads(1)
             return self._encode(inputs)
@@ -63,7 +63,7 @@ class Tower:
         )
 
     def grid(self, inputs: Mapping[str, Tensor]) -> tuple[int, int]:
-        """The rows and columns of an image's features; (0, 0) if positions ignore them."""
+        """The features' rows and columns; (0, 0) if positions ignore them."""
         if "image_grid_thw" not in inputs:
             return (0, 0)
         _, height, width = inputs["image_grid_thw"][0].tolist()
@@ -71,7 +71,7 @@ class Tower:
 
 
 def _rows(made: Tensor | tuple[Tensor, ...] | list[Tensor]) -> Tensor:
-    """Join features, which may be several tiles, into one [R, H] on the host."""
+    """Join features, maybe of several tiles, into one [R, H] on the host."""
     parts = [made] if isinstance(made, Tensor) else made
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).cpu()
 
@@ -79,9 +79,9 @@ def _rows(made: Tensor | tuple[Tensor, ...] | list[Tensor]) -> Tensor:
 def load_tower(
     config: PreTrainedConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> Tower:
-    """Load the encoder of a model of images and text. Raises ModelError if weights are missing."""
-    # Otherwise transformers would report the text model's tensors as missing. Other missing tensors
-    # are checked below.
+    """Load a model's encoder. Raises ModelError if weights are missing."""
+    # Otherwise transformers would report the text model's tensors as missing. Others are checked
+    # below.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     maker: Any = AutoModelForImageTextToText
@@ -118,7 +118,7 @@ def _is_of_text(name: str) -> bool:
 
 
 def _with_little_text(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Copy the configuration, with a text model without layers, which costs nothing to make."""
+    """Copy the configuration with an empty text model, which costs nothing to make."""
     small = copy.deepcopy(config)
     text: Any = small.get_text_config()
     text.num_hidden_layers = 0

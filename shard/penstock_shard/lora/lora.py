@@ -1,11 +1,11 @@
-"""LoRA adapters: their additions to the outputs of a model's products, token by token.
+"""LoRA adapters: their additions to a model's products, token by token.
 
-An adapter has an index, from 1 on; each token of a step has its adapter's index, or 0. Two
+An adapter has an index, from 1 on. Each token of a step has its adapter's index, or 0. Two
 implementations give equal results. `LoopedDelta` loops over the step's adapters, each on its own
-tokens, with the ops' products: it is batch-invariant if these products are. `StackedDelta` keeps
-all adapters in two tensors, computes all of them for every token, and masks out all but the token's
-own. Its shapes depend on no adapter, so the host never waits for the device, at the cost of
-`adapters * rank` more columns in each product.
+tokens, with the ops' products; it is batch-invariant if these are. `StackedDelta` keeps all
+adapters in two tensors, computes all for every token, and masks out all except the token's own. Its
+shapes depend on no adapter, so the host never waits for the device. The cost is `adapters * rank`
+more columns in each product.
 
 With tensor parallelism, a rank with some rows of a weight uses the same rows of B. A rank with some
 columns uses the same columns of A, and its addition is part of the sum over ranks.
@@ -26,13 +26,13 @@ from penstock_shard.checkpoint.adapter_files import AdapterFiles
 from penstock_shard.errors import ModelError
 from penstock_shard.ops.base import Matrix, Ops
 
-# LoRA ranks are padded to a multiple of this, so that GPU products run on whole tiles.
+# LoRA ranks are padded to a multiple of this, for whole tiles in GPU products.
 _RANK_MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class LoraLimits:
-    """The largest number of adapters loaded at once, and the highest LoRA rank."""
+    """The most adapters loaded at once, and the highest LoRA rank."""
 
     max_adapters: int
     max_rank: int
@@ -40,15 +40,15 @@ class LoraLimits:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """An adapter's addition to one weight [N, K]: `b @ a`; a [r, K], b [N, r], float32. `b`
-    includes the scale.
+    """An adapter's addition to a weight [N, K]: `b @ a`; a [r, K], b [N, r], float32. `b` includes
+    the scale.
     """
 
     a: Tensor
     b: Tensor
 
 
-# Maps module names to matrices.
+# By module name.
 AdapterWeights = Mapping[str, LowRank]
 
 
@@ -62,22 +62,22 @@ class Share:
     columns: slice = field(default_factory=lambda: slice(None))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the share of `tensor`, the whole weight or its bias [N]."""
+        """The share of `tensor`: the whole weight or its bias [N]."""
         parts = [tensor[rows] for rows in self.rows]
         part = parts[0] if len(parts) == 1 else torch.cat(parts)
         return part[:, self.columns] if part.dim() == 2 else part
 
     def of_pair(self, pair: LowRank) -> LowRank:
-        """Return the part of a whole model's adapter for this share."""
+        """This share's part of a whole model's adapter."""
         return LowRank(pair.a[:, self.columns], Share(self.shape, self.rows).of(pair.b))
 
 
-# By module name. Modules that are not listed are whole on every rank.
+# By module name. Modules not listed are whole on every rank.
 Shares = Mapping[str, Share]
 
 
 class TokenAdapters:
-    """The adapter index of each token of a step: int64 [T], 0 for none. It is made once a step."""
+    """The adapter index of each token of a step: int64 [T], 0 for none. Made once a step."""
 
     def __init__(self, indices: Tensor) -> None:
         self.indices = indices
@@ -85,12 +85,12 @@ class TokenAdapters:
 
     @cached_property
     def groups(self) -> list[tuple[int, Tensor]]:
-        """The adapter indices in the step, each with its tokens. Waits for the device."""
+        """The step's adapters, each with its tokens. Waits for the device."""
         present = [index for index in torch.unique(self.indices).tolist() if index]
         return [(index, (self.indices == index).nonzero().squeeze(1)) for index in present]
 
     def mask(self, num_adapters: int, rank: int) -> Tensor:
-        """bool [T, num_adapters * rank]: true where a column is not of the token's adapter."""
+        """bool [T, num_adapters * rank]: true if a column is not of the token's adapter."""
         mask = self._masks.get((num_adapters, rank))
         if mask is None:
             columns = torch.arange(num_adapters * rank, device=self.indices.device) // rank + 1
@@ -103,7 +103,7 @@ class TokenAdapters:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A module within a fused product: its outputs are columns [start, end) of the result."""
+    """A module within a fused product, whose outputs are columns [start, end)."""
 
     module: str
     start: int
@@ -111,23 +111,23 @@ class Part:
 
 
 class Delta(Protocol):
-    """Adds the adapters' results to those of one linear layer."""
+    """Adds adapters' results to those of one linear layer."""
 
     def add(self, x: Tensor, y: Tensor, tokens: TokenAdapters) -> None:
         """Add the result of each token's adapter, on x [T, K], to y [T, N]."""
 
     def place(self, index: int, pairs: Mapping[str, LowRank]) -> None:
-        """Set the adapter's matrices, by module name. An adapter without matrices for this
-        product's modules adds nothing.
+        """Set the adapter's matrices, by module name. Without matrices for this product's modules,
+        it adds nothing.
         """
 
     def drop(self, index: int) -> None:
-        """Remove the adapter at `index`, which no token uses any more."""
+        """Remove an adapter that no token uses any more."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Placed:
-    """An adapter's matrices for a product: the A of all its parts as one, and each part's B."""
+    """An adapter's matrices for a product: the A of all parts as one, and each part's B."""
 
     down: Matrix
     # For each part: its columns in the result of `down`, and its B.
@@ -135,7 +135,7 @@ class _Placed:
 
 
 class LoopedDelta:
-    """A `Delta` that computes one adapter after the other."""
+    """Computes one adapter at a time."""
 
     def __init__(self, parts: Sequence[Part], ops: Ops) -> None:
         self._parts = parts
@@ -171,13 +171,13 @@ class LoopedDelta:
 
 
 class StackedDelta:
-    """A `Delta` that computes all adapters at once."""
+    """Computes all adapters at once."""
 
     def __init__(
         self, parts: Sequence[Part], in_features: int, limits: LoraLimits, ops: Ops
     ) -> None:
         self._parts = parts
-        # Exact ops need exact products here too: a row's bits depend only on that row.
+        # Exact ops need exact products: a row's bits depend only on that row.
         self._exact = ops.exact
         self._num_adapters = limits.max_adapters
         self._rank = padded_rank(limits.max_rank)
@@ -195,7 +195,7 @@ class StackedDelta:
 
     def add(self, x: Tensor, y: Tensor, tokens: TokenAdapters) -> None:
         down = self._product(x, self._a).view(len(x), len(self._parts), self._width)
-        # Fill with 0 instead of multiplying, because another adapter may give NaN or infinity.
+        # Fill with 0 instead of multiplying: another adapter may give NaN or infinity.
         down = down.masked_fill(tokens.mask(self._num_adapters, self._rank).unsqueeze(1), 0.0)
         for number, (part, up) in enumerate(zip(self._parts, self._b, strict=True)):
             if self._exact:
@@ -206,7 +206,7 @@ class StackedDelta:
     def _product(self, x: Tensor, weight: Tensor) -> Tensor:
         if not self._exact:
             return functional.linear(x, weight)
-        # Imported here because it needs Triton.
+        # Needs Triton.
         from penstock_shard.kernels.triton_matmul import fixed_linear
 
         return fixed_linear(x, weight)
@@ -232,25 +232,24 @@ class StackedDelta:
 
 
 def padded_rank(rank: int) -> int:
-    """The rank, rounded up to a multiple of `_RANK_MULTIPLE`."""
     return -(-rank // _RANK_MULTIPLE) * _RANK_MULTIPLE
 
 
 class LoraBank:
-    """The products of a model that take adapters, and the placed adapters."""
+    """A model's products that take adapters, and the adapters."""
 
     def __init__(
         self, limits: LoraLimits, ops: Ops, *, stacked: bool, shares: Shares | None = None
     ) -> None:
-        """Use `StackedDelta` if `stacked`, else `LoopedDelta`. `shares` are this rank's shares of
-        the divided modules.
+        """Use `StackedDelta` if `stacked`, else `LoopedDelta`. `shares`: this rank's shares of
+        divided modules.
         """
         self.limits = limits
         self._shares = shares or {}
         self._ops = ops
         self._stacked = stacked
-        # The dtype of adapters' values, in which they must be finite, because tokens of other
-        # adapters are multiplied with them too.
+        # The dtype in which adapters' values must be finite, because other adapters' tokens are
+        # multiplied with them too.
         self.dtype = ops.dtype if stacked else torch.float32
         self._deltas: list[Delta] = []
         # This rank's share of each module that takes adapters.
@@ -258,7 +257,7 @@ class LoraBank:
         self.nbytes = 0
 
     def open(self, modules: Sequence[tuple[str, int]], in_features: int) -> Delta:
-        """Let a product take adapters. `modules` are the names of its modules and their numbers of
+        """Let a product take adapters. `modules`: the names of its modules and their numbers of
         outputs on this rank.
         """
         parts = []
@@ -282,7 +281,7 @@ class LoraBank:
         return {module: share.shape[::-1] for module, share in self._open.items()}
 
     def place(self, index: int, weights: AdapterWeights) -> None:
-        """Set an adapter of the whole model, which passed `check_fit`, at an unused index."""
+        """Set a whole model's adapter, which passed `check_fit`, at an unused index."""
         own = {module: self._open[module].of_pair(pair) for module, pair in weights.items()}
         for delta in self._deltas:
             delta.place(index, own)
@@ -293,8 +292,8 @@ class LoraBank:
 
 
 def check_fit(bank: LoraBank, files: AdapterFiles) -> None:
-    """Check an adapter. Raises ModelError if the model lacks one of its modules or has another
-    shape, or if its LoRA rank is over the limit.
+    """Raise ModelError if the model lacks one of the adapter's modules or has another shape, or if
+    its LoRA rank is over the limit.
     """
     limit, modules = bank.limits.max_rank, bank.modules
     trained_on = repr(files.base_model[:80]) if files.base_model else "another model"

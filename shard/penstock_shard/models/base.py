@@ -1,4 +1,4 @@
-"""The interface of a model, whichever code computes it."""
+"""The interface of a model."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ class ForwardOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageInputs:
-    """Image inputs of a step. `rows` [R, H] replace the embeddings of the tokens at indices
-    `places`, int64 [R]. Tensor i of `deep` [R, H] is added to these tokens after layer i. If tokens
-    have positions on three axes, `angles` int64 [T, rotary_dim / 2] has the position for each
-    rotary frequency.
+    """Image inputs of a step.
+
+    `rows` [R, H] replace the embeddings of the tokens at `places`, int64 [R]. After layer i,
+    `deep[i]` [R, H] is added to these tokens. If positions have three axes, `angles` int64 [T,
+    rotary_dim / 2] has each token's position for each rotary frequency.
     """
 
     places: Tensor
@@ -42,7 +43,7 @@ class ImageInputs:
 
 
 class CausalModel(Protocol):
-    """Runs steps on flat tensors: the tokens of many sequences, over one paged KV cache."""
+    """Runs steps on flat tensors: tokens of many sequences, over one paged KV cache."""
 
     device: torch.device
 
@@ -59,8 +60,8 @@ class CausalModel(Protocol):
         """The layers that share block tables and memory."""
 
     def allocate(self, pools: Sequence[int], block_size: int, dtype: torch.dtype) -> None:
-        """Allocate the KV cache of every layer, with the given number of blocks in each pool.
-        Replaces the earlier cache.
+        """Allocate the KV cache of all layers, with these numbers of blocks in each pool. Replaces
+        the earlier cache.
         """
 
     def free(self) -> None:
@@ -72,8 +73,8 @@ class CausalModel(Protocol):
         """
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy states of all layers that have one, in this order: pairs of source block and target
-        block.
+        """Copy states, in all layers that have one, in the order of `copies`: (source block, target
+        block).
         """
 
     def forward(
@@ -90,19 +91,19 @@ class CausalModel(Protocol):
         group. logit_rows int64 [N] and hidden_rows int64 [M] are ascending indices into the T
         tokens. If N is T, logit_rows are all tokens in order.
 
-        `adapters` int64 [T] has each token's adapter index, 0 for none; None if no token has an
-        adapter. `images` are given only to our own decoder.
+        `adapters` int64 [T] has each token's adapter index, or 0; None if no token has an adapter.
+        Only our own decoder gets `images`.
         """
 
     def shortened(self) -> AbstractContextManager[None]:
-        """Inside the context, run one layer of each kind, and maybe the last layer. This suffices
-        for some checks of results and memory.
+        """Inside the context, run one layer of each kind, and maybe the last layer: enough for some
+        checks of results and memory.
         """
 
 
 @runtime_checkable
 class WithOwnAttention(Protocol):
-    """A model whose code has its own attention; ours replaces it."""
+    """A model that also has its own attention, which ours replaces."""
 
     def own_logits(self, token_ids: Tensor) -> Tensor:
-        """Logits [B, L, V] of token_ids [B, L], with the model's own attention and no cache."""
+        """Logits [B, L, V] of token_ids [B, L] with the model's own attention and no cache."""

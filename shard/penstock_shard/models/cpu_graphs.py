@@ -1,4 +1,4 @@
-"""Decode steps on a CPU as graphs: recorded calls of our kernels."""
+"""CPU graphs of decode steps: recorded calls of our kernels."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock_shard.kernels.cpu import CpuKernels
 from penstock_shard.kernels.recorded_calls import RecordedCalls
 
-# In larger steps, the time that Python takes is small beside the kernels' time.
+# In larger steps, Python's time is small beside the kernels'.
 MOST_ROWS = 16
 
 _aten = torch.ops.aten
-# Operations that only allocate memory or make views.
+# These only allocate memory or make views.
 _NO_WORK = {
     *(_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided),
     *(_aten.view, _aten._unsafe_view, _aten.reshape, _aten.as_strided, _aten.detach, _aten.alias),
@@ -33,7 +33,7 @@ class CpuGraph:
         self._calls: RecordedCalls | None = None
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        """Record the kernel calls of `work`. Raises RuntimeError if torch computes a part of it."""
+        """Record the kernel calls of `work`. Raises RuntimeError if torch computes anything."""
         with self._kernels.recording() as calls, _KernelsAlone():  # type: ignore[no-untyped-call]
             result = work()
         self._calls = calls
@@ -49,7 +49,7 @@ class _KernelsAlone(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, because torch would otherwise import its compiler, which takes 0.5 s."""
+        """Return False, or torch would import its compiler, which takes 0.5 s."""
         return False
 
     def __torch_dispatch__(

@@ -1,18 +1,18 @@
-"""Decode steps, whose rows have one token each, captured as graphs and replayed. So a GPU does not
-wait for kernel launches, and a CPU (`cpu_graphs`) not for Python.
+"""Decode steps, captured as graphs and replayed. Each row has one token. A GPU then does not wait
+for kernel launches, and a CPU (`cpu_graphs`) not for Python.
 
 A graph computes a fixed number of rows over block tables of a fixed width, at fixed addresses.
 Smaller steps are padded with rows that see one token, in a block that no request has. All graphs
-share one memory pool, where a replay overwrites the previous logits. So logits are valid until the
-next forward.
+share one memory pool, where a replay overwrites the previous logits: they are valid until the next
+forward.
 
 Block tables have several widths, because backends launch work for all keys that a table has room
 for. With many rows, a table for the longest sequence would cost more than the attention.
 
-Several rows may belong to one sequence, one for each of its last tokens (draft tokens). All models
-write a layer's keys and values to the cache before any row attends, and the `capturable` backends
-(triton, flash_attn, torch_varlen) read them only from the cache. So each row sees the tokens before
-it.
+Several rows may belong to one sequence, one for each of its last tokens (draft tokens). Each row
+sees the tokens before it: all models write a layer's keys and values to the cache before any row
+attends, and the `capturable` backends (triton, flash_attn, torch_varlen) read them only from the
+cache.
 """
 
 from __future__ import annotations
@@ -33,9 +33,8 @@ from penstock_shard.attention.cache_groups import CacheLayout
 from penstock_shard.models.base import CausalModel, ForwardOutput, ImageInputs
 from penstock_shard.models.step_inputs import InputLayout, StepInputs, attention_batches
 
-# (bound, step): up to `bound` rows, the number of rows is padded to a multiple of `step`. Steps
-# with drafts may have more rows than the last bound. They run without a graph, which would save
-# little.
+# (bound, step): up to `bound` rows, pad to a multiple of `step` rows. Steps with drafts may have
+# more rows than the last bound. They run without a graph, which would save little.
 _STEPS = ((256, 8), (1024, 64))
 # The narrowest block table has room for the first number of tokens over all rows, or the second in
 # each row, whichever is more. Our exact attention launches a program for every 256 tokens and KV
@@ -46,16 +45,15 @@ _NARROW_ROW_TOKENS = 1024
 # largest row count and powers of two get wider tables and adapters. Padding costs a step with
 # adapters little, because its products read all adapters anyway.
 _WIDER = 4
-# The row count of one graph that is captured and checked at load even if graphs are captured
-# lazily.
+# Even if graphs are captured lazily, one with this row count is captured and checked at load.
 _ROWS_AT_LOAD = 4
-# Numbers in `StepInputs.extra` for each row: its request's slot; and for a token id that only the
-# device knows yet, that slot again and the token's index in the step.
+# `StepInputs.extra` has for each row its request's slot. For a token id that only the device knows
+# yet, it also has that slot again and the token's index in the step.
 _EXTRA_PER_ROW = 3
 
 
 class GraphShape(NamedTuple):
-    """Number of rows, number of blocks in each row's table, and true if rows may have adapters."""
+    """Rows, blocks in each row's table, and true if rows may have adapters."""
 
     num_rows: int
     num_blocks: int
@@ -64,8 +62,8 @@ class GraphShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StaticInputs:
-    """The fixed inputs of a graph: the whole memory, its layout, and its parts as forward takes
-    them. `rows` int64 are the tokens whose logits are computed, here all tokens.
+    """A graph's fixed inputs: the memory, its layout, and its parts as forward takes them. `rows`
+    int64 are the tokens whose logits are computed: all.
     """
 
     memory: Tensor
@@ -76,7 +74,7 @@ class StaticInputs:
 
 
 class Graphs(CausalModel, Protocol):
-    """A model whose decode steps may be captured, on one device or several; see `GraphedModel`."""
+    """A model whose decode steps may be captured, on one device or several. See `GraphedModel`."""
 
     def shapes(self, block_size: int) -> list[GraphShape]: ...
 
@@ -100,10 +98,10 @@ class Graph(Protocol):
     """Captures and replays work on a device."""
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        """Run `work` once, then capture it. Return the tensor that replays write to."""
+        """Run `work`, then capture it. Return the tensor that replays write to."""
 
     def replay(self) -> None:
-        """Run the captured work again, on the same memory."""
+        """Run the captured work again on the same memory."""
 
 
 class CudaGraph:
@@ -117,10 +115,10 @@ class CudaGraph:
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            # This first run compiles kernels and allocates workspaces, which cannot be captured.
+            # Compile kernels and allocate workspaces, which cannot be captured.
             work()
             self._stream.synchronize()
-            # `torch.cuda.graph` would collect garbage each time.
+            # `torch.cuda.graph` would collect garbage.
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = work()
@@ -139,7 +137,7 @@ class CudaGraph:
             self._graph.capture_end()
         except RuntimeError:
             # torch raises before it tells its allocator that the capture is over. Without these
-            # calls the allocator would reserve memory for the pool for ever.
+            # calls the allocator would reserve memory for the pool forever.
             device = torch.cuda.current_device()
             torch._C._cuda_endAllocateToPool(device, self._pool)
             torch._C._cuda_releasePool(device, self._pool)
@@ -165,8 +163,8 @@ class _Captured:
 
 
 class GraphedModel:
-    """A `CausalModel` that replays decode steps from captured graphs; see
-    `penstock_shard.models.base`. The wrapped model runs other steps.
+    """A `CausalModel` (`models.base`) that replays decode steps from captured graphs. The wrapped
+    model runs other steps.
     """
 
     def __init__(
@@ -179,9 +177,9 @@ class GraphedModel:
         serves_adapters: bool = False,
         exact_rows: bool = False,
     ) -> None:
-        """Use graphs for steps of at most `max_rows` rows; with `serves_adapters`, also for steps
-        whose rows have adapters. With `exact_rows`, a graph without padding is captured for a
-        number of rows when the first step with that number runs.
+        """Use graphs for steps of at most `max_rows` rows; with `serves_adapters`, also if rows
+        have adapters. With `exact_rows`, the first step with a new number of rows captures a graph
+        without padding.
         """
         self.device = model.device
         self._model = model
@@ -196,7 +194,7 @@ class GraphedModel:
         self._pad_blocks: Sequence[int] = ()
         self._block_size = 1
         self._captured: dict[GraphShape, _Captured] = {}
-        # Captured shapes without adapters, and those with adapters; the smallest shape first.
+        # Captured shapes without and with adapters, the smallest first.
         self._shapes: tuple[list[GraphShape], list[GraphShape]] = ([], [])
 
     @property
@@ -233,7 +231,7 @@ class GraphedModel:
     # ---- graphs ----
 
     def shapes(self, block_size: int) -> list[GraphShape]:
-        """Return the shapes to capture at load, the largest first."""
+        """The shapes to capture at load, the largest first."""
         most_blocks = -(-self._max_model_len // block_size)
         if self._exact_rows:
             return [GraphShape(min(_ROWS_AT_LOAD, self._max_rows), most_blocks)]
@@ -255,8 +253,8 @@ class GraphedModel:
     def capture(
         self, shapes: Sequence[GraphShape], block_size: int, pad_blocks: Sequence[int]
     ) -> None:
-        """Capture steps of more shapes over the present KV cache. Padding rows use `pad_blocks`,
-        one block of each cache group. Raises RuntimeError for work that cannot be captured.
+        """Capture more shapes over the present KV cache. Padding rows use `pad_blocks`, one block
+        of each cache group. Raises RuntimeError for work that cannot be captured.
         """
         if self._make_graph is None:
             self._make_graph = self._make_pool()
@@ -283,8 +281,8 @@ class GraphedModel:
     def inputs(
         self, num_rows: int, num_blocks: int, has_adapters: bool = False
     ) -> StaticInputs | None:
-        """Return the inputs of the smallest graph that fits such a step; None if there is none. The
-        caller writes all of these inputs; `pad` fills the rows after the step's own rows.
+        """Return the inputs of the smallest graph that fits, or None. The caller writes all of
+        these inputs; `pad` fills the rows after the step's own.
         """
         if self._exact_rows:
             return self._exact_inputs(num_rows, has_adapters)
@@ -303,7 +301,7 @@ class GraphedModel:
         return self._captured[shape].static
 
     def pad(self, arrays: StepInputs[NDArray[Any]], num_rows: int) -> None:
-        """Turn all rows after the first `num_rows` into padding rows."""
+        """Make all rows after the first `num_rows` padding rows."""
         arrays.input_ids[num_rows:] = 0
         arrays.positions[num_rows:] = 0
         arrays.adapters[num_rows:] = 0
@@ -336,7 +334,7 @@ class GraphedModel:
         captured.graph.replay()
         logits = captured.logits
         if batches is captured.static.attention:
-            # The padding rows are the last rows.
+            # The padding rows are the last.
             logits = logits[: len(logit_rows)]
         elif len(logit_rows) < len(logits):
             logits = logits.index_select(0, logit_rows)
@@ -360,7 +358,7 @@ class GraphedModel:
         return _Captured(graph, static, logits, logits.new_empty(0, self.hidden_size))
 
     def _static_inputs(self, shape: GraphShape) -> StaticInputs:
-        """Return inputs of which all rows are padding rows."""
+        """Make inputs with only padding rows."""
         count, num_blocks, _ = shape
         layout = self._layout(shape)
         memory = self._memory[: layout.num_bytes]
@@ -371,7 +369,7 @@ class GraphedModel:
             cu_keys[:] = np.arange(count + 1)
         memory.copy_(nobody)
         inputs = layout.tensors(memory)
-        # An upper bound for any step, because no row can have more tokens.
+        # An upper bound: no row can have more tokens.
         seq_lens = [[num_blocks * self._block_size] * count] * layout.num_groups
         attention = attention_batches(inputs, [1] * count, seq_lens, count, self._block_size)
         return StaticInputs(
@@ -404,7 +402,7 @@ def _copy_inputs(
 
 
 def _row_counts(most: int) -> list[int]:
-    """Row counts of the graphs for steps of up to `most` rows, up to the last bound."""
+    """Row counts of graphs for steps of up to `most` rows, up to the last bound."""
     counts = [1, 2, 4]
     for bound, step in _STEPS:
         counts += range(counts[-1] // step * step + step, bound + 1, step)
@@ -413,7 +411,7 @@ def _row_counts(most: int) -> list[int]:
 
 
 class _BorrowedTensor:
-    """Device memory of a tensor, exposed without a reference that keeps it allocated."""
+    """A tensor's device memory, exposed without a reference that keeps it allocated."""
 
     def __init__(self, tensor: Tensor, typestr: str) -> None:
         self.__cuda_array_interface__ = {
@@ -425,8 +423,8 @@ class _BorrowedTensor:
 
 
 def _borrowed(tensor: Tensor) -> Tensor:
-    """Return a view of a contiguous tensor that does not keep its memory allocated, so that the
-    pool can use it for other graphs. Each replay of the tensor's graph writes it again.
+    """View a contiguous tensor without keeping its memory allocated, so that the pool can use it
+    for other graphs. Each replay of the tensor's graph writes it again.
     """
     memory = _BorrowedTensor(tensor, f"<i{tensor.dtype.itemsize}")
     return torch.as_tensor(memory, device=tensor.device).view(tensor.dtype)

@@ -1,10 +1,9 @@
-"""Multi-head latent attention in its absorbed form (DeepSeek-V2, 2024). The cache has one row for
-each token: its latent and its rotated key. Each head's keys and values are products of the latent.
+"""Multi-head latent attention in its absorbed form (DeepSeek-V2, 2024). The cache has one row per
+token: its latent and its rotated key. Each head's keys and values are products of the latent c.
 
-A head's key is W_k c. So its score q W_k c is the score of the query q W_k with the latent c
-itself, and the weighted sum of values W_v c is W_v times the weighted sum of latents. Prompts and
-decodes both use this form, because the form with keys and values of each head never gives the same
-bits.
+A head's key is W_k c, so its score q W_k c is the score of the query q W_k with the latent itself.
+The weighted sum of values W_v c is W_v times the weighted sum of latents. Prompts and decodes both
+use this form, because the form with each head's keys and values never gives the same bits.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from penstock_shard.ops.base import Experts, Ops
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """The H heads of a layer: their matrices W_k as [H, R, N], with R the latent's size and N the
-    size of a query without rotation; W_v as [H, V, R].
+    """A layer's H heads: their matrices W_k as [H, R, N], with R the latent's size and N the size
+    of a query without rotation; W_v as [H, V, R].
     """
 
     keys: Experts
@@ -48,7 +47,7 @@ class LatentHeads:
 
 
 def _by_head(matrices: Experts, x: Tensor) -> Tensor:
-    """Multiply each head of x [T, H, K] by its matrix; return [T, H, N]."""
+    """Multiply each head of x [T, H, K] by its matrix -> [T, H, N]."""
     num_tokens, num_heads, _ = x.shape
     offsets = torch.arange(num_heads + 1, dtype=torch.int32, device=x.device) * num_tokens
     rows = x.transpose(0, 1).contiguous().view(num_heads * num_tokens, -1)

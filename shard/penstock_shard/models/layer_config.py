@@ -1,7 +1,7 @@
 """Facts about a layer's attention that only its configuration states.
 
-transformers puts them into masks, caches and values passed from layer to layer, which never reach
-an attention function.
+transformers puts them into masks, caches and values passed between layers, which never reach an
+attention function.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig
 
 
 def source_of_keys(text: PreTrainedConfig, index: int) -> int | None:
-    """Return the layer whose keys and values this one reads; None if it has its own. It is the last
-    earlier layer of the same type that keeps its keys for others.
+    """Return the layer whose keys and values this one reads: the last earlier one of the same type
+    that keeps its keys for others. None if it has its own.
     """
     modes: Sequence[str | None] = getattr(text, "kv_sharing_modes", None) or ()
     if index >= len(modes) or modes[index] != "reuse":
@@ -26,7 +26,7 @@ def source_of_keys(text: PreTrainedConfig, index: int) -> int | None:
 
 
 def config_of_layer(text: PreTrainedConfig, index: int) -> PreTrainedConfig:
-    """Return the layer's own configuration if layers differ, else the common configuration."""
+    """The layer's own configuration if layers differ, else the common one."""
     if getattr(text, "per_layer_attributes", None):
         own: PreTrainedConfig = text.per_layer_config[index]
         return own
@@ -34,7 +34,7 @@ def config_of_layer(text: PreTrainedConfig, index: int) -> PreTrainedConfig:
 
 
 def each_layer(text: PreTrainedConfig) -> Sequence[PreTrainedConfig]:
-    """Return the configuration of each layer if layers differ, else the common configuration."""
+    """Each layer's configuration if layers differ, else the common one."""
     if getattr(text, "per_layer_attributes", None):
         return list(text.per_layer_config)
     return [text]

@@ -1,4 +1,4 @@
-"""A rank's loaded model, with all that is needed to check it and to run steps."""
+"""A rank's loaded model, with all that checks and steps need."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from penstock_shard.ops.base import Ops
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts that a model's configuration states and routers need."""
+    """Facts from a model's configuration for routers."""
 
-    # The architecture's name, such as LlamaForCausalLM.
+    # For example LlamaForCausalLM.
     architecture: str
     vocab_size: int
-    # The ids may be outside the vocabulary; None if the model states none.
+    # Ids may be outside the vocabulary; None if the model states none.
     eos_token_ids: tuple[int, ...] | None
 
 
 def no_check() -> None:
-    """Do nothing: stands for the check of a model that needs no check."""
+    """The check of a model that needs none."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model, or one rank's part of it, and everything it is computed with."""
 
-    # The model that holds this rank's weights and takes adapters.
+    # Holds this rank's weights and takes adapters.
     part: CausalModel
     # The adapters of `part`; None if it takes none.
     bank: LoraBank | None
-    # With several ranks, the check that all must call once each has its part. Raises ModelError.
+    # With several ranks, all call this once each has its part. Raises ModelError.
     check: Callable[[], None]
-    # The model that runs steps: `part`, wrapped for CUDA graphs if decodes may be captured; on rank
-    # 0 of several ranks, a `MirroredModel` over all ranks.
+    # Runs steps: `part`, wrapped for CUDA graphs if decodes may be captured. On rank 0 of several,
+    # a `MirroredModel` over all ranks.
     model: CausalModel
     # The same object as `model` if decodes may be captured, else None.
     graphs: Graphs | None
@@ -57,12 +57,10 @@ class LoadedModel:
         return self.facts.vocab_size
 
     def with_graphs(self, graphs: Graphs | None) -> LoadedModel:
-        """Return a copy whose steps are run by `graphs`, which wraps `part`."""
+        """Return a copy in which `graphs`, which wraps `part`, runs steps."""
         return dataclasses.replace(self, model=graphs or self.part, graphs=graphs)
 
     def over_ranks(self, whole: Graphs) -> LoadedModel:
-        """Return rank 0's loaded model once all ranks have their parts; `whole` runs steps on
-        all.
-        """
+        """Return rank 0's model once all ranks have their parts. `whole` runs steps on all."""
         graphs = None if self.graphs is None else whole
         return dataclasses.replace(self, model=whole, graphs=graphs)

@@ -1,4 +1,4 @@
-"""Adds adapters to the products of a loaded model, for our decoder and transformers' code."""
+"""Adds adapters to a loaded model's products: our decoder's and transformers'."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ from penstock_shard.models.decoder.decoder import Decoder
 from penstock_shard.models.decoder.linear import Linear
 from penstock_shard.models.transformers.transformers_model import TransformersModel
 
-# Modules that take no adapters: routers; experts, which see only some of the tokens; Mamba's
-# dt_proj, whose code uses the weight directly. In latent attention also kv_b_proj, whose product is
-# never computed.
+# Modules that take no adapters: routers; experts, which see only some tokens; Mamba's dt_proj,
+# whose code uses the weight directly. In latent attention also kv_b_proj, whose product is never
+# computed.
 _CLOSED = {"dt_proj", "experts", "gate", "router"}
 
 
 def make_adaptable(model: Decoder | TransformersModel, bank: LoraBank) -> None:
-    """Let the model's linear layers take the bank's adapters.
-
-    Raises ModelError for a model without any such layer.
-    """
+    """Let the model's linear layers take the bank's adapters. Raises ModelError if none can."""
     if isinstance(model, Decoder):
         model.change(lambda linear: _adapted(bank, linear))
     else:
@@ -43,7 +40,7 @@ def _hook_products(model: TransformersModel, bank: LoraBank) -> None:
             if isinstance(module, nn.Linear) and not closed & set(name.split(".")):
                 out_features, in_features = module.weight.shape
                 delta = bank.open([(f"{prefix}.{name}", out_features)], in_features)
-                # These hooks run before the hooks of tensor parallelism, which combine the ranks'
+                # These hooks run before those of tensor parallelism, which combine the ranks'
                 # results.
                 module.register_forward_hook(_adding(model, delta), prepend=True)
 

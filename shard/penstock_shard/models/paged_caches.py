@@ -1,4 +1,4 @@
-"""The KV memory of a model: a cache for each layer, in pools of blocks."""
+"""A model's KV memory: a cache for each layer, in pools of blocks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from penstock_shard.attention.cache_groups import CacheLayout
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
-    """The states of one layer, float32, indexed by block: the last inputs of the convolution [n,
-    taps - 1, channels], the oldest first, and the matrices [n, heads, dim, dim_v]. A sequence's
-    state is at block `block_table[row, 0]`.
+    """A layer's states, float32, by block: the convolution's last inputs [n, taps - 1, channels],
+    the oldest first, and the matrices [n, heads, dim, dim_v]. A sequence's state is at block
+    `block_table[row, 0]`.
     """
 
     inputs: Tensor
@@ -24,9 +24,7 @@ class StateCache:
 
     @classmethod
     def of(cls, spec: StateSpec, count: int, device: torch.device) -> StateCache:
-        """Allocate states without clearing them, because a sequence's first token begins its
-        state.
-        """
+        """Allocate without clearing: a sequence's first token begins its state."""
         shape = (count, spec.heads, spec.dim, spec.dim_v)
         return cls(
             torch.empty(count, spec.taps - 1, spec.channels, device=device),
@@ -42,7 +40,7 @@ class PagedCaches:
     def __init__(self, layout: CacheLayout) -> None:
         self.layout = layout
         self._caches: dict[int, LayerCache] = {}
-        # The tensors of each layer's cache; their first dimension is the block.
+        # Each layer's tensors; their first dimension is the block.
         self._memory: dict[int, tuple[Tensor, ...]] = {}
 
     def allocate(
@@ -54,9 +52,7 @@ class PagedCaches:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Make the caches of `layers`, and drop all earlier caches; `pools` are numbers of
-        blocks.
-        """
+        """Make the caches of `layers`, and drop earlier ones. `pools` are numbers of blocks."""
         self.free()
         needed = {layer.index if layer.reads is None else layer.reads for layer in layers}
         for num_blocks, planes in zip(pools, self.layout.planes, strict=True):
@@ -78,9 +74,7 @@ class PagedCaches:
         self._memory = {}
 
     def block_parts(self, group: int, block_id: int) -> list[Tensor]:
-        """Return the memory of a group's block, uint8 [bytes] each: for each layer in order, its
-        keys and then its values, or its state. Empty for a group without layers.
-        """
+        """See `CausalModel.block_parts`. Empty for a group without layers."""
         return [
             part[block_id].view(-1).view(torch.uint8)
             for layer, memory in sorted(self._memory.items())
@@ -89,9 +83,6 @@ class PagedCaches:
         ]
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy states of all layers that have one, in this order: pairs of source block and target
-        block.
-        """
         states = [cache for cache in self._caches.values() if isinstance(cache, StateCache)]
         for source, target in copies:
             for state in states:
@@ -99,5 +90,5 @@ class PagedCaches:
                 state.matrices[target] = state.matrices[source]
 
     def of(self, layer: LayerSpec) -> LayerCache:
-        """Return the cache with a layer's keys and values."""
+        """The cache with a layer's keys and values."""
         return self._caches[layer.index if layer.reads is None else layer.reads]

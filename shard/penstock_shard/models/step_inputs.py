@@ -1,4 +1,4 @@
-"""The inputs of a step in one buffer, so that one copy brings them to the device."""
+"""A step's inputs in one buffer, so that one copy brings them to the device."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Numbers = TypeVar("Numbers")
 
 @dataclass(frozen=True, slots=True)
 class StepInputs(Generic[Numbers]):
-    """The inputs of one forward; see `AttentionBatch` for the names. `kv_indices` are its `slots`:
-    the tokens' indices in the KV cache, counted over all blocks. `adapters` is empty if no token
-    has an adapter; `extra` are other numbers in the same copy.
+    """The inputs of one forward; see `AttentionBatch`. `kv_indices` are its `slots`: the tokens'
+    indices in the KV cache, counted over all blocks. `adapters` is empty if no token has an
+    adapter. `extra` are other numbers in the same copy.
     """
 
     input_ids: Numbers
@@ -42,8 +42,8 @@ class StepInputs(Generic[Numbers]):
 
 @dataclass(frozen=True)
 class InputLayout:
-    """The places of the inputs in a buffer, for given numbers of tokens, rows, blocks in a row's
-    table, extra numbers and cache groups. 8-byte numbers come first, then 4-byte numbers.
+    """The places of inputs in a buffer, for given numbers of tokens, rows, blocks in a row's table,
+    extra numbers and cache groups. 8-byte numbers come first, then 4-byte ones.
     """
 
     num_tokens: int
@@ -79,7 +79,7 @@ class InputLayout:
         return self._num_wide_bytes + 4 * sum(self._narrow)
 
     def arrays(self, buffer: NDArray[np.uint8]) -> StepInputs[NDArray[Any]]:
-        """Return the parts of a buffer in host memory."""
+        """The parts of a buffer in host memory."""
         wide = buffer[: self._num_wide_bytes].view(np.int64)
         narrow = buffer[self._num_wide_bytes :].view(np.int32)
         return self._inputs(
@@ -89,7 +89,7 @@ class InputLayout:
         )
 
     def tensors(self, buffer: Tensor) -> StepInputs[Tensor]:
-        """Return the parts of a uint8 buffer on the device."""
+        """The parts of a uint8 buffer on the device."""
         wide = buffer[: self._num_wide_bytes].view(torch.int64)
         narrow = buffer[self._num_wide_bytes :].view(torch.int32)
         return self._inputs(
@@ -132,8 +132,8 @@ def attention_batches(
     block_size: int,
     bidirectional: Sequence[frozenset[int]] | None = None,
 ) -> tuple[AttentionBatch, ...]:
-    """Return the attention batch of each cache group, from a step's inputs and from the host's
-    lengths. `seq_lens` has a column, and `bidirectional` a set of rows, for each group.
+    """The attention batch of each cache group, from a step's inputs and the host's lengths.
+    `seq_lens` has a column, and `bidirectional` a set of rows, for each group.
     """
     bidirectional = bidirectional or [frozenset()] * len(seq_lens)
     return tuple(

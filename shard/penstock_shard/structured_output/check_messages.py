@@ -1,6 +1,6 @@
 """Messages between the server and its check process; each message gets one answer.
 
-The first message, on the first lane, is `Start`, followed by the tokenizer's JSON; all later ones
+The first message is `Start`, on the first lane, followed by the tokenizer's JSON; all later ones
 are `Check`.
 """
 
@@ -13,7 +13,7 @@ from penstock_shard.ipc.request import Constraint
 
 
 class Start(msgspec.Struct, array_like=True, frozen=True):
-    """The vocabulary of all later checks, and the limits of each constraint."""
+    """The vocabulary and the limits for all later checks."""
 
     tokenizer_bytes: int
     vocab_size: int
@@ -22,7 +22,7 @@ class Start(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Check(msgspec.Struct, array_like=True, frozen=True):
-    """A constraint to try out within `timeout_s` of processor time."""
+    """A constraint to check within `timeout_s` of processor time."""
 
     constraint: Constraint
     timeout_s: float
@@ -37,5 +37,5 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
 
 
 def patience_s(timeout_s: float) -> float:
-    """The longest wall-clock time of a check with `timeout_s` of processor time."""
+    """The wall-clock limit of a check with `timeout_s` of processor time."""
     return 1.0 + 3.0 * timeout_s

@@ -1,11 +1,11 @@
-"""The process that checks constraints: compiles each, fills its first mask, and answers.
+"""The process that checks constraints: it compiles each, fills its first mask, and answers.
 
     python -m penstock_shard.structured_output.check_process FD...
 
-Each socket FD is a lane with its own process, which makes one check at a time, in a fork: a
-constraint that uses up its memory, time or stack ends only that fork. The time limit is of
-processor time, so that the verdict does not depend on the machine's load. Lanes exit when the
-server is gone. Never imports torch or grpc.
+Each socket FD is a lane with its own process, which checks one constraint at a time, in a fork. A
+constraint that exhausts its memory, time or stack ends only that fork. The limit is processor time,
+so that the verdict does not depend on the machine's load. Lanes exit when the server is gone. Never
+imports torch or grpc.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class ServerGone(Exception):
 
 
 def main() -> None:
-    """Check constraints until the server is gone. The arguments are the lanes' descriptors."""
-    # Service managers signal all processes at once; the server decides when we end.
+    """Check constraints until the server is gone. The arguments are the lanes' file descriptors."""
+    # Service managers signal all processes at once; the server ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.nice(_NICENESS)
@@ -72,10 +72,10 @@ def _read_tokenizer(lane: socket.socket, start: Start) -> Compiler | None:
 
 
 def _own_lane(lanes: list[socket.socket]) -> socket.socket:
-    """Fork a process for each lane but the first. Return this process's lane; the others are
-    closed.
+    """Fork a process for each lane except the first. Return this process's lane, and close the
+    others.
     """
-    # Forks share pages that nobody writes to; the garbage collector would write to objects.
+    # Forks share pages until someone writes to them, as the garbage collector would.
     gc.freeze()
     own = next((lane for lane in lanes[1:] if not os.fork()), lanes[0])
     for lane in lanes:
@@ -85,7 +85,7 @@ def _own_lane(lanes: list[socket.socket]) -> socket.socket:
 
 
 def _serve(lane: socket.socket, compiler: Compiler, memory_bytes: int) -> None:
-    """Make one check after another. Raises `ServerGone`, `ConnectionError`."""
+    """Raises `ServerGone`, `ConnectionError`."""
     while True:
         check = _receive(lane, _CHECKS)
         reading, writing = os.pipe()
@@ -104,7 +104,7 @@ def _serve(lane: socket.socket, compiler: Compiler, memory_bytes: int) -> None:
 
 
 def _receive(lane: socket.socket, decoder: msgspec.msgpack.Decoder[_Message]) -> _Message:
-    """The next message. Raises `ServerGone`."""
+    """Raises `ServerGone`."""
     body = receive_frame(exactly(lane))
     if body is None:
         raise ServerGone
@@ -124,7 +124,7 @@ def _try_out(compiler: Compiler, check: Check, memory_bytes: int, writing: int) 
 
 
 def _limit_this_process(timeout_s: float, memory_bytes: int) -> None:
-    # The timers' signals end this process even inside the library, or after its parent died.
+    # The timers' signals end this process even inside the library, or if the parent has died.
     signal.setitimer(signal.ITIMER_PROF, timeout_s)
     signal.setitimer(signal.ITIMER_REAL, patience_s(timeout_s))
     _lower(resource.RLIMIT_CORE, 0)
@@ -142,7 +142,7 @@ def _lower(kind: int, most: int) -> None:
 
 
 def _address_space_bytes() -> int | None:
-    """Return None if the system does not report it (macOS, which enforces no limit either)."""
+    """None on macOS, which does not report it and enforces no limit."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
@@ -157,7 +157,7 @@ def _refusal_of(compiler: Compiler, constraint: Constraint) -> str:
         # The message may quote half a character.
         return str(error).encode(errors="replace").decode()
     except MemoryError:
-        # Out of memory, the library aborts too.
+        # As the library does when out of memory.
         os.abort()
     return ""
 

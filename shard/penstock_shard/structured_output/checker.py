@@ -1,9 +1,9 @@
-"""Checks in the server whether constraints can be honoured, by asking a separate process.
+"""Asks a separate process whether constraints can be honoured. Runs in the server.
 
 Two checks run at once, and callers take turns. Equal constraints share one check, which begins when
-any of their callers has its turn. Verdicts are cached by content. Constraints that need more than
-a short time are checked again, one at a time, so that they delay only each other. The process
-starts as soon as the tokenizer is known: reading it may take seconds. If the process is lost, the
+any of their callers has its turn. Verdicts are cached by content. Constraints that need more than a
+short time are checked again, one at a time, so that they delay only each other. The process starts
+as soon as the tokenizer is known, because reading it may take seconds. If the process is lost, the
 next check starts another.
 """
 
@@ -33,12 +33,12 @@ from penstock_shard.structured_output.turns import Turns
 
 logger = logging.getLogger(__name__)
 
-# Checks at once, each in a fork with its own memory limit.
+# The number of checks at once.
 _NUM_LANES = 2
-# Processor time of a first check; ordinary constraints take a tenth of it.
+# Processor time of a first check; ordinary constraints need a tenth of it.
 _FIRST_S = 0.1
-# Bound of the different constraints without a verdict. A caller may have at most as many as are
-# free: half of the bound if it is alone.
+# The most constraints without a verdict. A caller may have at most as many as are free: half of the
+# bound if it is alone.
 _MAX_PENDING = 512
 _MAX_VERDICTS = 8192
 # Enough to read the largest tokenizers on a busy machine.
@@ -46,9 +46,8 @@ _START_S = 120.0
 # Added to the time after which a fork ends itself.
 _GRACE_S = 5.0
 
-# Bytes copied into a socket's buffer at once.
 _PIECE_BYTES = 1 << 18
-# Exits of forks that used up their processor time or wall-clock time.
+# Exit codes of forks that used up their processor time or wall-clock time.
 _OVERDUE = (-signal.SIGPROF, -signal.SIGALRM)
 
 _ANSWERS = msgspec.msgpack.Decoder(Answer)
@@ -56,11 +55,11 @@ _Result = TypeVar("_Result")
 
 
 class NotChecked(Exception):
-    """A constraint has no verdict, for lack of time or room; a later check may succeed."""
+    """There was no time or room for a check; a later one may succeed."""
 
 
 class CheckFailed(Exception):
-    """The check failed because of a defect, which the log describes."""
+    """A defect, which the log describes, ended the check."""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,14 +74,13 @@ class _Pending:
 
 
 class ConstraintChecker:
-    """Owns the check process and asks it. Runs on the server's event loop."""
+    """Owns the check process. Runs on the server's event loop."""
 
     def __init__(self, limits: ConstraintLimits) -> None:
         self._limits = limits
         self._tokenizer_json = b""
         self._start: Start | None = None
         self._process: _CheckProcess | None = None
-        # Held while the process is started or ended.
         self._lock = asyncio.Lock()
         self._lanes, self._slow = Turns(_NUM_LANES), Turns(1)
         self._pending: dict[bytes, _Pending] = {}
@@ -90,7 +88,7 @@ class ConstraintChecker:
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()
 
     def use(self, tokenizer_json: bytes, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """Check for this tokenizer from now on; start a process for it."""
+        """Start a process for this tokenizer, and use it from now on."""
         start = Start(len(tokenizer_json), vocab_size, eos_token_ids, self._limits)
         if (start, tokenizer_json) != (self._start, self._tokenizer_json):
             self._start, self._tokenizer_json = start, tokenizer_json
@@ -124,7 +122,7 @@ class ConstraintChecker:
                 pending.task.cancel()
 
     async def close(self) -> None:
-        """End the process. Pending checks are cancelled."""
+        """End the process. Cancel pending checks."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -133,7 +131,7 @@ class ConstraintChecker:
     # ---- checks ----
 
     def _join(self, key: bytes, constraint: Constraint, caller: Hashable) -> _Pending:
-        """Add a request to the check of its constraint. Raises `NotChecked`."""
+        """The check of this constraint, new if none is pending. Raises `NotChecked`."""
         present = self._pending.get(key)
         if present is None or caller not in present.callers:
             self._refuse_more(caller, len(self._pending) - (present is not None))
@@ -145,7 +143,7 @@ class ConstraintChecker:
         return pending
 
     def _refuse_more(self, caller: Hashable, total: int) -> None:
-        """Raise `NotChecked` if the caller may not add one constraint to these `total` ones."""
+        """Raise `NotChecked` if the caller may not add a constraint to the `total` pending ones."""
         own = sum(caller in pending.callers for pending in self._pending.values())
         if own >= _MAX_PENDING - total:
             raise NotChecked(
@@ -162,7 +160,7 @@ class ConstraintChecker:
             pending.task.exception()
 
     async def _run(self, pending: _Pending) -> str:
-        # The tokenizer, and with it this dict, may be replaced before the check is over.
+        # A new tokenizer may replace this dict before the check is over.
         verdicts = self._verdicts
         try:
             verdict = await self._verdict_on(pending)
@@ -177,24 +175,24 @@ class ConstraintChecker:
         return verdict
 
     async def _verdict_on(self, pending: _Pending) -> str:
-        """Check, and check again with more time if needed. Raises `NotChecked`."""
+        """Check, and if needed again with more time. Raises `NotChecked`."""
         longest_s = self._limits.timeout_s
         first_s = min(_FIRST_S, longest_s)
         answer = await self._ask(pending, pending.callers, first_s)
         if answer.exit_code in _OVERDUE and first_s < longest_s:
             if not pending.callers:
-                # All callers left during the check, so this constraint would never get a turn.
+                # Without callers this constraint would never get a turn.
                 self._forget(pending)
                 raise NotChecked("nobody waits for it any more")
             async with self._slow.place(pending.callers):
-                # While they wait for a lane, all slow constraints count as one caller.
+                # All slow constraints wait for a lane as one caller.
                 answer = await self._ask(pending, (self._slow,), longest_s)
         return self._judge(pending.constraint.kind, answer)
 
     async def _ask(
         self, pending: _Pending, callers: Collection[Hashable], timeout_s: float
     ) -> Answer:
-        """Have the process make the check. Raises `NotChecked`."""
+        """Raises `NotChecked`."""
         async with self._lanes.place(callers) as lane:
             pending.is_running = True
             try:
@@ -241,7 +239,7 @@ class ConstraintChecker:
             _log_loss(error)
 
     async def _running_process(self) -> _CheckProcess:
-        """The process for the present tokenizer, started if needed. Raises `OSError`."""
+        """The process for the present tokenizer; starts it if needed. Raises `OSError`."""
         assert self._start is not None  # no engine, no request
         async with self._lock:
             if self._process is None or not self._process.serves(self._start):
@@ -257,15 +255,13 @@ class ConstraintChecker:
 
 @dataclass(eq=False, slots=True)
 class _CheckProcess:
-    """The process, its `Start`, and the server's ends of its lanes."""
-
     start: Start
     process: asyncio.subprocess.Process
     lanes: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
 
     @classmethod
     async def started(cls, start: Start, tokenizer_json: bytes) -> _CheckProcess:
-        """Start a process, and return it once it is ready. Raises `OSError`."""
+        """Start a process, and wait until it is ready. Raises `OSError`."""
         ours, theirs = zip(*(socket.socketpair() for _ in range(_NUM_LANES)), strict=True)
         try:
             process = await _new_process(theirs)
@@ -282,12 +278,12 @@ class _CheckProcess:
         return one
 
     def serves(self, start: Start) -> bool:
-        """True if the process lives and checks constraints for this vocabulary."""
+        """True if the process lives and has this vocabulary."""
         is_lost = any(reader.at_eof() or writer.is_closing() for reader, writer in self.lanes)
         return start is self.start and not is_lost
 
     async def answer_to(self, check: Check, lane: int) -> Answer:
-        """Get the answer. If there is none, end the process and raise `OSError`."""
+        """Raises `OSError` and ends the process if there is no answer."""
         return await self._answer(lane, patience_s(check.timeout_s) + _GRACE_S, encode_frame(check))
 
     async def _answer(self, lane: int, longest_s: float, *message: bytes) -> Answer:
@@ -305,7 +301,8 @@ class _CheckProcess:
             raise ConnectionError(f"no answer in {longest_s:g} s") from None
         finally:
             if answer is None:
-                # Also after a cancellation: the next check on this lane must not get this answer.
+                # Also after a cancellation, so that the next check on this lane does not get this
+                # answer.
                 await self.end()
 
     async def end(self) -> None:
@@ -332,14 +329,14 @@ async def _new_process(lanes: Sequence[socket.socket]) -> asyncio.subprocess.Pro
         # The library's crash messages may quote callers' constraints.
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
-        # As with the engine, a terminal's signals must reach only the server.
+        # A terminal's signals must reach only the server.
         start_new_session=True,
         env=child_environment(),
     )
 
 
 async def _send(writer: asyncio.StreamWriter, *message: bytes) -> None:
-    """Send in pieces: copying a large tokenizer at once would block the event loop."""
+    """Send in pieces, because copying a large tokenizer at once would block the event loop."""
     for part in message:
         for start in range(0, len(part), _PIECE_BYTES):
             writer.write(part[start : start + _PIECE_BYTES])

@@ -1,4 +1,4 @@
-"""Compiles constraints to matchers over a model's vocabulary; caches them by content."""
+"""Compiles constraints to matchers for a model's vocabulary; caches them by content."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ from penstock_shard.structured_output.grammars import grammar_of, holds_grammar,
 from penstock_shard.structured_output.pace import Pace
 from penstock_shard.structured_output.refusal import ConstraintRefused, reason_of
 
-# Memory of a lexer state by llguidance's documentation. Regexes that we made to be expensive took
-# 360 to 1,830 bytes.
+# Memory of a lexer state, by llguidance's documentation. We measured 360 to 1,830 bytes with
+# expensive regexes.
 _BYTES_PER_STATE = 2048
 _MOST_STATES = 250_000
-# Bounds of a grammar's positions: those that the text so far may stand for, and those examined for
-# one mask. A constraint's length bounds the positions, except in callers' grammars: in an ambiguous
-# one they grow with the text. Work grows at least with the square of the positions; within these
-# bounds a token took at most about 10 ms. Of 400 schemas in use, one needs over 1,000 positions,
-# and none over 2,000 a mask. The bounds are not times, so that all shards end the same output at
-# the same token.
+# Bounds of a grammar's positions (Earley items): those after the text so far, and those examined
+# for one mask. A constraint's length bounds them, except in callers' grammars: in an ambiguous one
+# they grow with the text. Work grows at least with their square; within these bounds a token took
+# at most about 10 ms. Of 400 schemas in use, one needs over 1,000 positions, and none over 2,000
+# for one mask. The bounds are not times, so that all shards end the same output at the same token.
 _MOST_POSITIONS, _MOST_POSITIONS_A_MASK = 1_000, 5_000
 _MOST_POSITIONS_OF_GRAMMARS, _MOST_POSITIONS_A_MASK_OF_GRAMMARS = 500, 2_500
-# Fuel is llguidance's unit of work; by its documentation 50,000 units take a millisecond.
+# Fuel is llguidance's unit of work; 50,000 units take a millisecond by its documentation.
 _FUEL_PER_S = 2_000_000
-# Bounds of the cached templates: their number, text and memory. The template of a 5 kB schema takes
-# about 1 MB. A template's lexer grows with use, and llguidance does not report its size, so each
-# template counts with its maximum.
+# Bounds of the cached templates: number, text and memory. The template of a 5 kB schema takes about
+# 1 MB. Its lexer grows with use, and llguidance does not report the size, so each template counts
+# with its maximum.
 _MOST_KEPT = 64
 _KEPT_TEXT_BYTES = 8 << 20
 _KEPT_MEMORY_BYTES = 4 << 30
@@ -52,8 +51,10 @@ class TokenizerUnusable(Exception):
 
 @dataclass(slots=True)
 class _Kept:
-    """A template that is copied for each request. `watched`: rules that no grammar can express.
-    `wears_out`: an earlier template of this constraint has reached its limits.
+    """A template that is copied for each request.
+
+    `watched`: rules that no grammar can express. `wears_out`: an earlier template of this
+    constraint has reached its limits.
     """
 
     template: LLMatcher
@@ -63,7 +64,7 @@ class _Kept:
 
 
 class Compiler:
-    """Compiles constraints for one model. Several threads may call it."""
+    """Compiles constraints for one model. Thread-safe."""
 
     def __init__(
         self,
@@ -84,8 +85,8 @@ class Compiler:
     def compile(self, constraint: Constraint, *, goes_on: bool = False) -> LLMatcher:
         """A new matcher, which the caller owns. Raises ConstraintRefused.
 
-        Matchers of equal constraints share a lexer and its limits: if one matcher exceeds a limit,
-        such as the number of lexer states, all fail. After that, a request that continues an output
+        Matchers of equal constraints share a lexer and its limits: if one exceeds a limit, such as
+        the number of lexer states, all fail. After that, a request that continues an output
         (`goes_on`) gets a matcher that shares nothing.
         """
         kept = self._find(constraint)
@@ -102,28 +103,28 @@ class Compiler:
         return kept.template.deep_copy()
 
     def compile_alone(self, constraint: Constraint) -> LLMatcher:
-        """A matcher that shares nothing. Raises ConstraintRefused, which begins with the kind."""
+        """A matcher that shares nothing. Raises ConstraintRefused, which names the kind."""
         try:
             return self._tried(constraint)
         except ConstraintRefused as error:
             raise ConstraintRefused(_named(constraint.kind, str(error))) from error
 
     def distinct(self, constraint: Constraint, beginning: LLMatcher) -> Distinct | None:
-        """Make the `Distinct` of a constraint, if it has a watched part. `beginning`: a matcher of
-        the constraint that has consumed nothing.
+        """The `Distinct` of a constraint; None if nothing is watched. `beginning`: a matcher of the
+        constraint that has consumed nothing.
         """
         kept = self._find(constraint)
         watched = self._watched(constraint) if kept is None else kept.watched
         return Distinct(watched, self.vocabulary, beginning.deep_copy()) if watched else None
 
     def pace(self, constraint: Constraint) -> Pace:
-        """The pace that all sequences of a constraint share."""
+        """The pace shared by all sequences of a constraint."""
         kept = self._find(constraint)
         return Pace() if kept is None else kept.pace
 
     def _watched(self, constraint: Constraint) -> dict[str, Watched]:
-        """The watched parts of a constraint. Refuse it if a sign of JSON is not one token: within
-        sets it must be. All vocabularies seen so far have these tokens.
+        """The watched parts of a constraint. Refuses it if a sign of JSON is not one token, as sets
+        require; in all vocabularies seen so far it is.
         """
         found = watched_of(constraint, self.special_tokens)
         lacking = [sign for sign in '[]{},:"' if len(self.tokenizer.greedy_tokenize(sign)) != 1]
@@ -151,8 +152,7 @@ class Compiler:
         is_callers = holds_grammar(constraint, self.special_tokens)
         limits = _parser_limits(self._limits, is_callers=is_callers)
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
-        # Try the first two tokens, to refuse now a constraint that allows no text or exceeds the
-        # limits.
+        # Try two tokens, to refuse now a constraint that allows no text or exceeds the limits.
         allowed = _allowed(matcher)
         tried = matcher.deep_copy()
         if allowed:
@@ -191,14 +191,14 @@ class Compiler:
 
 
 def is_worn_out(template: LLMatcher) -> bool:
-    """True if the shared lexer of a matcher that has consumed nothing is at its limits."""
+    """True if the template's lexer is at its limits. The template has consumed nothing."""
     tried = template.deep_copy()
     tried.compute_bitmask()
     return bool(tried.is_error())
 
 
 def _allowed(matcher: LLMatcher) -> list[int]:
-    """The allowed next token with the lowest id, if any. The matcher may get into an error."""
+    """The allowed token with the lowest id, if any. May put the matcher into an error."""
     if matcher.is_error():
         return []
     mask = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -231,7 +231,7 @@ def _marks_apart(tokenizer: dict[str, Any]) -> dict[str, int]:
     """Return text and id of the special tokens, which stand for themselves and never for text.
 
     llguidance treats every added token as special. But many tokenizers add letters or runs of
-    spaces: such ordinary text is moved to the ordinary vocabulary.
+    spaces; such tokens are moved to the ordinary vocabulary.
     """
     marks, kept = {}, []
     for token in tokenizer.get("added_tokens") or []:
@@ -251,7 +251,7 @@ def _put_into_vocabulary(tokenizer: dict[str, Any], token: dict[str, Any]) -> bo
     return bool(vocabulary.setdefault(name, token["id"]) == token["id"])
 
 
-# Added tokens that look like this are special: <think>, [INST], <|im_end|>, 「」.
+# Added tokens with these characters are special: <think>, [INST], <|im_end|>, 「」.
 _MARK = re.compile(r"[<>\[\]|｜「」]")
 
 

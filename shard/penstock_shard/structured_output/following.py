@@ -1,4 +1,4 @@
-"""Makes a constraint's state, advanced past the output that was delivered before."""
+"""Makes a constraint's state after the output that was delivered before."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock_shard.structured_output.refusal import ConstraintRefused
 
 logger = logging.getLogger(__name__)
 
-# Each mask renews a matcher's limit of work for consuming tokens. With one mask for this many
+# Each mask renews a matcher's work limit for consuming tokens. With one mask for this many
 # delivered tokens, even a highly ambiguous regex stays within the limit. More masks would cost more
 # than the tokens.
 _TOKENS_A_MASK = 16
@@ -34,22 +34,22 @@ _NICE = 10
 
 
 def _stand_back() -> None:
-    """Lower this thread's priority below the thread of steps, where threads have priorities."""
+    """Lower this thread's priority, on Linux, below the thread that runs steps."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def compiling_threads(count: int) -> ThreadPoolExecutor:
-    """Make threads of lower priority than the one that runs steps."""
+    """Threads with lower priority than the one that runs steps."""
     return ThreadPoolExecutor(count, thread_name_prefix="constraints", initializer=_stand_back)
 
 
 class OutputRefused(Exception):
-    """A request's delivered output does not match its constraint."""
+    """The delivered output does not match the constraint."""
 
 
 class OutputExhausts(Exception):
-    """Following a request's delivered output exceeds the matcher's limits."""
+    """Following the delivered output exceeds the matcher's limits."""
 
 
 class Discarded(Exception):
@@ -59,11 +59,11 @@ class Discarded(Exception):
 def state_after_output(
     compiler: Compiler, request: Request, is_discarded: threading.Event
 ) -> ConstraintState:
-    """The state of a request's constraint after the output that the request brings.
+    """The state of a request's constraint after `request.output`.
 
     Raises:
         ConstraintRefused: the constraint cannot be compiled.
-        OutputRefused: the output is not a prefix of what the constraint allows.
+        OutputRefused: the constraint does not allow the output.
         OutputExhausts: following the output exceeds the matcher's limits.
         Discarded: the event was set meanwhile.
     """
@@ -78,8 +78,8 @@ def state_after_output(
     except (OutputRefused, OutputExhausts):
         if not is_worn_out(beginning):
             raise
-        # Requests with the same constraint share a lexer and its limits, which others may have used
-        # up. Compile alone, with a mask before each token, to repeat how the tokens were sampled.
+        # Other requests with this constraint may have used up the limits of the shared lexer.
+        # Compile alone, with a mask before each token as when the tokens were sampled.
         matcher = compiler.compile_alone(constraint)
         distinct = compiler.distinct(constraint, matcher)
         _follow(matcher, distinct, output, is_discarded, 1)
@@ -90,7 +90,7 @@ def state_after_output(
 
 
 def error_of(request: Request, reason: BaseException) -> Error:
-    """The error that ends a request for which `state_after_output` raised `reason`."""
+    """The error that ends a request after `state_after_output` raised `reason`."""
     assert request.constraint is not None
     kind = request.constraint.kind
     if isinstance(reason, OutputRefused):
@@ -110,8 +110,9 @@ def _follow(
     is_discarded: threading.Event,
     tokens_a_mask: int,
 ) -> None:
-    """Advance the matcher past an output, and check that it can fill the next mask. Raises
-    OutputRefused, OutputExhausts, Discarded.
+    """Advance the matcher past an output, and check that it can fill the next mask.
+
+    Raises OutputRefused, OutputExhausts, Discarded.
     """
     for start in range(0, len(output), tokens_a_mask):
         if is_discarded.is_set():
@@ -132,8 +133,8 @@ def _unfollowed(matcher: LLMatcher) -> OutputRefused | OutputExhausts:
 
 
 def _consume(matcher: LLMatcher, distinct: Distinct | None, token_ids: list[int]) -> bool:
-    # One token at a time: with an ambiguous grammar, each token holds the interpreter lock for
-    # some milliseconds, and steps need the lock.
+    # One token at a time: in an ambiguous grammar each holds the interpreter lock, which steps
+    # need, for some milliseconds.
     if distinct is None:
         return all(matcher.consume_token(each) for each in token_ids)
     return all(distinct.consume([each], matcher) for each in token_ids)

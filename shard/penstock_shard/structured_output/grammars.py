@@ -1,4 +1,4 @@
-"""Turns constraints, as requests state them, into grammars of llguidance."""
+"""Turns requests' constraints into llguidance grammars."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def grammar_of(constraint: Constraint, special_tokens: Mapping[str, int]) -> str
 
 
 def watched_of(constraint: Constraint, special_tokens: Mapping[str, int]) -> dict[str, Watched]:
-    """The JSON in which items or names must differ. The keys are names of the grammar's captures,
-    after which the JSON begins; "": it begins at the start of the text.
+    """The JSON in which items or names must differ, by the grammar's capture after which it begins;
+    "" is the start of the text.
     """
     schemas = _written(constraint, tuple(special_tokens.items()))[1]
     found = {name: watched_in(schema) for name, schema in schemas.items()}
@@ -33,19 +33,19 @@ def watched_of(constraint: Constraint, special_tokens: Mapping[str, int]) -> dic
 
 
 def holds_grammar(constraint: Constraint, special_tokens: Mapping[str, int]) -> bool:
-    """True if the grammar has rules that the caller wrote: they may be recursive and ambiguous."""
+    """True if the caller wrote rules of the grammar: they may be recursive and ambiguous."""
     if constraint.kind != "structural_tag":
         return constraint.kind == "grammar"
     written_as = _written(constraint, tuple(special_tokens.items()))[0]
     return len(json.loads(written_as)["grammars"]) > 1
 
 
-# The three functions above are called one after another.
+# The functions above are called in turn for one constraint.
 @functools.lru_cache(4)
 def _written(
     constraint: Constraint, special_tokens: tuple[tuple[str, int], ...]
 ) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The grammar, and the prepared schemas of its JSON by the name of the capture before it."""
+    """The grammar, and the prepared schemas of its JSON, by the capture before each."""
     match constraint.kind:
         case "json_schema" | "json_object":
             is_any = constraint.kind == "json_object"

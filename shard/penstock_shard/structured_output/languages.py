@@ -1,4 +1,4 @@
-"""Turns a constraint's own language (also inside structural tags) into llguidance's."""
+"""Turns the languages of constraints, also inside structural tags, into llguidance's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from penstock_shard.structured_output.json_schema.schema import prepared
 from penstock_shard.structured_output.json_schema.whitespace import json_writing
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
-# An escape of eight digits, after an even number of backslashes.
 _CODE_POINT = re.compile(r"(?<!\\)((?:\\\\)*)\\U([0-9A-Fa-f]{8})")
 _EBNF = re.compile(r"^\s*([A-Za-z_][A-Za-z0-9_-]*)\s*::=", re.MULTILINE)
 _RULE = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
@@ -24,7 +23,7 @@ _NO_RULE = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|<[^<>\n]*>|#.*')
 def schema_of(schema: Any, *, is_watched: bool = False) -> dict[str, Any]:
     """A schema for llguidance: keywords that it handles correctly, and whitespace rules.
 
-    `is_watched`: the beginning of the JSON is known, so its items and names can be watched.
+    `is_watched`: items and names can be watched, because it is known where the JSON begins.
     """
     if not isinstance(schema, dict | bool):
         raise ConstraintRefused(f"json_schema: {shown(schema)} is no schema")
@@ -34,7 +33,7 @@ def schema_of(schema: Any, *, is_watched: bool = False) -> dict[str, Any]:
 
 
 def lark_regex(pattern: str) -> str:
-    """A regular expression of Rust's dialect, without look-around, in Lark's syntax."""
+    """A regular expression in Rust's dialect, without look-around, in Lark's syntax."""
     if not pattern:
         raise ConstraintRefused("regex: it is empty")
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
@@ -44,7 +43,7 @@ def lark_regex(pattern: str) -> str:
 
 
 def lark_of(text: str) -> str:
-    """A grammar in llguidance's Lark; the EBNF of llama.cpp and vLLM is translated."""
+    """A grammar in llguidance's Lark. Translates the EBNF of llama.cpp and vLLM."""
     if not text.strip():
         raise ConstraintRefused("grammar: it is empty")
     if not _EBNF.search(text):
@@ -57,7 +56,7 @@ def lark_of(text: str) -> str:
 
 
 def _check_rules(text: str) -> None:
-    """Refuse an undefined rule, for which the library has no error of its own."""
+    """Refuse an undefined rule; the library has no error for it."""
     named = _RULE.findall(_NO_RULE.sub(" ", text))
     defined = _EBNF.findall(text)
     for name in named:
@@ -66,7 +65,7 @@ def _check_rules(text: str) -> None:
 
 
 def _character(escaped: re.Match[str]) -> str:
-    """Replace an escape of more than four digits, which Lark lacks, by its character."""
+    """Replace an escape of more than four digits by its character: Lark lacks such escapes."""
     number = int(escaped[2], 16)
     if 0xFFFF < number <= sys.maxunicode:
         return escaped[1] + chr(number)
@@ -74,8 +73,8 @@ def _character(escaped: re.Match[str]) -> str:
 
 
 def unforced(lark: str) -> str:
-    """Switch off llguidance's search for forced text in this grammar.
+    """Switch off llguidance's search for forced text.
 
-    At each mask llguidance would follow forced text to its end, and nothing bounds its length.
+    At each mask llguidance would follow forced text to its end, whose length nothing bounds.
     """
     return lark + '\n%llguidance {"no_forcing": true}\n'

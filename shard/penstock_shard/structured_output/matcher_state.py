@@ -1,4 +1,4 @@
-"""The state of a sequence's constraint: its matcher's position, and the tokens that may follow."""
+"""The state of a sequence's constraint: its matcher, and the mask of tokens that may follow."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ from penstock_shard.structured_output.distinct.distinct import Distinct
 from penstock_shard.structured_output.pace import SLOW_S, Pace
 from penstock_shard.structured_output.refusal import is_of_parser, reason_of
 
-# Longest time of an ordinary mask.
+# The longest time of an ordinary mask.
 _ORDINARY_S = 0.0001
-# One bit for each token, the lowest bit first: int32 [words of the vocabulary].
+# int32 [words of the vocabulary], one bit per token, the lowest bit first.
 Mask = NDArray[np.int32]
 
 
 class ConstraintState:
-    """A sequence's matcher, and the mask of its next token."""
-
     def __init__(
         self,
         request: Request,
@@ -38,7 +36,7 @@ class ConstraintState:
         pace: Pace | None = None,
     ) -> None:
         """`matcher` and `distinct` have consumed the output delivered before. `distinct` enforces
-        what the matcher cannot; `pace` is shared by all sequences of this constraint.
+        what the matcher cannot. All sequences of this constraint share `pace`.
         """
         self.matcher = matcher
         self.pace = Pace() if pace is None else pace
@@ -46,7 +44,7 @@ class ConstraintState:
         self.mask: Mask | None = None
         self._request = request
         self._position = len(request.output) // 4
-        # The last tokens before the position, which the matcher has not consumed yet.
+        # The last tokens before the position that the matcher has not consumed yet.
         self._waiting: list[int] = []
         # No token is allowed, though the text is not complete.
         self._is_at_end = False
@@ -55,7 +53,7 @@ class ConstraintState:
 
     @property
     def error(self) -> str:
-        """The reason why the matcher cannot go on; "" if it can."""
+        """Why the matcher cannot go on; "" if it can."""
         if self.matcher.is_error():
             why = failure_of(self.matcher)
         elif self._is_at_end:
@@ -67,14 +65,14 @@ class ConstraintState:
 
     @property
     def may_be_others_failure(self) -> bool:
-        """True if other sequences of this constraint may have made the matcher fail: they share
-        its lexer.
+        """True if another sequence of this constraint, which shares the lexer, may have caused the
+        error.
         """
         return self.matcher.is_error() and not is_of_parser(self.matcher.get_error())
 
     def is_ready_after(self, num_tokens: int) -> bool:
-        """True if no step needs to wait for the mask after `num_tokens` output tokens: the mask
-        is ready, or the state has an error.
+        """True if no step needs to wait for the mask after `num_tokens` output tokens: it is ready,
+        or there is an error.
         """
         return bool(self.error) or (self._position == num_tokens and self.mask is not None)
 
@@ -90,8 +88,8 @@ class ConstraintState:
         self.mask = None
 
     def append(self, token_id: int) -> None:
-        """Add the sampled token. The matcher consumes it now, or if that may take milliseconds,
-        with the next mask.
+        """Add the sampled token. The matcher consumes it now; if the pace is slow, with the next
+        mask.
         """
         self._waiting.append(token_id)
         if not self.pace.is_slow:
@@ -100,7 +98,7 @@ class ConstraintState:
         self.mask = None
 
     def catch_up(self) -> None:
-        """Have the matcher consume all tokens up to the position."""
+        """Have the matcher consume the waiting tokens."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
@@ -118,7 +116,7 @@ class ConstraintState:
         self._waiting.clear()
 
     def skip(self) -> None:
-        """Advance by one position without a token; the mask there is meaningless."""
+        """Advance by one position without a token. The mask there is meaningless."""
         self._position += 1
         self.mask = None
 
@@ -132,11 +130,11 @@ class ConstraintState:
             self._distinct.restrict(mask, self.matcher)
 
     def set_mask(self, mask: Mask) -> None:
-        """Store the mask, with changes: stop ids are allowed where the constraint may end;
-        reluctant stop ids, and before min_tokens all stop ids, only if no other token is allowed.
+        """Store the mask. Allow stop ids where the constraint may end. Allow reluctant stop ids,
+        and before min_tokens all stop ids, only if no other token is allowed.
         """
         if self.matcher.is_error():
-            # After an error the matcher's mask would allow the sequence to end.
+            # After an error the matcher's mask would allow an end.
             return
         self._is_at_end = not mask.any()
         if self._is_at_end:
@@ -157,7 +155,7 @@ class ConstraintState:
 
 
 def fill_mask(state: ConstraintState, vocab_size: int) -> None:
-    """Fill one state's mask in this thread, and report the time to its pace."""
+    """Fill one state's mask in this thread, and measure its pace."""
     bitmasks = allocate_token_bitmask(1, vocab_size)
     _fill_measured(state, bitmasks, 0)
     state.set_mask(bitmasks[0])
@@ -172,23 +170,22 @@ def _fill_measured(state: ConstraintState, bitmasks: NDArray[np.int32], row: int
 
 
 class MaskFiller:
-    """Fills masks in threads, while the caller does other work. Existing masks are kept."""
+    """Fills missing masks in threads, while the caller does other work."""
 
     def __init__(self, vocab_size: int, num_threads: int = 1) -> None:
         self._vocab_size = vocab_size
         self._executor = LLExecutor(num_threads)
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="masks")
-        # True if the last masks took long; the next ones are measured singly, to find the slow one.
+        # The last masks took long: fill the next ones singly, to find the slow one.
         self._measures = False
 
     def fill(self, states: abc.Sequence[ConstraintState]) -> None:
-        """Fill the masks of all states, and wait for them."""
         states = _without_masks(states)
         self._set(states, self._filled(states))
 
     def start(self, states: abc.Sequence[ConstraintState]) -> Callable[[], None]:
-        """Begin to fill the masks of all states. Leave `states` alone until you have called the
-        returned function, which waits for the masks.
+        """Begin to fill the masks. Return a function that waits for them. Leave `states` alone
+        until you have called it.
         """
         states = _without_masks(states)
         filling = self._threads.submit(self._filled, states)
@@ -201,7 +198,7 @@ class MaskFiller:
             for row, state in enumerate(states):
                 _fill_measured(state, bitmasks, row)
         elif states:
-            # One call that releases the interpreter lock, which a step needs between its kernels.
+            # One call without the interpreter lock, which a step needs between its kernels.
             for state in states:
                 state.catch_up()
             places = [(state.matcher, row) for row, state in enumerate(states)]
@@ -242,12 +239,10 @@ def _bits(ids: NDArray[np.int64]) -> NDArray[np.uint32]:
 
 
 def failure_of(matcher: LLMatcher) -> str:
-    """The reason why the matcher cannot go on, in one line."""
+    """Why the matcher cannot go on, in one line."""
     return f"cannot be followed any further: {reason_of(matcher.get_error())}"
 
 
 def is_mismatch(matcher: LLMatcher) -> bool:
-    """True if the matcher failed because a token was not allowed; false if it met a limit of
-    work.
-    """
+    """True if the matcher failed at a token that is not allowed, and not at a work limit."""
     return "doesn't satisfy the grammar" in matcher.get_error()

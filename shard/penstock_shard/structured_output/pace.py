@@ -1,25 +1,23 @@
-"""Measures how slowly masks of a constraint are filled, to decide which steps its sequences join.
+"""Measures how long a constraint's masks take, to decide which steps its sequences join.
 
 Time decides nothing else: a token depends only on its mask, whenever that is filled.
 """
 
 from __future__ import annotations
 
-# A step does not wait for a mask that takes more processor time: about a tenth of a step.
+# A step does not wait for masks that take more processor time: about a tenth of a step.
 SLOW_S = 0.002
-# After a slow mask, a constraint counts as slow for this many masks: at first, and at most. The
-# number doubles each time that the constraint turns slow again.
+# After a slow mask, a constraint counts as slow for this many masks. The number doubles each time
+# it turns slow again.
 _FIRST_MASKS = 16
 _MOST_MASKS = 4096
 
 
 class Pace:
-    """The pace of one constraint. All its sequences share it, so that together they delay one step
-    only.
-    """
+    """The pace of one constraint. All its sequences share it, so that they delay only one step."""
 
     def __init__(self) -> None:
-        # Masks for which the constraint still counts as slow, and the number at the beginning.
+        # The masks for which the constraint still counts as slow, now and at the beginning.
         self._masks_left = self._masks = 0
         self._next_masks = _FIRST_MASKS
 
@@ -31,7 +29,7 @@ class Pace:
         return self._masks_left > 0
 
     def learn(self, seconds: float) -> None:
-        """Add the measured processor time of a mask."""
+        """Add a mask's processor time."""
         if seconds <= SLOW_S:
             self._masks_left = max(0, self._masks_left - 1)
             return

@@ -8,7 +8,7 @@ LONGEST_MESSAGE = 300
 
 
 class ConstraintRefused(Exception):
-    """A constraint cannot be honoured; the message is one short line, for the caller."""
+    """The message is one short line, for the caller."""
 
     def __init__(self, message: str) -> None:
         line = " ".join(message.split())
@@ -18,7 +18,7 @@ class ConstraintRefused(Exception):
 
 
 def shown(value: object, longest: int = 60) -> str:
-    """A caller's value as text for a message, cut to `longest` characters."""
+    """A caller's value for a message, cut to `longest` characters."""
     text = repr(value)
     return text if len(text) <= longest else text[: longest - 3] + "..."
 
@@ -42,9 +42,9 @@ _TOLD = (
     ("min/maxProperties only", "minProperties and maxProperties are served beside properties only"),
     ("lookarounds not", "pattern: ^ and $ are served at the ends only"),
 )
-# Words of llguidance's code, which mean nothing to callers.
+# llguidance's internal words, which mean nothing to callers.
 _INTERNAL = re.compile(r"json-schema:///|assertion|backtrace|::|\bparser?\.|<non-verbose/>")
-# An error's place in our grammar, which is not the caller's text.
+# A place in our grammar, which is not the caller's text.
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 
 
@@ -60,8 +60,8 @@ def reason_of(error: str) -> str:
 
 
 def is_of_parser(error: str) -> bool:
-    """True if an error of llguidance comes from the parser, and not from the lexer: sequences share
-    a lexer, but not a parser.
+    """True if an error comes from llguidance's parser, which sequences do not share, and not from
+    its lexer, which they share.
     """
     return re.match(_OF_PARSER, next(filter(None, _lines(error)), "")) is not None
 

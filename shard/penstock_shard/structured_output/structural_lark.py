@@ -1,7 +1,7 @@
 """Writes the formats of a structural tag as one Lark grammar.
 
 Each item is written together with the items after it, because the rule of a free text contains the
-text that ends it. A special token's text inside another text stands for that token.
+text that ends it. Where a text contains a special token's text, that token must be written.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class _Loop:
 
 @dataclass(frozen=True, slots=True)
 class _Either:
-    """Several sequences of items; a text has one of them."""
+    """Several sequences of items, of which a text has one."""
 
     cases: tuple[tuple[_Item, ...], ...]
 
 
 _Item = Format | _Loop | _Either
-# A possible beginning of items: pieces (texts, and texts of special tokens), and the items after
-# them.
+# A possible beginning of items: pieces (plain texts, and special tokens' texts), and the items
+# after them.
 _Beginning = tuple[tuple[str, ...], tuple[_Item, ...]]
 
 
@@ -71,7 +71,7 @@ class _Writer:
         self.rules: list[str] = []
         self.grammars: list[dict[str, str]] = []
         self._special_tokens = special_tokens
-        # Longest first: the longer of two tokens that match at one place is taken.
+        # Longest first, so that of two tokens at one place the longer is taken.
         ordered = sorted(filter(None, special_tokens), key=len, reverse=True)
         self._marks = re.compile(f"({'|'.join(map(re.escape, ordered))})") if ordered else None
         self._kept: dict[str, str] = {}
@@ -107,7 +107,7 @@ class _Writer:
         return " ".join(filter(None, out)) or '""'
 
     def _closed(self, item: _Item) -> str:
-        """An expression for an item that does not depend on what follows it."""
+        """Write an item that does not depend on what follows it."""
         match item:
             case ConstString():
                 return self._pieces(self._cut(item.value))
@@ -125,7 +125,7 @@ class _Writer:
         return self._rule(self.sequence(item.items)) + "*"
 
     def _before_json(self, pieces: tuple[str, ...], schema: Any) -> str:
-        """An expression for a text with JSON directly after it."""
+        """Write a text with JSON directly after it."""
         name = self._capture(pieces, schema)
         if name is None:
             return f"{self._pieces(pieces)} {self._closed(JsonSchema(schema))}"
@@ -133,20 +133,20 @@ class _Writer:
         return f"{text} {self._watched_json(name, schema)}"
 
     def _capture(self, pieces: tuple[str, ...], schema: Any) -> str | None:
-        """Return the name for the capture of a text before watched JSON; None if JSON of another
-        schema may follow the same text.
+        """Name the capture of a text before watched JSON. None if JSON of another schema may follow
+        the same text.
         """
         first, name = self._behind.setdefault(pieces, (schema, str(len(self._behind))))
         return name if same(first, schema) else None
 
     def _watched_json(self, name: str, schema: Any) -> str:
-        """An expression for JSON that begins after the capture of this name ("": at the start of
-        the text). The JSON is captured too.
+        """Write JSON that begins after this capture ("": at the start of the text), and capture it
+        too.
         """
         if name not in self.watched:
             self.watched[name] = schema_of(schema, is_watched=True)
         json_ = self._rule("%json " + json.dumps(self.watched[name]))
-        # llguidance does not report a capture equal to the last one of its name: capturing the JSON
+        # llguidance does not report a capture equal to the last one of its name. Capturing the JSON
         # makes them differ.
         return self._named("r", f'[capture="{name}"]', json_) if name else json_
 
@@ -159,13 +159,13 @@ class _Writer:
         out = self._up_to(up_to, text.excludes) if up_to else ""
         if len(up_to) == len(beginnings):
             return out
-        # A beginning without pieces: the whole output may end here.
+        # The rest may be empty, so the whole output may end here.
         excluded = (*text.excludes, *("".join(pieces) for pieces, _ in up_to))
         tail = self._terminal(_but(_ANYTHING, excluded))
         return self._rule(f"{out} | {tail}") if out else tail
 
     def _up_to(self, beginnings: list[_Beginning], excludes: tuple[str, ...]) -> str:
-        """Free text without any of the beginnings, then one beginning and the items after it."""
+        """Write free text without the beginnings, then one beginning and the items after it."""
         grouped: dict[tuple[str, ...], list[str]] = {}
         captures: dict[tuple[str, ...], str] = {}
         for pieces, after in beginnings:
@@ -182,7 +182,7 @@ class _Writer:
         texts = ["".join(pieces) for pieces in grouped]
         alternatives = []
         for pieces, follows in grouped.items():
-            # Exclude the other beginnings, except those inside this one.
+            # Exclude the other beginnings, except parts of this one.
             own = "".join(pieces)
             others = (text for text in texts if text not in own)
             head = self._head(pieces, (*excludes, *others), captures.get(pieces))
@@ -191,24 +191,22 @@ class _Writer:
         return self._rule(" | ".join(alternatives))
 
     def _split(self, pieces: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-        """Split pieces into a leading text and the rest, which begins with a special token."""
+        """Split off a leading text. The rest begins with a special token."""
         is_token = pieces[0] in self._special_tokens
         return ("", pieces) if is_token else (pieces[0], pieces[1:])
 
     def _head(self, pieces: tuple[str, ...], excludes: tuple[str, ...], capture: str | None) -> str:
-        """Free text up to these pieces, with the first piece unless it is a token."""
+        """Write free text up to these pieces, including the first unless it is a token."""
         text, tokens = self._split(pieces)
         whole = f"/(?s:.)*{_escaped(text)}/"
         if not tokens:
             options = "[lazy]" if capture is None else f'[lazy, capture="{capture}"]'
             return self._rule(self._terminal(_but(whole, excludes)), options)
-        # A special token ends the text. Exclude the token's text: written out, it looks the same.
+        # A special token ends the text. Exclude its text, which looks the same.
         return self._terminal(_but(whole, (*excludes, "".join(pieces))))
 
     def _beginnings(self, items: tuple[_Item, ...]) -> Iterator[_Beginning]:
-        """Yield the possible beginnings of the items; one without pieces if the items may be
-        empty.
-        """
+        """Yield the possible beginnings; one has no pieces if the items may be empty."""
         if not items:
             yield (), ()
             return
@@ -242,8 +240,8 @@ class _Writer:
         return (Or(item.tags), *again) if item.at_least_one else again
 
     def _trigger(self, triggers: tuple[str, ...], tag: Tag) -> tuple[_Item, ...]:
-        """Split a tag after the text by which it is recognized: its trigger, extended to the end
-        of a special token that the trigger is part of.
+        """Split a tag's beginning after its trigger; if that ends inside a special token, after the
+        token.
         """
         trigger = min((text for text in triggers if tag.begin.startswith(text)), key=len)
         length, end = len(trigger), 0
@@ -282,7 +280,7 @@ class _Writer:
 
 
 def _leading_json(items: tuple[_Item, ...]) -> tuple[Any, tuple[_Item, ...]] | None:
-    """The schema of the first item, and the other items; None if the first is not JSON."""
+    """The schema of the first item, and the other items; None if the first item is not JSON."""
     while items and (parts := _parts(items[0])) is not None:
         items = parts + items[1:]
     if items and isinstance(items[0], JsonSchema):
@@ -291,7 +289,7 @@ def _leading_json(items: tuple[_Item, ...]) -> tuple[Any, tuple[_Item, ...]] | N
 
 
 def _parts(item: _Item) -> tuple[_Item, ...] | None:
-    """The items that an item stands for; None if it stands only for itself."""
+    """The items that an item stands for; None if it is basic."""
     match item:
         case Sequence():
             return item.elements
@@ -338,7 +336,7 @@ def _open(items: tuple[_Item, ...]) -> bool:
 
 
 def _but(terminal: str, excludes: Iterable[str]) -> str:
-    """A terminal for texts that match `terminal` and contain none of `excludes`."""
+    """A terminal for texts of `terminal` that contain none of `excludes`."""
     texts = [_escaped(text) for text in dict.fromkeys(excludes) if text]
     if not texts:
         return terminal

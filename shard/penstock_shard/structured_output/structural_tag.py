@@ -1,11 +1,11 @@
 """Structural tags: free text, literal texts, and other languages between tags.
 
-Both forms, the older with `structures` and the newer with `format`, are read as formats; anything
-not understood is refused.
+Both forms are read as formats: the older with `structures` and the newer with `format`. Anything
+unknown is refused.
 
-Other implementations differ in two rules. Here `at_least_one` of triggered tags means that the text
-begins with a tag. Free text contains none of its `excludes`, no trigger, and not the text that ends
-it.
+Two rules differ from other implementations. Here `at_least_one` of triggered tags means that the
+text begins with a tag. Free text contains none of its `excludes`, no trigger, and not the text that
+ends it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import msgspec
 
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
-# A lone surrogate, which JSON escapes can express but no text can hold.
+# A lone surrogate: JSON escapes can express it, but no text can hold it.
 _HALF = re.compile("[\ud800-\udfff]")
 _NotEmpty = msgspec.Meta(min_length=1)
 _Text = Annotated[str, _NotEmpty]
 _End = str | Annotated[tuple[str, ...], _NotEmpty]
-# The place that an error names if the `type` of a format is wrong.
+# An error's place if the `type` of a format is wrong.
 _OF_TYPE = re.compile(r"(format|content|elements\[\d+\])\.type`$")
 
 
@@ -62,7 +62,6 @@ class Or(_Fields, tag="or"):
 class Tag(_Fields, tag="tag"):
     begin: str
     content: Format
-    # A text, or one of several.
     end: _End
 
 
@@ -119,12 +118,13 @@ class _Older(_Fields, tag="structural_tag"):
     triggers: Annotated[tuple[_Text, ...], _NotEmpty]
 
 
-# msgspec builds its type information once, which two threads must not do at once: do it at import.
+# msgspec builds its type information at first use. Threads must not do that at once: do it at
+# import.
 _READ_ONCE = msgspec.json.Decoder(_Newer), msgspec.json.Decoder(_Older)
 
 
 def read(tag: Any) -> Format:
-    """The format of a structural tag, which is parsed as JSON."""
+    """The format of a structural tag, given as parsed JSON."""
     if _HALF.search(json.dumps(tag, ensure_ascii=False)):
         raise ConstraintRefused("structural_tag: it holds half a character")
     try:

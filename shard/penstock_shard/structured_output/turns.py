@@ -1,5 +1,3 @@
-"""Gives places to callers in turn."""
-
 from __future__ import annotations
 
 import asyncio
@@ -8,23 +6,21 @@ from collections.abc import AsyncIterator, Collection, Hashable
 
 
 class Turns:
-    """A few places, numbered from 0, which waiting callers get in turn. Work for several callers
-    gets a place at the first turn of any of them.
+    """Places, numbered from 0, which waiting callers get in turn. Work for several callers gets a
+    place at the first turn of any of them.
     """
 
     def __init__(self, num_places: int) -> None:
         self._free = list(range(num_places))
-        # Work that waits for a place, in order of arrival, with its present callers.
+        # Work that waits for a place, in order of arrival, and its callers.
         self._waiting: dict[asyncio.Future[int], Collection[Hashable]] = {}
-        # The round of each caller's next place. A caller gets one place per round.
+        # The round of each caller's next place: one place per caller and round.
         self._rounds: dict[Hashable, int] = {}
         self._round = 0
 
     @contextlib.asynccontextmanager
     async def place(self, callers: Collection[Hashable]) -> AsyncIterator[int]:
-        """Hold a place until the context ends. The place is given at the turn of any caller that is
-        then in `callers`, which may change.
-        """
+        """Hold a place until the context ends. `callers` may change while the work waits."""
         place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._waiting[place] = callers
         self._hand_out()

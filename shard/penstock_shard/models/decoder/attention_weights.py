@@ -1,4 +1,4 @@
-"""A layer's tensors -> its attention, or the recurrence that replaces it."""
+"""A layer's tensors -> its attention or recurrence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock_shard.ops.base import HeadNorm, Rope
 
 
 class AttentionWeights:
-    """Reads the attention of layers; `ropes` has a table for each of the spec's rope types."""
+    """Reads layers' attention. `ropes` has a table for each of the spec's rope types."""
 
     def __init__(self, spec: DecoderSpec, ropes: Mapping[str, Rope], reader: TensorReader) -> None:
         self._spec = spec
@@ -64,8 +64,8 @@ class AttentionWeights:
         )
 
     def _gated_columns(self, layer: LayerSpec) -> tuple[Tensor, Tensor]:
-        """Return the columns of queries, keys and values, and the columns of gates. In the
-        checkpoint each head's gates follow its queries.
+        """Return the columns of queries, keys and values, and those of gates. In the checkpoint
+        each head's gates follow its queries.
         """
         queries = torch.arange(2 * layer.num_heads * layer.head_dim).view(layer.num_heads, 2, -1)
         keys_and_values = layer.num_kv_heads * (layer.head_dim + layer.head_dim_v)
@@ -103,8 +103,8 @@ class AttentionWeights:
         )
 
     def _delta_columns(self, delta: DeltaSpec, state: StateSpec) -> Tensor:
-        """Return the columns of queries, keys, values, gates, corrections and decays, which the
-        checkpoint groups by key head.
+        """Return the columns of queries, keys, values, gates, corrections and decays. The
+        checkpoint groups them by key head.
         """
         group = state.heads // delta.key_heads
         values = group * state.dim_v
@@ -129,8 +129,8 @@ class AttentionWeights:
         )
 
     def _order(self, layer: LayerSpec, rope: Rope) -> Tensor:
-        """Return the columns of queries, keys and values. In the rotated part of each query and key
-        head, the even columns come first, then the odd ones.
+        """Return the columns of queries, keys and values. In each query and key head's rotated
+        part, even columns come before odd ones.
         """
         rotated = torch.arange(2 * rope.cos.shape[1])
         rest = torch.arange(len(rotated), layer.head_dim)
@@ -172,6 +172,6 @@ class AttentionWeights:
             return HeadNorm(query, key, spec.norm_eps, spec.norm_offset)
         if spec.head_norms is None or not rotates:
             return None
-        # Norms without weights commute with the rotation.
+        # Norms without weights commute with rotation.
         ones = self._reader.ones(layer.head_dim)
         return HeadNorm(ones, ones, spec.norm_eps, 0.0)

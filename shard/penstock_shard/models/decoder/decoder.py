@@ -29,11 +29,11 @@ from penstock_shard.ops.base import Ops
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """The parts of a layer that do not change from step to step."""
+    """The parts of a layer that do not change between steps."""
 
     spec: LayerSpec
     weights: LayerWeights
-    # The layer's cache group and the group's pool. Heads of layers in one pool have the same size.
+    # The layer's cache group and the group's pool. In one pool, all heads have the same size.
     group: int
     pool: int
 
@@ -59,12 +59,12 @@ class Decoder:
         self._weights = weights
         self._caches = PagedCaches(cache_layout(spec.layers))
         self._layers = tuple(self._with_weights(layer) for layer in spec.layers)
-        # The layers that forward runs: all, or fewer within `shortened`.
+        # The layers that forward runs; fewer within `shortened`.
         self._running = self._layers
         self._scratch: dict[int, _Scratch] = {}
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the decoder without its cache."""
+        """Pickle without the cache."""
         return Decoder, (self._spec, self._weights, self._ops)
 
     def _with_weights(self, layer: LayerSpec) -> _Layer:
@@ -87,8 +87,8 @@ class Decoder:
 
     @property
     def capturable(self) -> bool:
-        """True if the layers allow pure decode steps to run in a CUDA graph; attention backends
-        decide for themselves.
+        """True if the layers allow CUDA graphs of pure decode steps; attention backends decide for
+        themselves.
         """
         return all(
             layer.spec.state is None and layer.weights.feed_forward.capturable
@@ -96,7 +96,7 @@ class Decoder:
         )
 
     def change(self, change: Callable[[Linear], Linear]) -> None:
-        """Replace each linear layer except the head by the result of `change`."""
+        """Replace each linear layer, except the head, by the result of `change`."""
         self._layers = tuple(
             dataclasses.replace(layer, weights=layer.weights.change(change))
             for layer in self._layers
@@ -126,8 +126,8 @@ class Decoder:
         kinds = {self._kind(layer.spec): layer for layer in reversed(self._layers)}
         running = sorted(kinds.values(), key=lambda layer: layer.spec.index)
         if running[-1] is not self._layers[-1]:
-            # In the last layer that runs, `forward` computes fewer tokens. So another layer must
-            # follow the layers to be checked.
+            # `forward` computes fewer tokens in the last layer that runs, so another must follow
+            # the checked layers.
             running.append(self._layers[-1])
         self._running = tuple(running)
         try:
@@ -136,7 +136,7 @@ class Decoder:
             self._running = self._layers
 
     def _kind(self, layer: LayerSpec) -> tuple[object, ...]:
-        """Return everything but weights in which layers may differ."""
+        """Everything except weights in which layers may differ."""
         spec, index = self._spec, layer.index
         own = dataclasses.replace(layer, index=0, reads=None)
         has = (index in spec.keys_as_values, layer.reads is not None, spec.has_experts(index))
@@ -163,8 +163,8 @@ class Decoder:
             if len(images.places):
                 stream.index_copy_(0, images.places, images.rows.to(stream.dtype))
                 deep = images.deep
-            # If features are added after the last layer, this layer needs all tokens, because
-            # `places` index all tokens.
+            # If features are added after the last layer, it needs all tokens, because `places`
+            # index all tokens.
             needs_all = needs_all or len(deep) >= len(self._running)
         update = None
         tokens = None if adapters is None else TokenAdapters(adapters)
@@ -172,7 +172,7 @@ class Decoder:
             batch = batches[layer.group]
             attended = self._attention(layer, stream, update, positions, batch, tokens)
             if layer is self._running[-1] and not needs_all:
-                # Once keys and values are cached, only these tokens need the last layer.
+                # Keys and values are cached: only these tokens need the last layer.
                 stream, attended = stream[rows], attended[rows]
                 tokens = None if tokens is None else tokens.of(rows)
             update = self._feed_forward(layer, stream, attended, tokens)
@@ -192,7 +192,7 @@ class Decoder:
         batch: AttentionBatch,
         adapters: TokenAdapters | None,
     ) -> Tensor:
-        """Add `update` to the residual stream. Return the layer's attention [T, Hq * D], before its
+        """Add `update` to the residual stream. Return the layer's attention [T, Hq * D] before its
         output matrix.
         """
         scratch = self._scratch_for(len(stream))
@@ -209,8 +209,8 @@ class Decoder:
         attended: Tensor,
         adapters: TokenAdapters | None,
     ) -> Tensor:
-        """Add the output of attention to the residual stream. Return the feed-forward output, which
-        the next norm adds.
+        """Add attention's output to the residual stream. Return the feed-forward output, which the
+        next norm adds.
         """
         weights = layer.weights
         scratch = self._scratch_for(len(stream))
@@ -238,7 +238,7 @@ class Decoder:
     def _norm(
         self, stream: Tensor, update: Tensor | None, weight: Tensor, out: Tensor | None
     ) -> Tensor:
-        """Do `stream += update` in place; return the RMSNorm of the stream."""
+        """Do `stream += update` in place; return the stream's RMSNorm."""
         spec = self._spec
         if update is None:
             return self._ops.add_rms_norm(
@@ -247,8 +247,8 @@ class Decoder:
         return self._ops.add_rms_norm(update, stream, weight, spec.norm_eps, spec.norm_offset, out)
 
     def _scratch_for(self, num_tokens: int) -> _Scratch:
-        """Return the scratch memory for a number of tokens. Kept for at most two sizes: a step's T
-        tokens, and its tokens that need logits.
+        """Scratch memory, kept for at most two sizes: a step's T tokens, and its tokens that need
+        logits.
         """
         scratch = self._scratch.get(num_tokens)
         if scratch is None:

@@ -1,5 +1,5 @@
-"""The model families of our decoder: how each type differs from Llama, and which configuration
-values are read.
+"""The model families of our decoder: how each differs from Llama, and which configuration values
+are read.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from penstock_shard.ops.base import SWIGLU_ALPHA, SWIGLU_LIMIT
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The differences between the models of one type and Llama."""
+    """The differences of one model type from Llama."""
 
-    # In transformers: the module under `models`, and the prefix of its class names (without
-    # `rotary_prefix`, also of its rotary classes).
+    # In transformers: the module under `models`, and the prefix of class names (without
+    # `rotary_prefix`, also of rotary classes).
     module: str
     prefix: str
-    # Configuration values that are read in addition to `_READ`, and rope parameters in addition to
+    # Configuration values read in addition to `_READ`, and rope parameters in addition to
     # `_ROPE_VALUES`.
     reads: frozenset[str] = frozenset()
     rope_reads: frozenset[str] = frozenset()
@@ -32,39 +32,37 @@ class Family:
     head_norms: Literal["learned", "plain"] | None = None
     interleaved: bool = False
     latent: bool = False
-    # True if one tensor has query, key and value; true if one tensor has gate and up.
+    # True if one tensor has query, key and value; and if one has gate and up.
     fused_heads: bool = False
     fused_gates: bool = False
-    # Norm weights are stored minus 1, and embeddings are scaled.
     gemma: bool = False
-    # Like Gemma 4: norm weights as they are, scores that are not scaled, normed values, and the
-    # other values of `_GEMMA4_READS`.
+    # Like Gemma 4: norm weights as they are, unscaled scores, normed values, and the other values
+    # of `_GEMMA4_READS`.
     gemma4: bool = False
-    # Like Qwen3-Next: norm weights are stored minus 1, attention has a gate, other layers have a
+    # Like Qwen3-Next: norm weights are stored minus 1, attention has a gate, and other layers a
     # state.
     delta: bool = False
-    # Like LFM2: other layers are short convolutions.
     conv: bool = False
     names: ModuleNames = LLAMA_NAMES
-    # The names of experts, if layers may have experts.
+    # None if layers never have experts.
     experts: ExpertNames | None = None
     scores: Literal["softmax", "sigmoid"] = "softmax"
     scores_eps: float = 1e-20
-    # True if each expert's input is multiplied by its score, instead of its output by its share.
+    # True if an expert's score multiplies its input; otherwise its share multiplies its output.
     scales_inputs: bool = False
-    # If queries, keys and values have biases: true if attention's output matrix has one too.
+    # True if attention's output matrix has a bias when queries, keys and values do.
     output_bias: bool = True
-    # True if tokens of an image see the whole image, including its later tokens.
+    # True if an image's tokens see the whole image, including later tokens.
     bidirectional_images: bool = False
-    # Like gpt-oss: each head has an attention sink, and the activation is its own.
+    # Like gpt-oss: heads have attention sinks, and the activation is its own.
     gpt_oss: bool = False
 
 
-# Values in DeepSeek V3 configurations that transformers does not read.
+# Values of DeepSeek V3 that transformers does not read.
 _DEEPSEEK_V3_VALUES = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 # Values of Qwen3.5 that transformers does not read.
 _QWEN35_VALUES = {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
-# The only values of gpt-oss that the kernels implement.
+# The values of gpt-oss that the kernels implement.
 _GPT_OSS_VALUES = {"swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT}
 ASSUMED_VALUES: dict[str, Any] = _DEEPSEEK_V3_VALUES | _QWEN35_VALUES | _GPT_OSS_VALUES
 _LAYER_WINDOWS = frozenset(
@@ -90,9 +88,8 @@ _GEMMA4_READS = frozenset(
         "per_layer_config",
         "attention_k_eq_v",
         "num_kv_shared_layers",
-        # Used only for images.
         "use_bidirectional_attention",
-        # Embeddings of layers; models that have them are refused.
+        # Embeddings of layers; models with them are refused.
         "vocab_size_per_layer_input",
         "enable_moe_block",
         "top_k_experts",
@@ -216,12 +213,12 @@ _DELTA_READS = frozenset(
         "linear_num_value_heads",
         # Constants in transformers.
         *_QWEN35_VALUES,
-        # Values for the prediction of further tokens, whose weights have separate names.
+        # For the prediction of further tokens, whose weights have separate names.
         "mtp_num_hidden_layers",
         "mtp_use_dedicated_embeddings",
     }
 )
-# In text, a token's three positions are equal, so one is enough.
+# In text, a token's three positions are equal: one is enough.
 _DELTA_ROPE_READS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
 _QWEN_EXPERT_READS = frozenset(
     {"moe_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step"}
@@ -252,7 +249,7 @@ _LFM2_SIZES = frozenset(
         "block_ffn_dim_multiplier",
         "block_multiple_of",
         "full_attn_idxs",
-        # Duplicates of other values, or used only to initialize weights.
+        # Duplicates, or used only to initialize weights.
         "block_dim",
         "block_mlp_init_scale",
         "block_norm_eps",
@@ -275,7 +272,7 @@ FAMILIES = {
         "ministral3",
         "Ministral3",
         frozenset({"sliding_window"}),
-        # max_position_embeddings is also a value of the configuration itself.
+        # max_position_embeddings is also in the configuration itself.
         rope_reads=frozenset({"llama_4_scaling_beta", "max_position_embeddings"}),
     ),
     "phi3": Family(
@@ -457,7 +454,7 @@ FAMILIES = {
 
 
 def own_layer_types(text: PreTrainedConfig) -> set[str]:
-    """Return the types of layers of a model that only our decoder serves."""
+    """The layer types of a model that only our decoder serves."""
     family = FAMILIES.get(text.model_type)
     if text.model_type == "llama4_text":
         return {"chunked_attention"}

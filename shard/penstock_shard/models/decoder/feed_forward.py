@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer, dense or a mixture of experts. Written on the ops interface."""
+"""A layer's feed-forward part, dense or a mixture of experts. Written on the ops interface."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from penstock_shard.ops.base import Activation, Experts, Matrix, Ops, Routing, R
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardScratch:
-    """Memory for intermediate results, [T, ...], which ops may use."""
+    """Memory for intermediate results, [T, ...]. Ops may use it."""
 
     gate_up: Tensor | None
     active: Tensor | None
-    # Memory for the output of the feed-forward part.
+    # For the output of the feed-forward part.
     update: Tensor | None
 
 
@@ -29,11 +29,11 @@ NO_SCRATCH = FeedForwardScratch(None, None, None)
 
 
 class FeedForward(Protocol):
-    """Normed hidden states [T, H] -> the update of the residual stream, [T, H]."""
+    """Normed hidden states [T, H] -> the update of the residual stream [T, H]."""
 
     @property
     def capturable(self) -> bool:
-        """True if this part may be captured in a CUDA graph."""
+        """True if a CUDA graph may capture this part."""
 
     def __call__(
         self,
@@ -43,12 +43,12 @@ class FeedForward(Protocol):
     ) -> Tensor: ...
 
     def change(self, change: Callable[[Linear], Linear]) -> FeedForward:
-        """Return a copy in which `change` has replaced each linear layer."""
+        """Return a copy with each linear layer replaced by `change`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A gated feed-forward part for all tokens."""
+    """A gated feed-forward part."""
 
     ops: Ops
     activation: Activation
@@ -75,7 +75,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """Mixture of experts: each token goes to its best experts, and to the shared experts, if any.
+    """Mixture of experts: each token goes to its best experts, and to any shared experts.
 
     The products of all experts are two calls, on tokens sorted by expert, so that a step reads each
     weight once. The router's weight keeps the precision of activations.
@@ -87,16 +87,16 @@ class Sparse:
     router: Matrix
     gate_up: Experts
     down: Experts
-    # Added to the scores by which experts are chosen, float32 [E].
+    # Added to the scores that choose experts, float32 [E].
     bias: Tensor | None = None
     shared: Dense | None = None
-    # Gates the output of the shared experts, [1, H].
+    # Gates the shared experts' output, [1, H].
     shared_gate: Matrix | None = None
-    # True if an expert's input, not its output, is multiplied by its weight.
+    # True if the routing weight multiplies an expert's input, not its output.
     scales_inputs: bool = False
-    # Multiplies the inputs of experts, but not the router's, [H].
+    # Multiplies the experts' inputs, but not the router's, [H].
     input_weight: Tensor | None = None
-    # Added to the router's logits, [E], and to the products of each expert, [E, 2I] and [E, H].
+    # Added to the router's logits, [E], and to each expert's products, [E, 2I] and [E, H].
     router_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
@@ -111,7 +111,7 @@ class Sparse:
         scratch: FeedForwardScratch,
         adapters: TokenAdapters | None = None,
     ) -> Tensor:
-        # No adapters: `check_fit` refuses adapters with matrices for experts.
+        # No adapters: `check_fit` refuses adapters for experts.
         ops = self.ops
         routing = ops.route(self.router.linear(hidden, self.router_bias), self.rule, self.bias)
         rows = hidden[routing.tokens]
@@ -146,14 +146,14 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class DenseAndSparse:
-    """The sum of a dense part and of experts, each normed (Gemma 4). Both take one norm without
+    """The sum of a dense part and experts, each normed (Gemma 4). Both take one norm without
     weights, multiplied by their own weights.
     """
 
     ops: Ops
     dense: Dense
     sparse: FeedForward
-    # The multiplier of the dense part's input, [H]; the norms of both outputs, float32 [H].
+    # Multiplies the dense part's input, [H]; the norms of both outputs, float32 [H].
     input_weight: Tensor
     dense_norm: Tensor
     sparse_norm: Tensor

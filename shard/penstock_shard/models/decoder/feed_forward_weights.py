@@ -19,8 +19,6 @@ from penstock_shard.models.decoder.tensor_reader import TensorReader
 
 
 class FeedForwardWeights:
-    """Reads the feed-forward parts of layers."""
-
     def __init__(self, spec: DecoderSpec, reader: TensorReader) -> None:
         self._spec = spec
         self._reader = reader
@@ -69,7 +67,7 @@ class FeedForwardWeights:
         scales: Sequence[float] | None = None,
     ) -> Sparse:
         """Read experts. `router_scale` [H] multiplies the router's inputs, `scales` each expert's
-        output; both are folded into the matrices.
+        output. Both are folded into the matrices.
         """
         names = experts.names
         bias, router_bias = (
@@ -99,8 +97,8 @@ class FeedForwardWeights:
         )
 
     def _biases(self, experts: ExpertsSpec, prefix: str, patterns: Sequence[str]) -> Tensor:
-        """Return the biases that belong to the weights of these names, concatenated for each
-        expert, [E, N] in the dtype of activations.
+        """The biases of these weights, concatenated for each expert: [E, N] in the dtype of
+        activations.
         """
         biases = [
             torch.cat([self._reader.vector(prefix + bias_of(each.format(e))) for each in patterns])

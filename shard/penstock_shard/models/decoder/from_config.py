@@ -1,7 +1,6 @@
-"""A transformers configuration -> the spec of our decoder, or the reason why there is none.
+"""A transformers configuration -> our decoder's spec, or the reason why there is none.
 
-If a configuration has a value that this module does not read, transformers' own code runs the
-model.
+If a configuration has a value not read here, transformers' code runs the model.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from penstock_shard.models.decoder.unknown_values import refuse_unknown
 from penstock_shard.models.layer_config import config_of_layer, source_of_keys
 from penstock_shard.ops.base import Activation, RoutingRule
 
-# The largest number of inputs of a convolution that the kernels support.
+# The most inputs of a convolution that the kernels support.
 MOST_TAPS = 16
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -34,7 +33,7 @@ def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
     """Return the spec. Raises NotOurs for a configuration that our decoder might not compute like
     transformers.
 
-    With `trust_remote_code`, a model that comes with its own code runs that code.
+    With `trust_remote_code`, a model's own code runs it.
     """
     family = FAMILIES.get(config.model_type)
     if family is None or type(config).__module__.split(".")[:2] != ["transformers", "models"]:
@@ -82,8 +81,8 @@ def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
 
 
 def _activation(config: PreTrainedConfig, family: Family) -> Activation:
-    """Return the activation. Some Gemmas also have the older name, hidden_act, with another value;
-    LFM2 has only one activation.
+    """Some Gemmas also have the older hidden_act, with another value. LFM2 has only one
+    activation.
     """
     name = config.hidden_activation if family.gemma else getattr(config, "hidden_act", "silu")
     if family.conv:
@@ -97,7 +96,7 @@ def _activation(config: PreTrainedConfig, family: Family) -> Activation:
 
 
 def _dense_size(config: PreTrainedConfig) -> int:
-    """Return the intermediate size of layers without experts; 0 if there are none."""
+    """The intermediate size of layers without experts; 0 if there are none."""
     size = getattr(config, "intermediate_size_mlp", None)
     size = int(size or getattr(config, "intermediate_size", None) or 0)
     if not getattr(config, "block_auto_adjust_ff_dim", False):
@@ -115,12 +114,12 @@ def _unread(config: PreTrainedConfig, count: int) -> tuple[str, ...]:
 
 
 def _experts(config: PreTrainedConfig, family: Family) -> ExpertsSpec | None:
-    """Return the experts; None if no layer has any. If the configuration has no width for them, as
-    in Mixtral, they are as wide as `intermediate_size`.
+    """None if no layer has experts. Experts without a width of their own, as in Mixtral, are as
+    wide as `intermediate_size`.
     """
     if family.experts is None or not getattr(config, "enable_moe_block", True):
         return None
-    # The name depends on the release of transformers.
+    # The name depends on transformers' release.
     count = int(getattr(config, "num_local_experts", None) or config.num_experts)
     layers = _layers_with_experts(config) if count > 0 else frozenset()
     if not layers:
@@ -146,7 +145,7 @@ def _experts(config: PreTrainedConfig, family: Family) -> ExpertsSpec | None:
 
 
 def _layers_with_experts(config: PreTrainedConfig) -> frozenset[int]:
-    """Return the layers with experts, by values that differ between families; all by default."""
+    """The layers with experts, by values that differ between families. By default all."""
     count = int(config.num_hidden_layers)
     listed = getattr(config, "moe_layers", None)
     if listed is not None:
@@ -163,7 +162,7 @@ def _layers_with_experts(config: PreTrainedConfig) -> frozenset[int]:
 
 
 def _routing_rule(config: PreTrainedConfig, family: Family, count: int) -> RoutingRule:
-    # Gemma 4 has its own name for this value.
+    # Gemma 4's own name.
     top_k = int(config.top_k_experts if family.gemma4 else config.num_experts_per_tok)
     if not 1 <= top_k <= count:
         raise NotOurs(f"num_experts_per_tok {top_k} of {count} experts")
@@ -219,7 +218,7 @@ def _latent(config: PreTrainedConfig) -> LatentSpec:
         plain=int(config.qk_nope_head_dim),
         rotated=int(config.qk_rope_head_dim),
         value=int(config.v_head_dim),
-        # The modules of transformers ignore rms_norm_eps.
+        # transformers' modules ignore rms_norm_eps.
         norm_eps=1e-6,
         has_bias=bool(config.attention_bias),
     )
@@ -242,7 +241,7 @@ def _layers(config: PreTrainedConfig, family: Family) -> Iterator[LayerSpec]:
 
 
 def _heads(config: PreTrainedConfig, family: Family, num_heads: int) -> LayerSpec:
-    """Return a layer whose heads have keys and values, by the layer's own configuration."""
+    """A layer whose heads have keys and values, by the layer's own configuration."""
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
     query_size = head_dim
     if family.gemma:
@@ -260,9 +259,7 @@ def _heads(config: PreTrainedConfig, family: Family, num_heads: int) -> LayerSpe
 
 
 def _sees_ahead(config: PreTrainedConfig, family: Family, layer_type: str) -> bool:
-    """True if tokens of an image see the whole image in such a layer, including its later
-    tokens.
-    """
+    """True if an image's tokens in this layer see the whole image, including later tokens."""
     if family.gemma4:
         of_vision = getattr(config, "use_bidirectional_attention", None) == "vision"
         return of_vision and layer_type == "sliding_attention"
@@ -293,7 +290,7 @@ def _latent_heads(config: PreTrainedConfig, family: Family, num_heads: int) -> L
 def _of_type(
     config: PreTrainedConfig, family: Family, layer_type: str, layer: LayerSpec
 ) -> LayerSpec:
-    """Return the layer with the visible keys, or the state, of its type."""
+    """Add the type's visible keys or state to the layer."""
     if layer_type == "sliding_attention" and int(config.sliding_window) < 1:
         raise NotOurs(f"sliding_window {config.sliding_window}")
     if layer_type == "sliding_attention":
@@ -319,7 +316,7 @@ def _check_pattern(config: PreTrainedConfig, types: Sequence[str]) -> None:
 
 
 def _default_types(config: PreTrainedConfig, count: int) -> list[str]:
-    """Return the types of layers if there is no `layer_types`: a window applies to all layers."""
+    """Without `layer_types`, a window applies to all layers."""
     windowed = getattr(config, "sliding_window", None) is not None
     return ["sliding_attention" if windowed else "full_attention"] * count
 

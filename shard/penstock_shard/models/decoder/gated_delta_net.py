@@ -1,6 +1,5 @@
 """The gated delta rule in place of attention (Yang et al., 2024), as in Qwen3-Next: a short
-convolution of queries, keys and values, and a matrix for each head that each token decays and
-corrects.
+convolution of queries, keys and values, and a matrix per head that each token decays and corrects.
 
 Called like attention. Written on the ops interface.
 """
@@ -24,12 +23,12 @@ from penstock_shard.ops.base import Ops
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNet:
-    """The layer that the module's docstring describes; `spec.state` has the sizes."""
+    """See the module's docstring. `spec.state` has the sizes."""
 
     ops: Ops
     spec: LayerSpec
-    # Hidden states -> in the order of `columns`: queries, keys and values; gates of the output; and
-    # for each head the inputs of corrections and of decays.
+    # Hidden states -> in the order of `columns`: queries, keys and values; gates of the output; for
+    # each head the inputs of corrections and of decays.
     inputs: Linear
     columns: Tensor | None
     # float32 [taps, channels]

@@ -1,4 +1,4 @@
-"""A linear layer: a product, a bias, the deltas of adapters, and the all-reduce over ranks."""
+"""A linear layer: a product, a bias, adapters' deltas, and the all-reduce over ranks."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from penstock_shard.ops.base import Matrix
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear layer: a matrix, its bias, and the delta of its adapters, if it takes any."""
+    """A matrix, its bias, and the delta of its adapters, if it takes any."""
 
     matrix: Matrix
     bias: Tensor | None
-    # The checkpoint's modules whose rows the matrix stacks: each one's name and number of rows.
+    # The checkpoint's modules whose rows the matrix stacks: names and numbers of rows.
     modules: tuple[tuple[str, int], ...] = ()
     delta: Delta | None = None
-    # With tensor parallelism over columns: the all-reduce that sums the products of all ranks.
+    # With tensor parallelism over columns, the all-reduce that sums the ranks' products.
     add_up: Callable[[Tensor], Tensor] | None = None
 
     def __call__(
         self, x: Tensor, out: Tensor | None = None, adapters: TokenAdapters | None = None
     ) -> Tensor:
-        # The bias is added once, to the sum, not on every rank.
+        # Add the bias once, to the sum, not on every rank.
         product = self.matrix.linear(x, self.bias if self.add_up is None else None, out)
         if adapters is not None and self.delta is not None:
             self.delta.add(x, product, adapters)

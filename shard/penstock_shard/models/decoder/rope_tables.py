@@ -1,4 +1,4 @@
-"""Tables of rotary position embedding, from the rotary modules of transformers, which implement all
+"""Tables of rotary position embedding, from transformers' rotary modules, which implement all
 scalings of frequencies.
 """
 
@@ -18,8 +18,8 @@ from penstock_shard.ops.base import Rope
 def rope_tables(
     config: PreTrainedConfig, spec: DecoderSpec, max_positions: int, device: torch.device
 ) -> dict[str, Rope]:
-    """Return a table for each of `spec.rope_types`. Raises NotOurs if a table is too wide for its
-    heads.
+    """A table for each of `spec.rope_types`. Raises NotOurs if a table is too wide for
+    its heads.
     """
     rotary: Any = _rotary_class(config)(config)
     positions = torch.arange(max_positions).unsqueeze(0)
@@ -40,9 +40,7 @@ def rope_tables(
 
 
 def _check_width(spec: DecoderSpec, name: str, width: int) -> None:
-    """Raise NotOurs if a table is wider than a head, or does not have the rotated width of
-    latents.
-    """
+    """Raise NotOurs for a table wider than a head, or without the rotated width of latents."""
     for layer in spec.layers:
         room = layer.head_dim if spec.latent is None else spec.latent.rotated
         has_angles = spec.rope_types[layer.index] == name and layer.state is None
@@ -51,23 +49,23 @@ def _check_width(spec: DecoderSpec, name: str, width: int) -> None:
 
 
 def _angles(rotary: Any, positions: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of positions [1, P] for one rope type, [P, rotary_dim / 2] each."""
+    """Cosines and sines [P, rotary_dim / 2] of positions [1, P] for one rope type."""
     layer_type = {"layer_type": name} if name else {}
     made = rotary(torch.empty(0, dtype=torch.float32), positions, **layer_type)
     if isinstance(made, Tensor):
-        # Llama 4's module returns complex numbers.
+        # Llama 4 returns complex numbers.
         return made[0].real, made[0].imag
     cos, sin = made[0][0], made[1][0]
     if cos.shape[1] == len(getattr(rotary, "inv_freq", ())):
-        # gpt-oss's module returns each angle once.
+        # gpt-oss returns each angle once.
         return cos, sin
     # Other modules repeat the first half in the second.
     return cos.chunk(2, dim=-1)[0], sin.chunk(2, dim=-1)[0]
 
 
 def _temperature(config: PreTrainedConfig, positions: Tensor, *, rotates: bool) -> Tensor | None:
-    """Return the factor of each position's queries. It grows by steps with the position. Ministral
-    3 and Mistral 4 have it; Llama 4 in layers without rotation.
+    """The factor of each position's queries, which grows by steps with the position: in Ministral 3
+    and Mistral 4, and in Llama 4's layers without rotation.
     """
     rope = config.rope_parameters or {}
     beta = rope.get("llama_4_scaling_beta")

@@ -1,4 +1,4 @@
-"""The attention of a layer, up to its output matrix: with keys and values for each head, or with
+"""A layer's attention, up to its output matrix: with keys and values for each head, or with
 latents. Written on the ops interface.
 """
 
@@ -22,7 +22,7 @@ from penstock_shard.ops.base import HeadNorm, Ops, Rope
 
 @dataclass(frozen=True, slots=True)
 class AttentionScratch:
-    """Memory for intermediate results, [T, ...], which ops may use."""
+    """Memory for intermediate results, [T, ...]. Ops may use it."""
 
     qkv: Tensor | None
     query: Tensor | None
@@ -32,9 +32,9 @@ NO_ATTENTION_SCRATCH = AttentionScratch(None, None)
 
 
 class Attention(Protocol):
-    """Normed hidden states [T, H] -> attention output, [T, Hq * Dv]. Writes the tokens' keys and
-    values to the layer's cache. Positions are int64 [T], or [T, rotary_dim / 2] if each frequency
-    has its own.
+    """Normed hidden states [T, H] -> attention output [T, Hq * Dv]. Writes the tokens' keys and
+    values to the cache. Positions are int64 [T], or [T, rotary_dim / 2] if frequencies have their
+    own.
     """
 
     def __call__(
@@ -50,27 +50,27 @@ class Attention(Protocol):
     def make_scratch(self, num_tokens: int) -> AttentionScratch: ...
 
     def change(self, change: Callable[[Linear], Linear]) -> Attention:
-        """Return a copy in which `change` has replaced each linear layer."""
+        """Return a copy with each linear layer replaced by `change`."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadAttention:
-    """Attention with query heads. Groups of them share a key head and a value head."""
+    """Attention in which groups of query heads share a key head and a value head."""
 
     ops: Ops
     spec: LayerSpec
     rope: Rope
     qkv: Linear
     norm: HeadNorm | None
-    # The order of the columns of qkv that the ops' rotation needs, if the checkpoint interleaves
-    # pairs. A score is a sum over a head's elements, so any order gives the same scores.
+    # The order of qkv's columns that the ops' rotation needs, if the checkpoint interleaves pairs.
+    # A score is a sum over a head's elements, so any order gives the same scores.
     order: Tensor | None = None
-    # The columns of qkv that are gates of the output, which `order` leaves out; None without gates.
+    # The columns of qkv that gate the output, which `order` leaves out; None without gates.
     gate: Tensor | None = None
-    # Ones, float32 [Dv], if values are normed; else None.
+    # Ones, float32 [Dv], if values are normed.
     value_norm: Tensor | None = None
     norm_eps: float = 0.0
-    # Scores of the attention sinks (an extra key with value 0), float32 [Hq].
+    # Scores of attention sinks (an extra key with value 0), float32 [Hq].
     sinks: Tensor | None = None
 
     def __call__(
@@ -136,7 +136,7 @@ class HeadAttention:
 
 @dataclass(frozen=True, slots=True)
 class ReadingAttention:
-    """Attention with query heads that read another layer's keys and values."""
+    """Attention whose queries read another layer's keys and values."""
 
     ops: Ops
     spec: LayerSpec
@@ -184,10 +184,10 @@ class LatentAttention:
     latent: LatentSpec
     rope: Rope
     interleaved: bool
-    # Maps hidden states to the latent of queries, if they have one, the latent of keys and values,
-    # and the rotated part of keys.
+    # Hidden states -> the latent of queries, if they have one, the latent of keys and values, and
+    # the rotated part of keys.
     down: Linear
-    # Maps the query's latent, or hidden states, to queries of all heads.
+    # The query's latent, or hidden states -> queries of all heads.
     query: Linear
     query_norm: Tensor | None
     latent_norm: Tensor
@@ -232,14 +232,14 @@ class LatentAttention:
 
 
 def _angles(rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of each token, [T, 1, P / 2]."""
+    """Each token's cosines and sines, [T, 1, P / 2]."""
     own = rope.of(positions)
     return own.cos.unsqueeze(1), own.sin.unsqueeze(1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotate x [T, H, P]; cos, sin [T, 1, P / 2]. Each operation is separate, because a fused
-    operation rounds once less and torch does not always fuse.
+    """Rotate x [T, H, P] by cos, sin [T, 1, P / 2]. Operations are separate, because a fused one
+    rounds once less and torch does not always fuse.
     """
     first, second = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)

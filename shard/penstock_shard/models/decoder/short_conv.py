@@ -21,10 +21,10 @@ from penstock_shard.ops.base import Ops
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """The layer that the module's docstring describes."""
+    """See the module's docstring."""
 
     ops: Ops
-    # Maps hidden states to gates of the inputs, gates of the outputs, and inputs, [T, C] each.
+    # Hidden states -> gates of the inputs, gates of the outputs, and inputs, [T, C] each.
     inputs: Linear
     # float32 [taps, C]; the bias is [C].
     conv: Tensor

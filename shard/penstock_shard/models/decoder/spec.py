@@ -1,4 +1,4 @@
-"""The spec of our own decoder, and the tensors that a checkpoint must have for it.
+"""Our decoder's spec, and the tensors that a checkpoint must have for it.
 
 `from_config` makes the spec from a configuration.
 """
@@ -12,9 +12,8 @@ from typing import Literal
 from penstock_shard.attention.base import LayerSpec, StateSpec
 from penstock_shard.ops.base import Activation, RoutingRule
 
-# The rotary table of layers without rotation.
 NO_ROTATION = "none"
-# Norms before and after experts, if a layer has a dense part too.
+# Norms before and after experts in layers that also have a dense part.
 EXPERT_NORMS = ("pre_feedforward_layernorm_2", "post_feedforward_layernorm_2")
 
 Shape = tuple[int, ...]
@@ -22,31 +21,29 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names of a layer's expert tensors in a family's checkpoints; {} is the expert's index."""
+    """Names of a layer's expert tensors in checkpoints; {} is the expert's index."""
 
     router: str
     gate: str
     up: str
     down: str
-    # The tensor added to an expert's score when experts are chosen.
+    # Added to an expert's score when experts are chosen.
     bias: str | None = None
-    # The tensor added to the router's logits; and true if each expert's matrices have biases.
+    # Added to the router's logits; and true if each expert's matrices have biases.
     router_bias: str | None = None
     has_biases: bool = False
-    # The module of the shared experts, which are stored as one expert; and the module of their
-    # gate.
+    # The modules of the shared experts, which are stored as one, and of their gate.
     shared: str | None = None
     shared_gate: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleNames:
-    """Names of a layer's modules, and of the last norm, in a family's checkpoints."""
+    """Names of a layer's modules, and of the last norm, in checkpoints."""
 
     before_attention: str = "input_layernorm"
     before_feed_forward: str = "post_attention_layernorm"
-    # The norms of each part's output, before the output is added; None in families without these
-    # norms.
+    # Norms of each part's output before it is added; None without these norms.
     after_attention: str | None = None
     after_feed_forward: str | None = None
     query_norm: str = "q_norm"
@@ -64,7 +61,7 @@ LLAMA_NAMES = ModuleNames()
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """The experts of the layers that have experts."""
+    """Experts, and the layers that have them."""
 
     layers: frozenset[int]
     num_experts: int
@@ -73,23 +70,23 @@ class ExpertsSpec:
     names: ExpertNames
     # Intermediate size of all shared experts together.
     shared_size: int = 0
-    # True if an expert's input, not its output, is multiplied by its weight.
+    # True if the routing weight multiplies an expert's input, not its output.
     scales_inputs: bool = False
-    # True if a layer with experts also has a dense part, each with its own norms.
+    # True if layers with experts also have a dense part, each with its own norms.
     beside_dense: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """Latent attention (DeepSeek-V2, 2024). Queries and keys have a rotated part, which all heads
-    share for keys, and a part without rotation.
+    """Latent attention (DeepSeek-V2, 2024). Queries and keys have a rotated part and one without
+    rotation. All heads share the rotated part of keys.
     """
 
     # Elements of a query's latent; None if queries are made from hidden states.
     query_rank: int | None
-    # Elements of the latent from which keys and values are made.
+    # Elements of the latent of keys and values.
     rank: int
-    # The elements of each head: of queries and keys, without and with rotation, and of values.
+    # Elements per head: of queries and keys, without and with rotation, and of values.
     plain: int
     rotated: int
     value: int
@@ -100,18 +97,18 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeltaSpec:
-    """Layers of the gated delta rule. Each layer's `state` has the number and sizes of heads."""
+    """Layers of the gated delta rule. Each layer's `state` has its heads' number and sizes."""
 
     key_heads: int
-    # True if queries, keys, values and gates are grouped by key head, and so are the inputs of
+    # True if queries, keys, values and gates are grouped by key head, like the inputs of
     # corrections and decays.
     is_fused: bool
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """A decoder of the Llama family. Sizes are in elements; bools say which biases and norms
-    exist.
+    """A decoder of the Llama family. Sizes are in elements. Bools say which biases and
+    norms exist.
     """
 
     vocab_size: int
@@ -119,20 +116,18 @@ class DecoderSpec:
     # The size in layers without experts.
     intermediate_size: int
     layers: tuple[LayerSpec, ...]
-    # The name of each layer's rotary table; see `rope_tables`.
+    # Each layer's rotary table; see `rope_tables`.
     rope_types: tuple[str, ...]
-    # True if the rotation pairs elements 2 i and 2 i + 1; false if it pairs i and i + half of the
-    # rotated part.
+    # True if rotation pairs elements 2 i and 2 i + 1; otherwise i and i + half of the rotated part.
     interleaved: bool
     activation: Activation
     norm_eps: float
     norm_offset: float
-    # The norms of queries and keys: with learned weights; or without weights, only in layers that
-    # rotate.
+    # Norms of queries and keys: with learned weights, or without weights in layers that rotate.
     head_norms: Literal["learned", "plain"] | None
     # True if values are normed, without weights.
     value_norms: bool
-    # Layers whose values equal the keys before norm and rotation.
+    # Layers whose values equal keys before norm and rotation.
     keys_as_values: frozenset[int]
     qkv_bias: bool
     output_bias: bool
@@ -140,32 +135,32 @@ class DecoderSpec:
     embedding_scale: float
     logit_softcap: float | None
     tied: bool
-    # True if one tensor has query, key and value; true if one tensor has gate and up.
+    # True if one tensor has query, key and value; and if one has gate and up.
     fused_heads: bool
     fused_gates: bool
-    # True if the residual stream is multiplied by a number after each layer.
+    # True if a number multiplies the residual stream after each layer.
     layer_scalars: bool = False
     experts: ExpertsSpec | None = None
     latent: LatentSpec | None = None
-    # The sizes of layers with a state.
+    # The sizes of layers with the delta rule.
     delta: DeltaSpec | None = None
-    # True if attention's query matrix also makes gates of its output.
+    # True if attention's query matrix also makes gates of the output.
     gates_heads: bool = False
     # True if short convolutions have biases, in models without the delta rule.
     conv_bias: bool = False
     names: ModuleNames = LLAMA_NAMES
-    # Prefixes of names of tensors that are not read.
+    # Name prefixes of tensors that are not read.
     unread: tuple[str, ...] = ()
 
     @property
     def output_norms(self) -> bool:
-        """True if the outputs of attention and of the feed-forward part are normed before they are
-        added.
+        """True if the outputs of attention and feed-forward part are normed before they
+        are added.
         """
         return self.names.after_attention is not None
 
     def has_output_bias(self, layer: LayerSpec) -> bool:
-        """Tell whether the output matrix of attention, or of its replacement, has a bias."""
+        """True if the output matrix of attention, or of its replacement, has a bias."""
         if layer.state is None:
             return self.output_bias
         return self.delta is None and self.conv_bias
@@ -175,11 +170,11 @@ class DecoderSpec:
 
 
 class NotOurs(Exception):
-    """Our decoder does not compute this model; the message names the reason."""
+    """Our decoder does not compute this model, for the reason in the message."""
 
 
 def tensor_shapes(spec: DecoderSpec) -> dict[str, Shape]:
-    """Return every tensor that the checkpoint must have, and its shape."""
+    """Every tensor that the checkpoint must have, and its shape."""
     shapes: dict[str, Shape] = {
         "model.embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
         f"{spec.names.final_norm}.weight": (spec.hidden_size,),
@@ -247,7 +242,7 @@ def _conv_shapes(spec: DecoderSpec, state: StateSpec) -> Iterator[tuple[str, Sha
 
 
 def delta_modules(delta: DeltaSpec, state: StateSpec) -> dict[str, int]:
-    """Return the modules that make the inputs of the delta rule, and their rows."""
+    """The modules that make the delta rule's inputs, and their rows."""
     values = state.heads * state.dim_v
     if delta.is_fused:
         return {"in_proj_qkvz": state.channels + values, "in_proj_ba": 2 * state.heads}
@@ -269,7 +264,7 @@ def _delta_shapes(delta: DeltaSpec, state: StateSpec, hidden: int) -> Iterator[t
 
 
 def attention_modules(spec: DecoderSpec, layer: LayerSpec) -> tuple[str, ...]:
-    """Return the modules that make queries, keys and values of heads, in this order."""
+    """The modules that make heads' queries, keys and values, in this order."""
     if layer.reads is not None:
         return ("q_proj",)
     if spec.fused_heads:
@@ -339,8 +334,8 @@ def _linear_shapes(
 
 
 def norm_names(spec: DecoderSpec) -> tuple[str, ...]:
-    """Return the norms of a layer in order of use: before attention, on its output, before the
-    feed-forward part, on its output. Without output norms, only the two "before" norms.
+    """A layer's norms in order of use: before attention, on its output, before the feed-forward
+    part, on its output. Without output norms, only the two "before" norms.
     """
     names = spec.names
     norms = (
@@ -353,7 +348,7 @@ def norm_names(spec: DecoderSpec) -> tuple[str, ...]:
 
 
 def check_tensors(spec: DecoderSpec, found: dict[str, Shape]) -> None:
-    """Raise NotOurs unless the checkpoint has exactly the tensors that the spec needs."""
+    """Raise NotOurs unless the checkpoint has exactly the spec's tensors."""
     wanted = tensor_shapes(spec)
     for name, shape in wanted.items():
         if found.get(name) != shape:

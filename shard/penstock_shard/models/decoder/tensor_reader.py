@@ -1,7 +1,7 @@
 """Reads tensors of a checkpoint as packed matrices and vectors.
 
-Each matrix is read and packed, and its file pages are given back, before the next. So the weights
-are never in memory twice.
+Each matrix is read and packed, and its file pages are given back, before the next: the weights are
+never in memory twice.
 """
 
 from __future__ import annotations
@@ -27,20 +27,18 @@ _REPORT_S = 3.0
 
 
 class TensorSource(Protocol):
-    """The source of tensors for `read_weights`."""
-
     def read(self, names: Sequence[str]) -> AbstractContextManager[list[Tensor]]:
-        """Read the tensors; they are valid inside the context."""
+        """The tensors are valid inside the context."""
 
     def codes(self, name: str) -> Codes | None:
-        """Return the matrix as its stored codes; None if it is not stored as codes."""
+        """Return the stored codes; None if the matrix is not stored as codes."""
 
 
 class RandomTensors:
-    """Random weights for a spec, equal on every load on one type of device. Norms are near 1."""
+    """Random weights for a spec, equal on every load on one device type. Norms are near 1."""
 
     def __init__(self, spec: DecoderSpec, device: torch.device) -> None:
-        """Draw the weights on the device, because on a CPU a large model would take minutes."""
+        """Draw weights on the device: a CPU would take minutes for a large model."""
         self._shapes = tensor_shapes(spec)
         self._device = device
         self._generator = torch.Generator(device).manual_seed(0)
@@ -51,11 +49,11 @@ class RandomTensors:
         yield [self._make(name) for name in names]
 
     def codes(self, name: str) -> None:
-        """Return None, because random weights are not codes."""
+        """Random weights are not codes."""
 
     def _make(self, name: str) -> Tensor:
         if len(self._shapes[name]) == 1 and not name.endswith("bias"):
-            # The norm of a state's outputs is stored without offset, unlike other norms.
+            # Unlike other norms, that of a state's outputs is stored without offset.
             value = 1.0 if name.endswith("linear_attn.norm.weight") else self._norm
             return torch.full(self._shapes[name], value, device=self._device)
         made = torch.empty(self._shapes[name], device=self._device)
@@ -63,10 +61,10 @@ class RandomTensors:
 
 
 class TensorReader:
-    """Reads the tensors of a spec from a source. `progress` gets a line every few seconds.
+    """Reads a spec's tensors from a source. `progress` gets a line every few seconds.
 
-    Its methods raise ModelError, which names the tensor, for a value that the kind of weights
-    cannot hold.
+    Methods raise ModelError, which names the tensor, for a value that the kind of weights cannot
+    hold.
     """
 
     def __init__(
@@ -100,8 +98,8 @@ class TensorReader:
         patterns: Sequence[str],
         scales: Sequence[float] | None = None,
     ) -> Experts:
-        """Pack the tensors of these names for every expert, multiplied by the expert's scale. The
-        tensors of one expert are stacked into one matrix.
+        """Pack these tensors of every expert, multiplied by its scale. One expert's tensors are
+        stacked into one matrix.
         """
         names = [[prefix + each.format(expert) for each in patterns] for expert in range(count)]
         if scales is None and self._codes(names[0]) is not None:
@@ -127,7 +125,7 @@ class TensorReader:
     def matrix(
         self, names: Sequence[str], *, exact: bool = False, scale: Tensor | None = None
     ) -> Matrix:
-        """Read tensors as one matrix; `scale` [K] multiplies its inputs."""
+        """Read tensors as one matrix. `scale` [K] multiplies its inputs."""
         codes = None if exact or scale is not None else self._codes(names)
         if codes is not None:
             self._count(names, codes.nbytes)
@@ -143,7 +141,7 @@ class TensorReader:
         return matrix
 
     def _codes(self, names: Sequence[str]) -> Matrix | None:
-        """Return the matrix in codes, if these ops multiply codes and all its tensors are codes."""
+        """The matrix in codes, if all tensors are codes and these ops multiply codes."""
         if self.ops.pack_codes is None:
             return None
         codes = [found for name in names if (found := self._source.codes(name)) is not None]
@@ -163,7 +161,7 @@ class TensorReader:
         return embedding
 
     def vectors(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
-        """Read tensors, concatenated, on the device."""
+        """Read tensors and concatenate them on the device."""
         with self._source.read(names) as parts:
             vector = torch.cat([part.to(self.ops.device, dtype) for part in parts])
         self._count(names, vector.nbytes)

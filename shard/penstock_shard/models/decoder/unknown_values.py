@@ -1,5 +1,5 @@
-"""Refuses configurations with values that our decoder does not read, because an ignored value could
-silently give wrong text.
+"""Refuses configurations with values that our decoder does not read: ignoring one could silently
+give wrong text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROPE_VALUES = {
     "mscale_all_dim",
     "truncate",
 }
-# Configuration values of every family that `decoder_spec` reads.
+# Values that `decoder_spec` reads in every family.
 _READ = {
     "auto_map",
     "vocab_size",
@@ -43,7 +43,7 @@ _READ = {
     "max_position_embeddings",
     "original_max_position_embeddings",
 }
-# Configuration values that do not change what a forward pass computes.
+# Values that do not change a forward pass.
 _INDIFFERENT = {
     "architectures",
     "attention_dropout",
@@ -72,7 +72,7 @@ _INDIFFERENT = {
     "unsloth_fixed",
     "unsloth_version",
     "use_cache",
-    # Values about images in the configuration of a text model.
+    # About images, in a text model's configuration.
     "perceiver_config",
     "pixel_shuffle_factor",
     *GenerationConfig().to_dict(),
@@ -109,7 +109,7 @@ def refuse_unknown(config: PreTrainedConfig, family: Family) -> None:
     for rope in nested or [parameters]:
         rope_type = rope.get("rope_type", "default")
         if rope_type == "yarn" and family.head_norms == "plain":
-            # yarn's rotation changes the length, and a norm after the rotation would undo that.
+            # yarn's rotation changes the length, which a later norm would undo.
             raise NotOurs("rope type yarn before norms of heads")
         if rope_type not in _ROPE_TYPES:
             raise NotOurs(f"rope type {rope_type}")

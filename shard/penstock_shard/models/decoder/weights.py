@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint -> the weights of our decoder."""
+"""A checkpoint's tensors -> our decoder's weights."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from penstock_shard.ops.base import Matrix, Ops, Rope
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """The weights of one layer. Norms are float32 [H]; output norms are None in families without
-    them.
+    """One layer's weights. Norms are float32 [H]; output norms are None in families
+    without them.
     """
 
     input_norm: Tensor
@@ -34,7 +34,7 @@ class LayerWeights:
     mlp_norm: Tensor
     feed_forward: FeedForward
     mlp_output_norm: Tensor | None
-    # The multiplier of the residual stream after the layer.
+    # Multiplies the residual stream after the layer.
     scalar: float
 
     def change(self, change: Callable[[Linear], Linear]) -> LayerWeights:
@@ -48,9 +48,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """The weights of a decoder."""
-
-    # In a tied model, the head's own matrix if it can return rows.
+    # In a tied model, the head's matrix if it can return rows.
     embedding: Embedding | Matrix
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
@@ -65,13 +63,13 @@ def read_weights(
     ops: Ops,
     progress: Callable[[str], None],
 ) -> DecoderWeights:
-    """Read and pack all weights. `ropes` has a table for each of the spec's rope types; `progress`
+    """Read and pack all weights. `ropes` has a table for each of the spec's rope types. `progress`
     gets a line every few seconds.
 
     Raises ModelError, which names the tensor, for a value that the kind of weights cannot hold.
     """
     reader = TensorReader(spec, source, ops, progress)
-    # Pack the largest matrix first, because packing needs memory and little else is loaded yet.
+    # Pack the largest matrix first: packing needs memory, and little else is loaded yet.
     head_name = "model.embed_tokens.weight" if spec.tied else "lm_head.weight"
     head = Linear(reader.matrix([head_name], exact=ops.dense_head), None)
     shares = spec.tied and head.matrix.has_rows

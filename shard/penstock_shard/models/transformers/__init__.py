@@ -1,1 +1,1 @@
-"""Models that run on the code of transformers, with our paged cache and our products."""
+"""Models on transformers' code, with our paged cache and our products."""

@@ -1,9 +1,8 @@
-"""Linear layers of a transformers module that share an input, fused into one product.
+"""Fuses a transformers module's linear layers that share an input into one product.
 
 Modelling code calls the query, key and value projections one after the other, and likewise gate and
-up. Here the first call computes all of them, and later calls get their parts of the result. Probing
-the model checks that the layers really share an input; otherwise each layer gets its own matrix
-again.
+up. Here the first call computes all, and later calls get their parts of the result. Probing the
+model checks that the layers really share an input; otherwise each gets its own matrix again.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from torch.nn import functional
 from penstock_shard.models.transformers.weight_proxies import WeightProxy, product
 from penstock_shard.ops.base import Matrix, Ops
 
-# Child modules that are fused if a module has all of them.
+# Children that are fused if a module has all of them.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True, slots=True)
 class Siblings:
-    """Linear layers that may be fused, with their names in the whole module."""
+    """Linear layers that may be fused, with their full names."""
 
     names: tuple[str, ...]
     linears: tuple[nn.Linear, ...]
@@ -69,19 +68,19 @@ class FusedProduct:
             bounds.append(bounds[-1] + linear.out_features)
         self._bounds = bounds
         self._matrix = matrix
-        # Each layer's own matrix, if the layers turned out not to share their input.
+        # Each layer's own matrix, if they turned out not to share their input.
         self._apart: list[Matrix] = []
         self._input: Tensor | None = None
         self._result: Tensor | None = None
-        # Indices of layers that have not yet taken their part of the result.
+        # Layers that have not yet taken their part of the result.
         self._open: set[int] = set()
-        # During probing: a copy of the input, and true if all layers saw the same input.
+        # For probing: a copy of the input, and true if all layers saw the same one.
         self._watched = False
         self._before: Tensor | None = None
         self._shared = True
 
     def part(self, index: int, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product of layer `index` with x [..., K]."""
+        """The product of layer `index` with x [..., K]."""
         if bias is not self._biases[index]:
             raise NotImplementedError("a product with another bias")
         if self._apart:
@@ -97,12 +96,11 @@ class FusedProduct:
 
     def _compute(self, x: Tensor) -> None:
         if self._watched:
-            # A layer that has not taken its part of the last result does not share its input.
+            # A layer that has not taken its part of the last result has another input.
             self._shared = self._shared and not self._open
             self._before = x.clone()
         self._result = product(x, self._matrix, self._bias)
-        # The reference keeps the input's memory from reuse, so that `_is_input` may compare
-        # addresses.
+        # Keep the input's memory from reuse, so that `_is_input` may compare addresses.
         self._input = x
         self._open = set(range(len(self._biases)))
 
@@ -121,13 +119,12 @@ class FusedProduct:
         return same
 
     def watch(self) -> None:
-        """Check from now until `settle` that the layers share their input."""
+        """Check until `settle` that the layers share their input."""
         self._watched, self._shared = True, True
 
     def settle(self) -> bool:
-        """Tell whether the layers share their input. If not, split the matrix into one for each
-        layer. A matrix that cannot be split is computed as a whole for each layer, which is slow
-        but correct.
+        """True if the layers share their input. If not, split the matrix into one per layer. If
+        that is not possible, each layer computes the whole matrix, which is slow but correct.
         """
         shared = self._shared and not self._open
         self._watched = False
@@ -167,19 +164,19 @@ FusedPart.handlers = {functional.linear: _linear}
 
 
 def put_in_place(siblings: Siblings, matrix: Matrix, ops: Ops) -> None:
-    """Replace the weights of the layers by parts of `matrix`, which was made from these weights."""
+    """Replace the layers' weights by parts of `matrix`, which was made from them."""
     fused = FusedProduct(siblings, matrix, ops)
     for index, linear in enumerate(siblings.linears):
         part = FusedPart(fused, index, linear, ops)
         del linear.weight
-        # Bypass nn.Module.__setattr__: the proxy is not a parameter.
+        # Bypass nn.Module.__setattr__: the proxy is no parameter.
         object.__setattr__(linear, "weight", part)
 
 
 def fuse_linears(module: nn.Module, ops: Ops) -> None:
     """Fuse all sets of layers whose weights are ordinary tensors in the dtype of activations.
 
-    Fuse one set after the other, so that only one set's weights are in memory twice.
+    Fuse one set at a time, so that only one set's weights are in memory twice.
     """
     for siblings in find_siblings(module):
         put_in_place(siblings, ops.pack(siblings.weights), ops)
@@ -187,8 +184,8 @@ def fuse_linears(module: nn.Module, ops: Ops) -> None:
 
 @contextmanager
 def probing(module: nn.Module) -> Iterator[list[str]]:
-    """Wrap one forward of all layers. Afterwards the list names the first layer of each set that
-    does not share its input.
+    """Wrap one forward of all layers. Afterwards the list names the first layer of each set whose
+    layers do not share their input.
     """
     parts = (getattr(linear, "weight", None) for linear in module.modules())
     sets = list(dict.fromkeys(part.fused for part in parts if isinstance(part, FusedPart)))

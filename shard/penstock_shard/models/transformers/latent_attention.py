@@ -1,4 +1,4 @@
-"""Modules of transformers whose attention has `expand_kv`. Our attention takes their latents
+"""Serves modules of transformers whose attention has `expand_kv`. Our attention takes their latents
 instead of the expanded keys and values; see `models/latent_heads.py`.
 """
 
@@ -16,9 +16,7 @@ from penstock_shard.ops.base import Ops
 
 
 def latent_heads(module: PreTrainedModel, ops: Ops) -> dict[int, LatentHeads]:
-    """Return the heads of the module's layers with latent attention, by index. Call before weights
-    are packed.
-    """
+    """The heads of layers with latent attention, by layer index. Call before weights are packed."""
     return {
         int(layer.layer_idx): LatentHeads.of(
             layer.kv_b_proj.weight,
@@ -31,8 +29,8 @@ def latent_heads(module: PreTrainedModel, ops: Ops) -> dict[int, LatentHeads]:
 
 
 def keep_latents(module: PreTrainedModel, is_served: Callable[[], bool]) -> None:
-    """While `is_served`, call attention with unexpanded latents: each token's [1, R + P] as its
-    key, and [1, R] as its value.
+    """While `is_served`, call attention with unexpanded latents: each token's key is [1, R + P],
+    and its value [1, R].
     """
     for layer in _latent_layers(module):
         layer.expand_kv = _expansion(layer.expand_kv, is_served)

@@ -1,7 +1,7 @@
-"""Replaces the weights of a transformers module by packed matrices, like those of our own decoder.
+"""Replaces a transformers module's weights by packed matrices, like those of our own decoder.
 
-Modelling code keeps calling torch functions on `module.weight`, which is then a proxy that computes
-the product.
+Modelling code keeps calling torch functions on `module.weight`, now a proxy that computes the
+product.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock_shard.models.transformers.weight_proxies import WeightProxy, produ
 from penstock_shard.ops.base import Matrix, Ops
 
 _REPORT_S = 3.0
-# Names of routers, the small products that choose experts, a choice that rounding would change.
+# Names of routers, small products that choose experts: rounding would change the choice.
 _ROUTERS = {"gate", "router"}
 _DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 # Largest error of a packed matrix's product that rounding explains, relative to the product. int8
@@ -37,17 +37,16 @@ _TOLERANCE = {
     "int8": 0.5,
     "fp8": 0.5,
     "int4": 0.5,
-    # Weights that this module reads as codes are dequantized, and kept in float16.
+    # Dequantized codes, kept in float16.
     "codes": 0.03,
 }
-# Half of float16's smallest step: the rounding error of values that are nearly zero.
+# Half of float16's smallest step: the rounding error of values near zero.
 _SMALLEST = 2.0**-25
-# Rows of weights that are compared at once.
 _ROWS = 1024
 
 
 class PackedWeight(WeightProxy):
-    """A matrix [N, K] that replaces a weight; `transposed` if the weight was [K, N]."""
+    """A matrix [N, K] in place of a weight; `transposed` if the weight was [K, N]."""
 
     def __init__(self, matrix: Matrix, ops: Ops, *, transposed: bool) -> None:
         shape = (matrix.out_features, matrix.in_features)
@@ -58,7 +57,7 @@ class PackedWeight(WeightProxy):
 
 
 class PackedStack(WeightProxy):
-    """The weights of several experts, which replace one tensor [E, ., .]."""
+    """Several experts' weights in place of one tensor [E, ., .]."""
 
     def __init__(self, weights: list[PackedWeight], ops: Ops) -> None:
         shape = torch.Size((len(weights), *weights[0].shape))
@@ -70,8 +69,6 @@ class PackedStack(WeightProxy):
 
 
 class PackedTable(WeightProxy):
-    """An embedding table that replaces its weight."""
-
     def __init__(self, embedding: Embedding, ops: Ops) -> None:
         super().__init__(embedding.table.shape, ops.dtype, ops.device)
         self.embedding = embedding
@@ -88,7 +85,7 @@ def _matmul(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def _product_of_columns(x: Tensor, weight: PackedWeight) -> Tensor:
-    """Return weight [N, K] @ x [..., K, T]."""
+    """weight [N, K] @ x [..., K, T]."""
     return _linear(x.transpose(-1, -2), weight).transpose(-1, -2)
 
 
@@ -114,7 +111,7 @@ PackedTable.handlers = {functional.embedding: _embedding}
 
 @dataclass(frozen=True, slots=True)
 class _WeightUse:
-    """A parameter to pack, or the parameters of sibling layers to fuse into one matrix."""
+    """A parameter to pack, or sibling layers' parameters to fuse into one matrix."""
 
     names: tuple[str, ...]
     holders: tuple[nn.Module, ...]
@@ -136,12 +133,12 @@ def pack_weights(module: PreTrainedModel, ops: Ops, progress: Callable[[str], No
     """Replace the module's weights by packed matrices, and convert the rest to the dtype of
     activations.
 
-    It packs linear layers, GPT-2's transposed ones, stacked experts, routers and embeddings. Linear
+    Packs linear layers, GPT-2's transposed ones, stacked experts, routers and embeddings. Linear
     layers that share an input become one matrix. Raises ModelError, which names the tensor, for a
     value that the kind of weights cannot hold.
     """
     matrices = _Matrices(ops)
-    # Pack the largest weight first, because packing needs memory and little else is loaded yet.
+    # Pack the largest weight first: packing needs memory, and little else is loaded yet.
     places = sorted(_weight_uses(module, ops), key=lambda place: place.nbytes, reverse=True)
     reported_s = time.monotonic()
     for done, place in enumerate(places):
@@ -149,21 +146,21 @@ def pack_weights(module: PreTrainedModel, ops: Ops, progress: Callable[[str], No
         if time.monotonic() - reported_s >= _REPORT_S:
             reported_s = time.monotonic()
             progress(f"loading weights: {100 * done // len(places)} %")
-    # "eager" is the modelling code's loop over experts, with a product for each; other
-    # implementations need all experts in one tensor.
+    # "eager" loops over experts, with a product for each; other implementations need all experts in
+    # one tensor.
     module.set_experts_implementation("eager")
     module.to(ops.dtype)
     for left in module.parameters():
-        # Copy other parameters out of the file's mapping, because the file may be overwritten.
+        # Copy other parameters out of the mapped file, which may be overwritten.
         left.data = left.data.clone()
     if next(module.parameters(), None) is None:
-        # Modelling code asks the first parameter for the model's dtype, even if none is left.
+        # Modelling code takes the model's dtype from the first parameter.
         empty = torch.empty(0, dtype=ops.dtype, device=ops.device)
         module.register_parameter("dtype_of_activations", nn.Parameter(empty))
 
 
 class _Matrices:
-    """Packs weights; weights that several modules share (Zamba2's blocks) are packed once."""
+    """Packs weights. Weights that several modules share (Zamba2's blocks) are packed once."""
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
@@ -173,8 +170,8 @@ class _Matrices:
         """Return the weights [N_i, K] as one matrix. Raises ValueError for a value that it cannot
         hold.
         """
-        # A pointer identifies a weight, because all weights stay in memory until each of their
-        # modules has its matrix.
+        # Pointers identify weights, which stay in memory until each of their modules has its
+        # matrix.
         key = (exact, *((part.data_ptr(), part.shape, part.stride()) for part in parts))
         matrix = self._packed.get(key)
         if matrix is None:
@@ -214,7 +211,7 @@ def _weight_uses(module: PreTrainedModel, ops: Ops) -> Iterator[_WeightUse]:
             exact = name.rpartition(".")[2] in _ROUTERS or (head is not None and holder is head)
             yield _WeightUse((name,), (holder,), "weight", exact=exact)
         elif hasattr(holder, "is_transposed"):
-            # Experts in transformers: weights have 3 dimensions, biases 2.
+            # Experts' weights have 3 dimensions, their biases 2.
             for parameter, value in list(holder.named_parameters(recurse=False)):
                 if value.dim() == 3:
                     yield _WeightUse((name,), (holder,), parameter)
@@ -249,9 +246,9 @@ def _pack_matrix(
 
 
 def _checked(parts: list[Tensor], ops: Ops, *, exact: bool = False) -> Matrix:
-    """Return the weights [N_i, K] as one matrix, after comparing its product with the weights'
-    product. The later comparison with the model's own attention cannot find a wrong matrix, because
-    both sides use it.
+    """Return the weights [N_i, K] as one matrix, after comparing its product with the weights' own.
+    The later comparison with the model's own attention cannot find a wrong matrix: both sides use
+    it.
     """
     matrix = ops.pack(parts, exact=exact)
     kind = "float32" if exact and ops.dtype is torch.float32 else ops.weights
@@ -264,7 +261,6 @@ def _checked(parts: list[Tensor], ops: Ops, *, exact: bool = False) -> Matrix:
     tiny = _SMALLEST * float(wide.abs().sum()) * matrix.out_features**0.5
     lost = 0.0 if kind == "float32" else tiny
     bound = _TOLERANCE[kind] * float(expected.norm()) + lost
-    # `error > bound` would let a NaN pass.
     if not error <= bound:
         raise ValueError(f"self-check failed: a product is off by {error:.2g} (bound {bound:.2g})")
     return matrix

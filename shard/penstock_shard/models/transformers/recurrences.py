@@ -1,9 +1,9 @@
-"""Layers of transformers that keep a state: their convolutions and scans run on our states.
+"""Runs convolutions and scans of transformers' layers on our states.
 
-The modelling code is not changed. Without a cache, a mixer calls one function of its file for its
-short convolution and one for its recurrence, over all tokens as one sequence. While a step is
-served, our functions replace these two; they know the sequences and their states. Lightning
-attention, which calls no such functions, is replaced as a whole.
+Modelling code is not changed. Without a cache, a mixer calls one function of its file for its short
+convolution and one for its recurrence, over all tokens as one sequence. While a step is served, our
+functions, which know the sequences and their states, replace these two. Lightning attention calls
+neither and is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from penstock_shard.errors import ModelError
 from penstock_shard.models.paged_caches import StateCache
 from penstock_shard.ops.base import Ops
 
-# Types of layers: with a state, some of them beside attention; and without attention.
+# Types of layers: with a state (some also attend), and without attention.
 WITH_STATE = {"linear_attention", "conv", "hybrid"}
 WITHOUT_ATTENTION = {"linear_attention", "conv", "mlp", "moe"}
 LAYER_TYPES = WITH_STATE | WITHOUT_ATTENTION
-# Models whose mixers are as described above. Each model has a test of its tokens.
+# Models with these mixers. Each has a test of its tokens.
 _SERVED = {
     "bailing_hybrid",
     "bamba",
@@ -45,20 +45,18 @@ _SERVED = {
     "zamba2",
 }
 
-# SiLU's names in configurations.
 _SILU = ("silu", "swish")
 
-# (layer index, spec of the caller) -> the layer's state, and the sequences of the step.
+# (layer index, the caller's spec) -> the layer's state, and the step's sequences.
 FindState = Callable[[int, StateSpec], tuple[StateCache, AttentionBatch]]
 
 
 class _Step:
-    """A step that is served: the functions that replace functions of modelling code."""
+    """A served step: functions that replace those of modelling code."""
 
     def __init__(self, ops: Ops, find: FindState) -> None:
         self._ops = ops
         self._find = find
-        # The layer whose mixer is running.
         self.layer_index = -1
 
     def _state(self, **sizes: int) -> tuple[StateCache, AttentionBatch]:
@@ -73,7 +71,7 @@ class _Step:
         activation: str | None = None,
         **_: Any,
     ) -> Tensor:
-        """Convolve x [1, C, T] with weight [C, K]; return [1, C, T]."""
+        """x [1, C, T], weight [C, K] -> [1, C, T]."""
         if activation not in (None, *_SILU):
             raise ModelError(f"short convolutions with {activation} are not served, only with silu")
         cache, batch = self._state(channels=weight.shape[0], taps=weight.shape[1])
@@ -97,8 +95,8 @@ class _Step:
         use_qk_l2norm_in_kernel: bool = False,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """Apply the delta rule: query and key [1, T, Hk, D], value [1, T, H, Dv], g [1, T, H] or
-        [1, T, H, D], beta [1, T, H] -> [1, T, H, Dv].
+        """query and key [1, T, Hk, D], value [1, T, H, Dv], g [1, T, H] or [1, T, H, D], beta [1,
+        T, H] -> [1, T, H, Dv].
         """
         if not use_qk_l2norm_in_kernel:
             raise ModelError("a delta rule whose keys are of any length is not served")
@@ -122,7 +120,7 @@ class _Step:
         dt_limit: tuple[float, float],
         **_: Any,
     ) -> Tensor:
-        """Compute Mamba-2: x [1, T, H, P], dt [1, T, H], b and c [1, T, G, N] -> [1, T, H, P]."""
+        """Mamba-2: x [1, T, H, P], dt [1, T, H], b and c [1, T, G, N] -> [1, T, H, P]."""
         cache, batch = self._state(heads=x.shape[2], dim=x.shape[3], dim_v=b.shape[3])
         found = self._ops.selective_scan(
             x[0].contiguous(),
@@ -149,7 +147,7 @@ class _Step:
         delta_bias: Tensor,
         **_: Any,
     ) -> Tensor:
-        """Compute Mamba: x, dt and z [1, I, T], a [I, N], b and c [1, N, T] -> [1, I, T]."""
+        """Mamba: x, dt and z [1, I, T], a [I, N], b and c [1, N, T] -> [1, I, T]."""
         inner, width = a.shape
         cache, batch = self._state(heads=inner, dim=1, dim_v=width)
         found = self._ops.selective_scan(
@@ -168,7 +166,7 @@ class _Step:
     def attend_lightning(
         self, mixer: Any, hidden_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, None]:
-        """Compute the module's Lightning Attention-2 (Qin et al., 2024): [1, T, C] -> [1, T, C]."""
+        """Lightning Attention-2 (Qin et al., 2024): [1, T, C] -> [1, T, C]."""
         heads, dim = mixer.num_attention_heads, mixer.head_dim
         qkv = mixer.act_fn(mixer.qkv_proj(hidden_states))[0].view(-1, heads, 3 * dim)
         query, key, value = (part.contiguous() for part in qkv.split(dim, dim=-1))
@@ -180,7 +178,7 @@ class _Step:
         return mixer.out_proj(mixer.output_gate(hidden_states).sigmoid() * normed), None
 
 
-# Functions that modelling files call without a cache, and their replacements.
+# Functions that modelling code calls without a cache, and their replacements.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _Step.convolve,
     "torch_chunk_gated_delta_rule": _Step.delta_rule,
@@ -188,7 +186,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _Step.scan_heads,
     "mamba_selective_scan": _Step.scan_channels,
 }
-# Mixers that call no function for their recurrence.
+# Mixers without a function for their recurrence.
 _REPLACED: dict[str, Callable[..., Any]] = {
     "MiniMaxLightningAttention": _Step.attend_lightning,
 }
@@ -199,13 +197,13 @@ _step: _Step | None = None
 
 
 def are_served(text: PreTrainedConfig) -> bool:
-    """Tell whether we serve such a model's layers with a state."""
+    """True if we serve this model's layers with a state."""
     return text.model_type in _SERVED
 
 
 @contextmanager
 def serving(ops: Ops, find: FindState) -> Iterator[None]:
-    """Inside the context, mixers given to `run_on_states` compute on our states."""
+    """Inside the context, mixers of `run_on_states` compute on our states."""
     global _step
     outer, _step = _step, _Step(ops, find)
     try:
@@ -215,7 +213,7 @@ def serving(ops: Ops, find: FindState) -> Iterator[None]:
 
 
 def run_on_states(module: PreTrainedModel) -> None:
-    """Have the module's mixers, if any, compute on our states while a step is served."""
+    """Have the module's mixers compute on our states while a step is served."""
     limit = _time_step_limit(module.config.get_text_config())
     mixer: Any
     for mixer in module.modules():
@@ -223,7 +221,7 @@ def run_on_states(module: PreTrainedModel) -> None:
         if not functions and type(mixer).__name__ not in _REPLACED:
             continue
         for name in functions:
-            # The file that has the code, which the class may have inherited.
+            # The file of the code, which the class may have inherited.
             of_file = inspect.unwrap(type(mixer).forward).__globals__
             of_file[name] = _served(of_file[name], _FUNCTIONS[name])
         if hasattr(mixer, "time_step_limit"):
@@ -232,8 +230,8 @@ def run_on_states(module: PreTrainedModel) -> None:
 
 
 def _time_step_limit(text: PreTrainedConfig) -> tuple[float, float]:
-    """Return the configured limit. Some mixers use the smallest step of their initial weights as a
-    bound instead, only for prompts. Raises ModelError unless the limit is two numbers.
+    """The configured limit. Some mixers instead use the smallest step of their initial weights as a
+    bound, only for prompts. Raises ModelError unless the limit is two numbers.
     """
     limit = getattr(text, "time_step_limit", None)
     if limit is None:
@@ -245,8 +243,8 @@ def _time_step_limit(text: PreTrainedConfig) -> tuple[float, float]:
 
 
 def recording(specs: dict[int, StateSpec], device: torch.device) -> FindState:
-    """Return a `FindState` for a step of one token. It makes a state at each call, and records in
-    `specs` what each layer asks for.
+    """A `FindState` for a step of one token. It makes a state at each call, and records each
+    layer's needs in `specs`.
     """
     one, sums = (torch.tensor(each, dtype=torch.int32, device=device) for each in ([1], [0, 1]))
     slots = torch.zeros(1, dtype=torch.int64, device=device)
@@ -254,7 +252,7 @@ def recording(specs: dict[int, StateSpec], device: torch.device) -> FindState:
 
     def find(layer_index: int, spec: StateSpec) -> tuple[StateCache, AttentionBatch]:
         known = specs.get(layer_index, StateSpec(channels=0, taps=1))
-        # A convolution states some sizes, and a recurrence others.
+        # Convolutions state some sizes, recurrences others.
         pairs = zip(dataclasses.astuple(known), dataclasses.astuple(spec), strict=True)
         specs[layer_index] = StateSpec(*map(max, pairs))
         return StateCache.of(spec, 1, device), batch
@@ -263,7 +261,7 @@ def recording(specs: dict[int, StateSpec], device: torch.device) -> FindState:
 
 
 def _functions_of(module: nn.Module) -> list[str]:
-    """Return the functions of `_FUNCTIONS` that a mixer's code calls; none for other modules."""
+    """The `_FUNCTIONS` that a mixer's code calls; none for other modules."""
     if not hasattr(module, "layer_idx"):
         return []
     code = inspect.unwrap(type(module).forward).__code__
@@ -282,8 +280,8 @@ def _served(function: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
 
 
 def _with_index(mixer: Any) -> Callable[..., Any]:
-    """Return a forward that, while a step is served, calls the replacement of the mixer's class, if
-    any.
+    """Return a forward that calls the replacement of the mixer's class, if any, while a step is
+    served.
     """
     forward, index = mixer.forward, int(mixer.layer_idx)
     ours = _REPLACED.get(type(mixer).__name__)

@@ -1,6 +1,6 @@
-"""Attention in which an indexer selects the keys that a query sees (DeepSeek Sparse Attention,
-2025; MiniMax M3 selects whole blocks). Such models are served up to the length at which selection
-begins: below it, queries see all keys.
+"""Serves attention in which an indexer selects each query's keys (DeepSeek Sparse Attention, 2025;
+MiniMax M3 selects whole blocks), up to the length at which selection begins: below it, queries see
+all keys.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 LAYER_TYPES = {"indexed_attention", "minimax_m3_sparse"}
-# Models whose indexers select `index_topk` single keys for each query; and models whose indexers
-# select whole blocks of keys.
+# Models whose indexers select `index_topk` single keys per query, and those that select whole
+# blocks.
 _SELECT_KEYS = {"deepseek_v32", "glm_moe_dsa", "hy_v4"}
 _SELECT_BLOCKS = {"minimax_m3_vl_text"}
 
 
 def most_unselected_tokens(text: PreTrainedConfig) -> int | None:
-    """Return the longest length at which every query sees all keys; None for a model without such
+    """The longest length at which every query sees all keys; None for models without these
     indexers.
     """
     if text.model_type in _SELECT_KEYS:
@@ -31,7 +31,7 @@ def most_unselected_tokens(text: PreTrainedConfig) -> int | None:
 
 
 def skip_selection(module: PreTrainedModel, is_served: Callable[[], bool]) -> None:
-    """While `is_served`, make indexers compute nothing, because nothing reads their selection."""
+    """While `is_served`, indexers compute nothing, because nothing reads their selection."""
     for layer in module.modules():
         indexer: Any = getattr(layer, "indexer", None)
         if indexer is not None:

@@ -1,8 +1,8 @@
 """A transformers causal LM whose attention runs on our paged cache.
 
-The modelling code is not changed: each attention layer calls the function registered here, which
-passes queries, keys and values to the current forward's hook (`_attention`). Causality comes from
-the step's lengths, so the registered mask function returns no mask, or a placeholder for code with
+Modelling code is not changed: each attention layer calls the function registered here, which passes
+queries, keys and values to the current forward's hook (`_attention`). Causality comes from the
+step's lengths, so the registered mask function returns no mask, or a placeholder for code with
 indexers.
 """
 
@@ -40,7 +40,7 @@ ATTENTION_NAME = "penstock"
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """A layer's call: query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv]."""
+    """query [T, Hq, D], key [T, Hkv, D], value [T, Hkv, Dv]."""
 
     layer_index: int
     query: Tensor
@@ -53,10 +53,10 @@ class AttentionCall:
 
 
 _Hook = Callable[[AttentionCall], Tensor]
-# Called by the registered function during a forward. A module global, because modelling code
-# differs in the keyword arguments that it passes on; the engine runs one forward at a time.
+# Called during a forward. A module global, because modelling code passes on different keyword
+# arguments; the engine runs one forward at a time.
 _hook: _Hook | None = None
-# The mask for modelling code; None unless code with indexers needs one to take apart.
+# The mask for modelling code; None unless code with indexers takes it apart.
 _mask: Tensor | None = None
 
 
@@ -84,9 +84,7 @@ def _attention_function(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend for modelling code: query [1, Hq, T, D], key and value in the same layout -> [1, T,
-    Hq, Dv].
-    """
+    """query [1, Hq, T, D], key and value in the same layout -> [1, T, Hq, Dv]."""
     if _hook is None:
         raise RuntimeError("a forward outside of TransformersModel")
     call = AttentionCall(
@@ -103,7 +101,7 @@ def _attention_function(
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return the hook's mask, or None. Otherwise transformers would build a dense mask."""
+    """Without this, transformers would build a dense mask."""
     return _mask
 
 
@@ -120,9 +118,8 @@ class TransformersModel:
         ops: Ops,
         latent: Mapping[int, LatentHeads] = MappingProxyType({}),
     ) -> None:
-        """Take over a loaded module; its attention implementation must be `ATTENTION_NAME`. It
-        attends with the backend that the ops have at the time of the call. Layers in `latent` cache
-        latents.
+        """Take over a module whose attention implementation is `ATTENTION_NAME`. It attends with
+        the backend that the ops have at each call. Layers in `latent` cache latents.
         """
         self.module = module
         self.device = ops.device
@@ -136,7 +133,6 @@ class TransformersModel:
             keep_latents(module, lambda: _hook is not None)
         recurrences.run_on_states(module)
         _note_layers_of_shared(module)
-        # Adapters of the running forward, to be added to products.
         self.token_adapters: TokenAdapters | None = None
         self._layers, self.hidden_size = self._probe()
         self._caches = PagedCaches(cache_layout(self._layers))
@@ -147,8 +143,8 @@ class TransformersModel:
 
     @torch.inference_mode()
     def _probe(self) -> tuple[tuple[LayerSpec, ...], int]:
-        """Run one token through the modules. Return the specs of all attention calls and
-        recurrences, and the size of final hidden states (0 if they do not pass the head).
+        """Run one token. Return the specs of all attention calls and recurrences, and the size of
+        final hidden states (0 if they do not pass the head).
         """
         specs: list[LayerSpec] = []
         states: dict[int, StateSpec] = {}
@@ -173,9 +169,7 @@ class TransformersModel:
         return tuple(specs), diverted[0].shape[1] if len(diverted) == 1 else 0
 
     def _state_index(self, layer: int) -> int:
-        """Return the index of a layer's state: counted after all layers, as the layer may attend
-        too.
-        """
+        """Count states after all layers, because a layer may also attend."""
         return layer + self._num_layers
 
     @property
@@ -184,7 +178,7 @@ class TransformersModel:
 
     @property
     def layer_stacks(self) -> list[tuple[str, nn.ModuleList]]:
-        """The lists of the model's layers, and their names in the module."""
+        """The lists of the model's layers, by name in the module."""
         names = {module: name for name, module in self.module.named_modules()}
         stacks = layer_stacks(self.module, self._num_layers)
         return [(names[stack], stack) for _, _, stack in stacks]
@@ -214,7 +208,7 @@ class TransformersModel:
         for parent, name, stack in stacks:
             kept = self._one_of_each_kind(stack)
             setattr(parent, name, nn.ModuleList(stack[index] for index in kept))
-            # Some layers look up their type by their index in the stack.
+            # Some layers find their type by index in the stack.
             _set_layer_types(text, types and [types[index] for index in kept])
         try:
             yield
@@ -224,7 +218,7 @@ class TransformersModel:
             _set_layer_types(text, types)
 
     def _one_of_each_kind(self, stack: nn.ModuleList) -> list[int]:
-        """Return indices of layers of each kind, and of the layers whose keys they read."""
+        """Indices of a layer of each kind, and of the layers whose keys they read."""
         if any(getattr(module, "is_shared_by_layers", False) for module in stack.modules()):
             # Shared modules get their layer index from their place in the stack.
             return list(range(len(stack)))
@@ -294,8 +288,8 @@ class TransformersModel:
     def _diverted(self, num_logits: int) -> Iterator[list[Tensor]]:
         """Divert all but the first `num_logits` rows of the head's input into the list.
 
-        The head's input is the final hidden states, whatever code called the head. A head that is
-        called with other arguments is left alone.
+        The input is the final hidden states, whatever code called the head. Calls with other
+        arguments are left alone.
         """
         diverted: list[Tensor] = []
 
@@ -316,9 +310,8 @@ class TransformersModel:
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
-        """Give torch one thread during our kernels, which have their own threads. With more, torch
-        would divide tensors among threads, and compute the ends of the parts with other
-        instructions.
+        """Give torch one thread during our kernels, which have their own. With more, torch would
+        divide tensors, and compute the ends of parts with other instructions.
         """
         before = torch.get_num_threads()
         if self._ops.backend.name == "cpu":
@@ -340,7 +333,6 @@ class TransformersModel:
 
 
 def own_logits(module: PreTrainedModel, token_ids: Tensor) -> Tensor:
-    """Return logits [B, L, V] of token_ids [B, L] by the module with its own attention."""
     implementation = module.config._attn_implementation
     module.set_attn_implementation("eager")
     try:
@@ -354,7 +346,7 @@ def own_logits(module: PreTrainedModel, token_ids: Tensor) -> Tensor:
 def layer_stacks(
     module: nn.Module, num_layers: int
 ) -> Iterator[tuple[nn.Module, str, nn.ModuleList]]:
-    """Yield each list of the model's layers: its module, its name there, and the list."""
+    """Yield each list of the model's layers: the module, the list's name there, and the list."""
     for parent in module.modules():
         for name, child in parent.named_children():
             if not isinstance(child, nn.ModuleList) or len(child) != num_layers:
@@ -368,7 +360,9 @@ def _knows_its_index(layer: nn.Module) -> bool:
 
 
 def _note_layers_of_shared(module: PreTrainedModel) -> None:
-    """Set the index of attention that several layers share (Zamba2) from each call's arguments."""
+    """Set the layer index of attention that several layers share (Zamba2) from each call's
+    arguments.
+    """
     for shared in module.modules():
         if getattr(shared, "layer_idx", None) == -1:
             shared.is_shared_by_layers = True
@@ -380,8 +374,8 @@ def _note_layer(shared: Any, _: Any, named: dict[str, Any]) -> None:
 
 
 def _set_layer_types(text: PreTrainedConfig, types: Sequence[str] | None) -> None:
-    """Set the layer types. Types that follow from other fields stay unchanged. A layer then takes
-    another type's mask, which does no harm because there are no masks.
+    """Types that follow from other fields stay unchanged. A layer then takes another type's mask,
+    which does no harm because there are no masks.
     """
     with suppress(AttributeError):
         if types:

@@ -2,7 +2,7 @@
 
 transformers does not fail if a model ignores a registered attention function, or expresses
 something only in the attention mask, which our function never sees: the text would silently be
-wrong. Here the configuration, the class, and each probed layer's attention call are checked;
+wrong. Here the configuration, the class, and each probed layer's attention call are checked.
 `selfcheck/own_attention.py` has a fourth check.
 """
 
@@ -30,11 +30,11 @@ from penstock_shard.models.transformers import recurrences, sparse_indexers
 from penstock_shard.models.transformers.sparse_indexers import most_unselected_tokens
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Values in which layers may differ, because their attention calls show them.
+# Layers may differ in these values, because attention calls show them.
 _LAYER_ATTRIBUTES = {"head_dim", "num_key_value_heads"}
-# Rope types whose angles change for the whole batch once a position passes the original context.
+# Rope types whose angles change for the whole batch past the original context.
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-# Architectures without a language model's head; transformers would load them with a random head.
+# Architectures without a language model's head; transformers would load a random one.
 _SCORES = re.compile(
     r"(For(Sequence|Token)Classification|ForQuestionAnswering|ForMultipleChoice|RewardModel)$"
 )
@@ -50,10 +50,10 @@ def architecture_of(config: PreTrainedConfig) -> str:
 
 
 def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
-    """Raise ModelError for a model whose configuration alone shows that it cannot be served."""
+    """Raise ModelError if the configuration shows that the model cannot be served."""
     name = architecture_of(config)
     text = config.get_text_config()
-    # Must come first: reading such an attribute raises an error.
+    # First, because reading a differing attribute raises an error.
     differing = set(getattr(text, "per_layer_attributes", None) or ()) - _LAYER_ATTRIBUTES
     if differing:
         raise ModelError(
@@ -76,8 +76,8 @@ def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
 
 
 def check_purpose(config: PreTrainedConfig) -> None:
-    """Raise ModelError for a model that is no decoder. transformers would answer with a list of all
-    its classes, or load a decoder of the same type without trained weights.
+    """Raise ModelError for a model that is no decoder. transformers would list all its classes, or
+    load a decoder of the same type without trained weights.
     """
     reason = _other_purpose(architecture_of(config), config)
     if reason is not None:
@@ -85,7 +85,7 @@ def check_purpose(config: PreTrainedConfig) -> None:
 
 
 def _other_purpose(name: str, config: PreTrainedConfig) -> str | None:
-    """Return what a model is, if it is no decoder, and what to serve instead of it."""
+    """Return what the model is, if it is no decoder, and what to serve instead."""
     if _SCORES.search(name):
         return f"gives scores or classes of texts, and {_INSTEAD}"
     if getattr(config, "is_encoder_decoder", False):
@@ -107,20 +107,18 @@ def _other_purpose(name: str, config: PreTrainedConfig) -> str | None:
 
 
 def _is_encoder(name: str, config: PreTrainedConfig) -> bool:
-    """True if tokens see later tokens: in a type that fills in masks, or a changed decoder."""
+    """True if tokens see later ones: in a type that fills in masks, or a changed decoder."""
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING:
         return not getattr(config, "is_decoder", False)
     text = config.get_text_config()
     sees_all = getattr(text, "use_bidirectional_attention", None) in (True, "all")
-    # XLNet's own name for this setting.
+    # XLNet's name for this.
     sees_all = sees_all or getattr(text, "attn_type", None) == "bi"
     return sees_all or getattr(text, "is_causal", None) is False or "Bidirectional" in name
 
 
 def _check_heads(name: str, text: PreTrainedConfig) -> None:
-    """Check the numbers of heads. Modelling code would fail only at its first step, with an error
-    about tensor shapes.
-    """
+    """Modelling code would fail only at its first step, with an error about tensor shapes."""
     heads = getattr(text, "num_attention_heads", None)
     kv_heads = getattr(text, "num_key_value_heads", None)
     if heads and kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
@@ -138,7 +136,7 @@ def _check_heads(name: str, text: PreTrainedConfig) -> None:
 
 def _check_rope(name: str, text: PreTrainedConfig, max_model_len: int) -> None:
     parameters = getattr(text, "rope_parameters", None) or {}
-    # One set of rope parameters, or one for each type of layer.
+    # One set of parameters, or one per type of layer.
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     for rope in nested or [parameters]:
         if rope.get("rope_type", "default") not in _BATCH_DEPENDENT_ROPE:
@@ -159,8 +157,8 @@ def _original_context(rope: dict[str, Any], text: PreTrainedConfig) -> int:
 
 
 def check_ours_alone(text: PreTrainedConfig, reason: Exception) -> None:
-    """Raise ModelError for a type of model that only our decoder serves; `reason` says why it does
-    not compute this one.
+    """Raise ModelError for a type that only our decoder serves. `reason` says why it does not
+    compute this model.
     """
     if own_layer_types(text):
         raise ModelError(
@@ -170,7 +168,7 @@ def check_ours_alone(text: PreTrainedConfig, reason: Exception) -> None:
 
 
 def check_class(module: PreTrainedModel) -> None:
-    """Raise ModelError for a class whose attention cannot be replaced."""
+    """Raise ModelError if the class's attention cannot be replaced."""
     if not module._can_set_attn_implementation():
         raise ModelError(
             f"{type(module).__name__} does not let its attention be replaced (its code in "
@@ -216,10 +214,10 @@ def check_layers(
 def _check_windows(
     name: str, text: PreTrainedConfig, specs: Sequence[LayerSpec], max_model_len: int
 ) -> None:
-    """Check that a window in the configuration has reached the attention call."""
+    """Check that the configured window reached the attention call."""
     layer_types = getattr(text, "layer_types", None) or ()
     seen = any(spec.window is not None for spec in specs)
-    # Without types of layers, a window applies to all layers.
+    # Without layer types, a window applies to all layers.
     if layer_types and ("sliding_attention" in layer_types or not seen):
         wrong = [
             spec.index

@@ -1,7 +1,7 @@
-"""Proxies that stand in for weights in modelling code and compute the products with them.
+"""Proxies that stand in for weights in modelling code and compute their products.
 
-torch hands a call with a proxy among its arguments to the proxy (`__torch_function__`). So modules
-are not rewritten, and a use of a weight that no handler covers fails.
+torch hands calls with a proxy argument to the proxy (`__torch_function__`). So modules are not
+rewritten, and a use of a weight that no handler covers fails.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from penstock_shard.ops.base import Matrix
 
 
 class WeightProxy:
-    """The base of all proxies: looks like a parameter in the dtype of activations."""
+    """Looks like a parameter in the dtype of activations."""
 
-    # The torch functions that this class of proxy supports, and their replacements.
+    # The supported torch functions, and their replacements.
     handlers: ClassVar[dict[Any, Callable[..., Tensor]]] = {}
 
     is_meta = False
@@ -50,7 +50,7 @@ class WeightProxy:
 
 
 def product(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
-    """Return x @ weight.T + bias, [..., N], for x [..., K]."""
+    """x [..., K] -> x @ weight.T + bias, [..., N]."""
     if x.shape[-1] != matrix.in_features:
         raise ValueError(f"a product of {tuple(x.shape)} with {matrix.in_features} inputs")
     flat = x.reshape(-1, matrix.in_features).contiguous()

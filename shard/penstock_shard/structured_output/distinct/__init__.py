@@ -1,5 +1,5 @@
-"""Keeps the items of a set, and the names of an object, different from one another.
+"""Makes the items of a set, and the names of an object, differ from each other.
 
-No grammar can express this. So the next token's mask is cleared of tokens that complete an equal
-item or name, or can lead only to one.
+No grammar can express this. So tokens that complete an equal item or name, or can lead only to one,
+are cleared from the mask.
 """

@@ -1,4 +1,4 @@
-"""Computes the texts by which a value that is being written may become equal to an earlier one."""
+"""Computes the texts by which an unfinished value may become equal to an earlier one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ ZEROS = b"0000"
 
 
 def all_ways(position: Position) -> list[bytes]:
-    """Texts by which an item or name that must differ from earlier ones may still become equal to
-    one of them. A text ends with the next name, plain value or sign.
+    """Texts by which an unfinished item or name may become equal to an earlier one from which it
+    must differ. A text ends with the next name, plain value or sign.
     """
     if not position.is_strict:
         return []
@@ -29,7 +29,7 @@ def all_ways(position: Position) -> list[bytes]:
 
 
 def level_at_stake(position: Position) -> int | None:
-    """The outermost container with an item or name that may still become equal to another."""
+    """The outermost container whose unfinished item or name may still become equal to another."""
     if position.is_strict:
         for level, container in enumerate(position.containers):
             if container.is_strict and _ways(position, level):
@@ -38,7 +38,7 @@ def level_at_stake(position: Position) -> int | None:
 
 
 def _ways(position: Position, level: int) -> list[bytes]:
-    """Texts by which the next item or name of the container at `level` may equal an earlier one."""
+    """Texts by which the next item or name at `level` may equal an earlier one."""
     container = position.containers[level]
     if level < len(position.containers) - 1:
         inner = position, level + 1
@@ -74,7 +74,7 @@ def _inside(position: Position, level: int, value: Value) -> list[bytes]:
 
 
 def _left(position: Position, level: int, left: Value) -> list[bytes]:
-    """Texts that continue a container to which the items or names in `left` are still missing."""
+    """Texts that continue a container that still lacks the items or names in `left`."""
     is_object = position.containers[level].is_object
     is_inner = level == len(position.containers) - 1
     end = b"}" if is_object else b"]"
@@ -96,7 +96,7 @@ def _texts(begun: bytes, texts: Iterable[bytes]) -> list[bytes]:
     if begun[:1] == b'"':
         return [text[len(begun) :] for text in texts if text.startswith(begun)]
     if begun:
-        # A cheap first selection. -0 also writes the number 0.
+        # A cheap first filter. -0 also writes the number 0.
         texts = [
             text
             for text in texts
@@ -119,7 +119,7 @@ def _plain_ways(begun: bytes, text: bytes) -> Iterator[bytes]:
 
 
 def ended(container: Container, level: int, later: Position) -> bool:
-    """True if an item or name of the container has ended at the `later` position."""
+    """True if an item or name of the container has ended at `later`."""
     if len(later.containers) <= level:
         return True
     return len(later.containers[level].used) > len(container.used)

@@ -1,5 +1,5 @@
-"""Clears tokens of a mask that would make an item or a name equal to an earlier one, or that can
-lead only to an equal one.
+"""Clears from a mask the tokens that make an item or a name equal to an earlier one, or can lead
+only to that.
 """
 
 from __future__ import annotations
@@ -20,25 +20,23 @@ from penstock_shard.structured_output.distinct.position import BLANKS, DIGITS, P
 from penstock_shard.structured_output.distinct.vocabulary import Tokens, Vocabulary, Words
 from penstock_shard.structured_output.distinct.watched import Watched
 
-# Bound of a set's items, which bounds the work for a token.
+# The most items of a set, which bounds the work per token.
 MOST_ITEMS = 250
-# Bound of a set's nesting: comparing values takes stack.
+# The deepest nesting of a set: comparing values takes stack.
 DEEPEST = 100
-# Bytes of text before JSON that are kept to find the end of a capture.
+# Bytes of text kept to find where a capture before JSON ends.
 _TAIL_BYTES = 512
 _COMMA, _ENDS = b",", (b",", b"]", b"}")
-# Characters after which a string or number differs from most earlier ones.
+# Next characters by which a string or number differs from most earlier ones.
 _OTHER_LETTERS, _OTHER_DIGITS = b"a0_", b"159"
 
 
 class Distinct:
-    """Follows the JSON of one sequence, and clears tokens that may not follow."""
-
     def __init__(
         self, watched: abc.Mapping[str, Watched], vocabulary: Vocabulary, beginning: LLMatcher
     ) -> None:
-        """The keys of `watched` are names of captures, after which the JSON begins; "": it begins
-        at the text's start. `beginning`: a matcher that has consumed nothing.
+        """The keys of `watched` are the captures after which JSON begins; "" is the start of the
+        text. `beginning`: a matcher that has consumed nothing.
         """
         self._watched = watched
         self._vocabulary = vocabulary
@@ -46,31 +44,29 @@ class Distinct:
         self.reset()
 
     def reset(self) -> LLMatcher:
-        """Go back to the beginning, and return a new matcher: one that is reset would keep its
+        """Go back to the beginning, and return a new matcher, because a reset one would keep its
         captures.
         """
-        # The end of the text so far, to find the end of a capture.
+        # The end of the text so far.
         self._tail = b""
-        # True if one token both began the JSON and contained two equal items or names.
+        # One token both began the JSON and contained two equal items or names.
         self._is_broken = False
         self._begin("")
         return self._beginning.deep_copy()
 
     def _begin(self, name: str | None) -> None:
-        """Begin to follow the JSON after the capture `name`; None: no JSON follows."""
+        """Follow the JSON after the capture `name`. None: no JSON follows."""
         watched = None if name is None else self._watched.get(name)
         self._position = Position(None if watched is None else watched.root)
-        # Sorted: texts that may follow and lead to an item or name equal to an earlier one.
+        # Sorted texts that may follow and lead to an item or name equal to an earlier one.
         self._ways: list[bytes] = []
-        # The text written after `_ways` was last empty. `_known`: for that text and continuations
-        # of it, true if an item or name that differs may follow.
+        # The text since `_ways` was last empty. `_known` tells, for that text and its
+        # continuations, whether a different item or name may follow.
         self._since = b""
         self._known: dict[bytes, bool] = {}
 
     def consume(self, token_ids: abc.Sequence[int], matcher: LLMatcher) -> bool:
-        """Have the matcher consume the tokens, and follow their JSON. True if the matcher allows
-        them.
-        """
+        """Have the matcher consume the tokens. True if it allows them."""
         if self._watched.keys() == {""}:
             for token_id in token_ids:
                 self._feed(self._vocabulary.texts[token_id])
@@ -95,9 +91,7 @@ class Distinct:
         return True
 
     def _feed(self, text: bytes) -> bool:
-        """Follow this text. True if no items or names are equal: in the output of an older shard
-        they may be.
-        """
+        """True if no items or names are equal. They may be in the output of an older shard."""
         is_within_string = self._position.in_string and b'"' not in text
         differs = self._position.feed(text)
         if is_within_string:
@@ -110,7 +104,7 @@ class Distinct:
         return differs
 
     def restrict(self, mask: Words, matcher: LLMatcher) -> None:
-        """Clear from the matcher's own mask the tokens that may not follow."""
+        """Clear tokens that may not follow from the matcher's mask."""
         position = self._position
         if self._is_broken:
             mask[:] = 0
@@ -139,8 +133,8 @@ class Distinct:
                     Tokens(ending).clear(mask)
 
     def _clear_crossing(self, mask: Words) -> None:
-        """Clear tokens that end one piece of JSON and begin another: such a token would have to be
-        checked against both pieces. Several tokens can always write the same text.
+        """Clear tokens that end one piece of JSON and begin another, because both pieces would need
+        checks. Other tokens can always write the same text.
         """
         mask &= self._vocabulary.one_piece[self._position.in_string]
         if _may_have_exponent(self._position):
@@ -156,8 +150,8 @@ class Distinct:
                 tokens.clear(mask)
 
     def _at_stake(self, matcher: LLMatcher) -> set[tuple[int, ...]]:
-        """Return groups of tokens of equal text, after which the item or name might have to become
-        equal to an earlier one.
+        """Return groups of tokens with equal text after which no different item or name may be
+        possible.
         """
         vocabulary, position = self._vocabulary, self._position
         found = set()
@@ -172,9 +166,8 @@ class Distinct:
     def _safe(
         self, way: bytes, before: list[int], ways: abc.Sequence[bytes], matcher: LLMatcher
     ) -> int:
-        """Count the first bytes of `way` after which the item or name can certainly still become
-        different: those within a string or number that may end in another way. `way` follows the
-        tokens `before`.
+        """Count the leading bytes of `way` after which the item or name can certainly still differ:
+        bytes in a string or number that may end in another way. `way` follows the tokens `before`.
         """
         if way[-1:] == b'"':
             text, others = way[:-1], _OTHER_LETTERS
@@ -198,7 +191,7 @@ class Distinct:
         return 0
 
     def _leads_on(self, token_id: int, matcher: LLMatcher) -> bool:
-        """True if an item or name that differs from all earlier ones may follow the token."""
+        """True if a different item or name may follow the token."""
         text = self._vocabulary.texts[token_id]
         known = self._known.get(self._since + text)
         if known is not None:
@@ -218,7 +211,7 @@ class Distinct:
         return self._search(position, matcher, self._since + text)
 
     def _search(self, position: Position, matcher: LLMatcher, text: bytes) -> bool:
-        """True if some continuation leads to a different item or name."""
+        """True if a continuation leads to a different item or name."""
         todo, seen = [(position, matcher, text)], []
         while todo:
             position, matcher, text = todo.pop()
@@ -239,7 +232,9 @@ class Distinct:
         text: bytes,
         todo: list[tuple[Position, LLMatcher, bytes]],
     ) -> bool:
-        """True if the next byte may make a difference; otherwise add to `todo` what to search."""
+        """True if the next byte may make a difference; otherwise add what to search next
+        to `todo`.
+        """
         level = level_at_stake(position)
         assert level is not None
         for byte in self._bytes_after(position, matcher):
@@ -254,7 +249,7 @@ class Distinct:
         return False
 
     def _bytes_after(self, position: Position, matcher: LLMatcher) -> list[int]:
-        """Bytes that may follow; bytes that differ from earlier values come first."""
+        """Bytes that may follow. Bytes that differ from earlier values come first."""
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)
         found = self._vocabulary.single_bytes.allowed(mask)
         allowed = [self._vocabulary.texts[token_id][0] for token_id in found]
@@ -267,7 +262,7 @@ class Distinct:
 
 
 def _end(before: bytes, text: bytes, captured: bytes) -> int:
-    """Return the index in `text` at which a capture ends that did not end in `before`."""
+    """Return the index in `text` at which the capture ends."""
     for end in range(len(text) + 1):
         whole = before + text[:end]
         if whole[-len(captured) :] == captured[-len(whole) :]:
@@ -276,15 +271,15 @@ def _end(before: bytes, text: bytes, captured: bytes) -> int:
 
 
 def _may_have_exponent(position: Position) -> bool:
-    """True if an exponent may follow. Sets forbid exponents: different texts could be equal
-    numbers.
+    """True if an exponent may follow. Sets forbid exponents, which write equal numbers in several
+    ways.
     """
     return not position.text or position.text[0] in DIGITS
 
 
 def _passes(position: Position, text: bytes) -> bool:
-    """Tell whether a token may be written whole: it makes no name equal to an earlier one, and
-    within a set does not go beyond the first item.
+    """True if the token makes no name equal to an earlier one, and in a set does not go beyond the
+    first item.
     """
     for byte in text:
         if position.is_strict and not position.in_string and byte in b",eE":

@@ -1,4 +1,4 @@
-"""Refuses sets that must have more items than their schema has different values."""
+"""Refuses sets that need more items than their schema has different values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEEPEST = 8
 
 
 def check_enough(place: Place, schema: dict[str, Any], base: str) -> None:
-    """Refuse a set that must have one more item when no different value may be left."""
+    """Refuse a set if its required items may run out of different values."""
     least = int(schema.get("minItems", 0))
     if least > MOST_ITEMS:
         raise ConstraintRefused(f"uniqueItems: minItems of {least} is over {MOST_ITEMS}")
@@ -36,7 +36,7 @@ def check_enough(place: Place, schema: dict[str, Any], base: str) -> None:
 
 
 def _count(place: Place, schema: Schema, base: str, depth: int) -> float:
-    """An upper bound of the number of values that a schema allows."""
+    """An upper bound of how many values a schema allows."""
     schema, base = place.read(schema, base)
     if isinstance(schema, bool) or depth > _DEEPEST:
         return 0 if schema is False else math.inf
@@ -53,7 +53,7 @@ def _counts(place: Place, schema: dict[str, Any], base: str, depth: int) -> Iter
     if "const" in schema:
         yield 1
     elif "enum" in schema:
-        # Compared as JSON, since True equals 1 in Python.
+        # As JSON, because True equals 1 in Python.
         yield len({json.dumps(value, sort_keys=True) for value in schema["enum"]})
     elif "type" in schema:
         types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]

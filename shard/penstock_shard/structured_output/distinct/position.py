@@ -1,7 +1,7 @@
-"""Follows JSON byte by byte: which containers are open, and what they contain so far.
+"""Follows JSON byte by byte: which containers are open, and their contents so far.
 
-Values are represented so that equal JSON compares equal: an array is a tuple, an object a dict, and
-any other value its text (a number its shortest text). Whitespace is left out.
+Equal JSON compares equal: an array is a tuple, an object a dict, and any other value its text (a
+number its shortest text), without whitespace.
 """
 
 from __future__ import annotations
@@ -13,34 +13,33 @@ from typing import Any, NamedTuple
 from penstock_shard.structured_output.distinct.watched import Node
 
 Value = Any
-# What is next, when no name or plain value has begun. At `FIRST` a container may end.
+# What comes next if no name or plain value has begun. At `FIRST` a container may end.
 FIRST, NEXT, COLON, VALUE, AFTER = range(5)
 BLANKS, DIGITS = b" \t\r\n", b"-0123456789"
 _OPENS, _CLOSES, _QUOTE, _COMMA, _COLON, _BACKSLASH = b"[{", b"]}", 0x22, 0x2C, 0x3A, 0x5C
-# A string's text up to its end, or up to an incomplete escape.
 _WITHIN = re.compile(rb'(?:[^"\\]|\\.)*', re.DOTALL)
 
 
 class Container(NamedTuple):
     node: Node
     is_object: bool
-    # Its items or members are compared with others: it is a set or is within one.
+    # True for a set, or within one: its contents are compared with others.
     is_kept: bool
-    # A set, or an object with patterns: there may be no different item or name left.
+    # True for a set, or an object with patterns: different items or names may run out.
     is_strict: bool
-    # The container is strict, or within a strict one.
+    # True for a strict container, or within one.
     is_within: bool
     length: int = 0
     items: tuple[Value, ...] = ()
-    # For an object: its names so far if watched, its members if kept, and the name of the member
-    # that is being written.
+    # Of an object: its names if watched, its members if kept, and the name of the unfinished
+    # member.
     names: tuple[bytes, ...] = ()
     members: tuple[tuple[bytes, Value], ...] = ()
     name: bytes | None = None
 
     @property
     def used(self) -> tuple[Value, ...]:
-        """Values from which the next one must differ."""
+        """The next one must differ from these."""
         return self.names if self.is_object else self.items
 
     @property
@@ -52,11 +51,11 @@ class Position:
     __slots__ = ("_is_escaped", "_is_kept", "_root", "containers", "phase", "text")
 
     def __init__(self, root: Node | None) -> None:
-        """Begin before a value; without `root`, there is no JSON."""
+        """Begin before a value. Without `root` there is no JSON."""
         self._root = root
         self.containers: list[Container] = []
         self.phase = AFTER if root is None else VALUE
-        # Text of the name or plain value that is being written, if any.
+        # Text of the unfinished name or plain value, if any.
         self.text = b""
         self._is_escaped = False
         self._is_kept = False
@@ -69,7 +68,7 @@ class Position:
 
     @property
     def is_strict(self) -> bool:
-        """True within a container that may have no different item or name left."""
+        """True within a strict container."""
         return bool(self.containers) and self.containers[-1].is_within
 
     @property
@@ -86,7 +85,7 @@ class Position:
         return self.phase <= NEXT and bool(self.containers) and self.containers[-1].is_object
 
     def feed(self, data: bytes) -> bool:
-        """Follow these bytes. True if nothing that must differ is equal to an earlier value."""
+        """Read these bytes. False if a value equals an earlier one from which it must differ."""
         at = 0
         while at < len(data) and not self.is_over:
             if self.in_string:
@@ -100,9 +99,7 @@ class Position:
         return True
 
     def _string(self, data: bytes, start: int) -> int:
-        """Read more of a string. Return the end of its text in `data`; -1 if the string may not
-        end with that text.
-        """
+        """Return the end of the string's text in `data`; -1 if the string may not end there."""
         found = _WITHIN.match(data, start + self._is_escaped)
         assert found is not None
         end = found.end()
@@ -128,7 +125,7 @@ class Position:
         elif byte == _COLON:
             self.phase = VALUE
         elif byte not in BLANKS and byte != _QUOTE and not self.containers:
-            # The whole JSON is a number or null: nothing in it is watched.
+            # The whole JSON is one plain value.
             self.phase = AFTER
         elif byte not in BLANKS:
             self._is_kept = self.in_name or (bool(self.containers) and self.containers[-1].is_kept)
@@ -183,7 +180,7 @@ class Position:
 
 
 def plain(text: bytes) -> bytes:
-    """The text by which a plain value is compared: 1.50 is 1.5, and -0 is 0."""
+    """The text by which a plain value is compared: 1.5 for 1.50, and 0 for -0."""
     if text[0] in DIGITS and not text.strip(b"-0."):
         return b"0"
     return text.rstrip(b"0").rstrip(b".") if text[0] in DIGITS and b"." in text else text

@@ -1,4 +1,4 @@
-"""Indexes a model's tokens by their bytes, to find tokens that continue a text in a certain way."""
+"""Indexes a model's tokens by their bytes, to find those that continue a text."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from penstock_shard.structured_output.distinct.position import BLANKS
 Words = NDArray[np.int32]
 
 _SIGN = re.compile(rb'[][{},:" \t\r\n]')
-# A whole name or item, and something before or after it.
+# A whole name or item, with text before or after it.
 _LATER_NAME = re.compile(rb'(?s:[^"]+"(?:.*)"|".*".*")')
 _ITEM = re.compile(rb"(?s:\[.*[,eE])")
 
 
 class Vocabulary:
-    """The tokens of a model. Lookups leave special tokens out."""
+    """A model's tokens. Lookups leave out special tokens."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         size = tokenizer.vocab_size
@@ -32,7 +32,7 @@ class Vocabulary:
         self._sorted = [text for text, _ in order]
         self._ids = np.array([token_id for _, token_id in order], dtype=np.int64)
         self._longest = max(map(len, self._sorted), default=0)
-        # Token ids by text; some vocabularies have several tokens of one text.
+        # By text, because some vocabularies have several tokens with one text.
         self._exactly: dict[bytes, tuple[int, ...]] = {}
         for text, token_id in order:
             self._exactly[text] = (*self._exactly.get(text, ()), token_id)
@@ -43,14 +43,14 @@ class Vocabulary:
         several = self._those(lambda text: len(text) > 1 and _SIGN.search(text) is not None)
         self.blanks = [each for each in several if not self.texts[each].strip(BLANKS)]
         self.blanks += [each for byte in BLANKS for each in self.exactly(bytes((byte,)))]
-        # Masks without tokens that end one piece of JSON and begin another, by whether the token
-        # begins within a string.
+        # Masks without tokens that end one piece of JSON and begin another. The keys tell whether
+        # the token begins in a string.
         self.one_piece = {
             True: self._all_but([each for each in quoted if b'"' in self.texts[each][:-1]]),
             False: self._all_but([each for each in several if _crosses(self.texts[each])]),
         }
         self.no_exponents = self._all_but(self._those(_has_exponent))
-        # Tokens in which a name or item may both begin and end.
+        # Tokens that may contain a whole name or item.
         self.passing = {
             True: Tokens([i for i in quoted if _passes(self.texts[i].partition(b'"')[2])]),
             False: Tokens([each for each in several if _passes(self.texts[each])]),
@@ -60,15 +60,13 @@ class Vocabulary:
         return self._exactly.get(text, ())
 
     def beginning(self, text: bytes) -> NDArray[np.int64]:
-        """Tokens that begin with this text, which is not empty and does not end with \\xff."""
+        """Tokens that begin with `text`, which is not empty and does not end with \\xff."""
         beyond = text[:-1] + bytes((text[-1] + 1,))
         first, last = bisect_left(self._sorted, text), bisect_left(self._sorted, beyond)
         return self._ids[first:last]
 
     def leading_into(self, text: bytes, beyond: int) -> Iterator[tuple[int, ...]]:
-        """Yield the tokens that are a prefix of this text and longer than `beyond` bytes, in groups
-        of equal text.
-        """
+        """Yield tokens that are a prefix of `text` longer than `beyond` bytes, grouped by text."""
         for length in range(beyond + 1, min(len(text), self._longest) + 1):
             yield self.exactly(text[:length])
 
@@ -99,7 +97,7 @@ class Tokens:
 
 
 def _crosses(text: bytes) -> bool:
-    """True if a token that has punctuation of JSON has more than one piece of JSON."""
+    """True if a token with JSON punctuation has more than one piece of JSON."""
     return b'"' in text[1:-1] if text[:1] == b'"' else bool(text.strip(BLANKS))
 
 

@@ -1,4 +1,4 @@
-"""Finds the arrays and objects of a schema that are watched: their items or names must differ."""
+"""Finds a schema's watched arrays and objects: their items or names must differ."""
 
 from __future__ import annotations
 
@@ -7,31 +7,30 @@ from typing import Any
 
 # A schema is a dict or a bool; its values are any JSON.
 Schema = Any
-# Stands for `uniqueItems` in prepared schemas: an annotation, which llguidance skips.
+# Stands for `uniqueItems` in prepared schemas; llguidance skips comments.
 UNIQUE: dict[str, Any] = {"$comment": "uniqueItems"}
-# Schemas that have only these keywords restrict nothing; the schemas in them do.
+# Schemas with only these keywords restrict nothing themselves.
 _HELD = frozenset(("$ref", "anyOf", "allOf"))
 _HOLDERS = _HELD | {"$defs", "x-guidance", *UNIQUE}
 
 
-# Nodes that are searched. A larger schema is assumed to have something watched.
+# A schema with more nodes is assumed to have something watched.
 _MOST_NODES = 2000
 
 
 class Node:
-    """The values at one place of the JSON, as all schemas that may apply there describe them. If
-    the schemas differ, the strictest one counts.
+    """The values at one place of the JSON. If several schemas may apply there, the strictest
+    counts.
     """
 
     def __init__(self, watched: Watched, parts: list[Schema]) -> None:
         self._watched = watched
         self._parts = [part for part in parts if part is not UNIQUE]
         objects = [part for part in self._parts if _allows("object", part)]
-        # An array's items must differ.
+        # True if an array's items must differ: `parts` had the mark.
         self.is_set = len(self._parts) < len(parts)
-        # An object may have names that no keyword lists.
         self.is_open = any(map(_is_open, objects))
-        # The object may have only few possible names, as a pattern may allow few.
+        # A pattern may allow only few names.
         self.has_patterns = any(part.get("patternProperties") for part in objects)
         self._listed = {name for part in objects for name in part.get("properties", ())}
         self._found: dict[str | int | None, Node] = {}
@@ -63,8 +62,8 @@ class Node:
 
 
 class Watched:
-    """The watched places in the values of a prepared schema, shared by all sequences with the
-    schema.
+    """The watched places of a prepared schema's values. All sequences with the schema
+    share them.
     """
 
     def __init__(self, schema: dict[str, Any]) -> None:
@@ -103,7 +102,7 @@ _ANYTHING: dict[str, Any] = {}
 
 
 def watched_in(schema: dict[str, Any]) -> Watched | None:
-    """Return what is watched in the values of a prepared schema; None if nothing is."""
+    """Return the watched places of a prepared schema's values; None if there are none."""
     watched = Watched(schema)
     todo = [watched.root]
     seen: set[Node] = set()
@@ -131,7 +130,9 @@ def _item(part: dict[str, Any], index: int) -> Schema:
 
 
 def _allows(kind: str, part: dict[str, Any]) -> bool:
-    """True if a schema allows the type `kind` ("object" or "array") without listing its values."""
+    """True if a schema allows the type `kind` ("object" or "array") and does not list its
+    values.
+    """
     types = part.get("type", kind)
     return (kind in types if isinstance(types, list) else kind == types) and not (
         "const" in part or "enum" in part

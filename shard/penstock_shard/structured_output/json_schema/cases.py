@@ -1,7 +1,7 @@
 """Combines alternatives that apply together, and keeps only the possible combinations.
 
-For `allOf`, llguidance combines each alternative of one part with each alternative of the other
-parts. This module first leaves out contradictory combinations.
+For `allOf`, llguidance combines every alternative of one part with every alternative of the others.
+Contradictory combinations are left out here.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from penstock_shard.structured_output.json_schema.combine import TYPES, Schema, 
 from penstock_shard.structured_output.json_schema.values import same, stated_values, type_of
 
 _MOST_CASES = 128
-# References followed to find what a part requires.
+# The most references followed to find what a part requires.
 _MOST_REFERENCES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
     """Parts that apply together, and facts about their values: the `types`, the properties that
-    objects must have (`required`) and must not have (`absent`), and the `listed` values of
-    properties.
+    objects must have (`required`) or must not have (`absent`), and the properties' `listed` values.
     """
 
     parts: tuple[Schema, ...] = ()
@@ -34,7 +33,7 @@ class _Case:
     listed: dict[str, frozenset[tuple[str, object]]] = field(default_factory=dict)
 
     def with_part(self, part: Schema, definitions: dict[str, Schema]) -> _Case | None:
-        """Add a part to the case; None if no value meets both."""
+        """Add a part; None if no value meets all parts."""
         if any(each is False for each in _parts(part)):
             return None
         types, required, absent, listed = self.types, self.required, self.absent, dict(self.listed)
@@ -56,7 +55,7 @@ class _Case:
 
 
 def possible_cases(schema: Schema, definitions: dict[str, Schema]) -> Schema:
-    """A schema of the same values in which no part of `allOf` contradicts another."""
+    """A schema of the same values, in which no part of `allOf` contradicts another."""
     if not isinstance(schema, dict):
         return schema
     out = with_subschemas(schema, lambda part: possible_cases(part, definitions))
@@ -74,7 +73,7 @@ def possible_cases(schema: Schema, definitions: dict[str, Schema]) -> Schema:
 def _decided(
     base: _Case, choices: list[list[Schema]], definitions: dict[str, Schema]
 ) -> tuple[_Case | None, list[list[Schema]]]:
-    """Parts that apply in any case, and the choices left between possible alternatives."""
+    """Parts that always apply, and the choices left between possible alternatives."""
     open_choices = choices
     while decided := [choice for choice in open_choices if len(choice) < 2]:
         for choice in decided:
@@ -93,7 +92,7 @@ def _decided(
 def _combined(
     base: _Case, choices: list[list[Schema]], definitions: dict[str, Schema]
 ) -> list[_Case] | None:
-    """The possible combinations of the choices; None if there are too many."""
+    """The possible combinations; None if there are too many."""
     cases = [base]
     for choice in sorted(choices, key=len):
         found = (case.with_part(part, definitions) for case in cases for part in choice)
@@ -105,11 +104,11 @@ def _combined(
 
 
 def _merged(case: _Case, definitions: dict[str, Schema]) -> list[Schema]:
-    """The parts of a case; all that describe properties are merged into one part."""
+    """The parts of a case. Those that only describe properties are merged."""
     seen: set[str] = set()
     parts = [each for part in case.parts for each in _inlined(part, definitions, seen)]
     if case.types == {"object"}:
-        # Here all values are objects, so stating the type changes nothing.
+        # All values are objects, so stating the type changes nothing.
         parts = [{**part, "type": "object"} if _is_plain(part) else part for part in parts]
     for types in ("object", None):
         alike = [part for part in parts if _is_plain(part) and part.get("type") == types]
@@ -141,8 +140,8 @@ _OF_OBJECTS = {*_OF_PROPERTIES, "additionalProperties", "patternProperties"}
 def _inlined(
     schema: Schema, definitions: dict[str, Schema], seen: set[str]
 ) -> Iterator[dict[str, Any]]:
-    """Parts of a schema. Definitions that only describe objects replace their references.
-    References in `seen` are skipped.
+    """Parts of a schema. Definitions that only describe objects replace their references. Skips
+    references in `seen`.
     """
     for part in filter(_is_schema, _parts(schema)):
         if part.get("$ref") in seen:
@@ -183,7 +182,7 @@ def _alternatives(schema: Schema) -> list[Schema]:
 def _plain(
     schema: Schema, definitions: dict[str, Schema], seen: set[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the parts that have no alternatives. `seen`: references followed so far."""
+    """Yield the parts without alternatives. `seen`: references followed so far."""
     for part in filter(_is_schema, _parts(schema)):
         if "$ref" in part and part["$ref"] not in seen and len(seen) < _MOST_REFERENCES:
             seen.add(part["$ref"])
@@ -205,8 +204,8 @@ def _types(schema: dict[str, Any]) -> frozenset[str]:
 
 
 def _listed(schema: Schema) -> frozenset[tuple[str, object]] | None:
-    """The values that a schema lists, each with its type; None if it lists none, or arrays or
-    objects.
+    """The values that a schema lists, each with its type; None if it lists none, or an array or
+    object.
     """
     values = stated_values(schema) if isinstance(schema, dict) else None
     if values is None or any(isinstance(value, list | dict) for value in values):

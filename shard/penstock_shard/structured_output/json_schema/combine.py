@@ -12,17 +12,17 @@ TYPES = ("null", "boolean", "number", "string", "array", "object")
 
 
 class Place(Protocol):
-    """Services for the code that rewrites a keyword. `base` is the base URI of references."""
+    """Services for code that rewrites a keyword. `base` is the base URI of references."""
 
-    # True if items and names that must differ are checked during generation (`distinct/`).
+    # True if generation checks that items and names differ (`distinct/`).
     is_watched: bool
 
     def positive(self, schema: Schema, base: str) -> Schema:
-        """A schema in keywords that llguidance knows, of the same texts or fewer."""
+        """A schema of the same texts or fewer, in keywords that llguidance knows."""
         ...
 
     def negative(self, schema: Schema, base: str) -> Schema:
-        """A schema of texts that `schema` forbids: of all such texts, or of fewer."""
+        """A schema of all texts that `schema` forbids, or of fewer."""
         ...
 
     def resolve(self, keyword: str, reference: object, base: str) -> tuple[Schema, str]:
@@ -30,7 +30,7 @@ class Place(Protocol):
         ...
 
     def read(self, schema: Schema, base: str) -> tuple[Schema, str]:
-        """Check a schema. Return it in the keywords that `modern` leaves, with its inner base."""
+        """Check a schema. Return it in the keywords that `modern` leaves, and its inner base."""
         ...
 
 
@@ -59,7 +59,7 @@ def other_types(*types: str) -> Schema:
 
 
 def unless(kind: str, schema: Schema) -> Schema:
-    """Values of type `kind` that `schema` allows, and all values of other types."""
+    """All values of other types, and values of type `kind` that `schema` allows."""
     return any_of([other_types(kind), all_of([{"type": kind}, schema])])
 
 

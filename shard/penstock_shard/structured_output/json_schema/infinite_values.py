@@ -1,4 +1,4 @@
-"""Finds schemas that only infinite values would meet. Some recursive schemas are such.
+"""Finds recursive schemas that only infinite values would meet.
 
 For these, llguidance generates without end, or stops in the middle.
 """
@@ -12,12 +12,11 @@ from penstock_shard.structured_output.json_schema.values import stated_values, t
 
 
 def ending_names(definitions: dict[str, Schema]) -> set[str]:
-    """Names of the definitions that have a finite value."""
     ending: set[str] = set()
     before = -1
     while before < len(ending):
         before = len(ending)
-        # A definition comes after those that refer to it, so the reverse order takes fewer rounds.
+        # A definition comes after those that refer to it: the reverse order takes fewer rounds.
         for name in reversed(definitions):
             if name not in ending and may_end(definitions[name], ending):
                 ending.add(name)
@@ -25,7 +24,7 @@ def ending_names(definitions: dict[str, Schema]) -> set[str]:
 
 
 def may_end(schema: Schema, ending: set[str]) -> bool:
-    """True if the schema has a finite value. `ending`: the definitions known to have one."""
+    """True if the schema has a finite value. `ending`: definitions known to have one."""
     if isinstance(schema, bool):
         return schema
     if "$ref" in schema and schema["$ref"].removeprefix("#/$defs/") not in ending:
@@ -38,7 +37,7 @@ def may_end(schema: Schema, ending: set[str]) -> bool:
 
 
 def _types(schema: dict[str, Any]) -> list[str]:
-    """Types of values that a schema allows; "string" also stands for all other scalar types."""
+    """Types that a schema allows; "string" stands for all scalar types."""
     values = stated_values(schema)
     if values is not None:
         return [type_of(value) for value in values]

@@ -1,6 +1,6 @@
-"""Checks the JSON type of each keyword's value, so that other modules may rely on it.
+"""Checks the JSON type of each keyword's value; other modules rely on it.
 
-Keywords not listed here are checked by the code that handles them.
+The code that handles a keyword not listed here checks it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Type = Literal["integer", "null", "boolean", "number", "string", "array", "obje
 _LARGEST = sys.float_info.max
 _Number = int | Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
 _Positive = Annotated[int, msgspec.Meta(gt=0)] | Annotated[float, msgspec.Meta(gt=0, le=_LARGEST)]
-# 2.0 is a valid count. Above 2^53 a float is not exact, and no value is so long.
+# 2.0 is a valid count. Above 2^53 floats are not exact, and no value is so long.
 _Count = Annotated[float, msgspec.Meta(ge=0, le=2**53, multiple_of=1)]
 
 _SHAPES: dict[str, tuple[str, Any]] = {
@@ -40,7 +40,7 @@ _SHAPES: dict[str, tuple[str, Any]] = {
         for of in ("Length", "Items", "Contains", "Properties")
     },
     **dict.fromkeys(("minimum", "maximum"), ("number", _Number)),
-    # In draft 4 the value is a boolean: true if the bound itself is excluded.
+    # In draft 4, a boolean that is true if the bound itself is excluded.
     **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), ("number", _Number | bool)),
     "multipleOf": ("number above 0", _Positive),
     **dict.fromkeys(("uniqueItems", "nullable"), ("bool", bool)),
@@ -51,7 +51,7 @@ _SHAPES: dict[str, tuple[str, Any]] = {
     "dependentRequired": ("object of lists of names", dict[str, list[str]]),
     "dependencies": ("object of schemas and lists of names", dict[str, _Schema | list[str]]),
 }
-# One structure for all keywords: msgspec checks all in one call.
+# One structure, so that msgspec checks all keywords in one call.
 _Shapes = msgspec.defstruct(
     "_Shapes",
     [
@@ -60,13 +60,14 @@ _Shapes = msgspec.defstruct(
     ],
     rename={f"field_{index}": keyword for index, keyword in enumerate(_SHAPES)},
 )
-# msgspec builds its type information once, which two threads must not do at once: do it at import.
+# msgspec builds its type information at first use. Threads must not do that at once: do it at
+# import.
 _READ_ONCE = msgspec.json.Decoder(_Shapes)
 _KEYWORD = re.compile(r"at `\$\.(\$?\w+)")
 
 
 def check_shapes(schema: dict[str, Any]) -> None:
-    """Refuse a schema whose keywords have values of the wrong type."""
+    """Refuse keywords with values of the wrong type."""
     try:
         msgspec.convert(schema, _Shapes)
     except msgspec.ValidationError as error:

@@ -15,7 +15,7 @@ def modern(schema: dict[str, Any], draft: int | None) -> dict[str, Any]:
     """A schema of the same values without `additionalItems`, lists in `items` or bools as bounds.
 
     `nullable` becomes part of `type`. All conditions become tuples in `if`: the condition, the
-    schema for values that meet it, and the one for all others.
+    schema for values that meet it, and the one for others.
     """
     out: dict[str, Any] = {}
     has_list = isinstance(schema.get("items"), list)
@@ -94,14 +94,14 @@ def _is_condition(schema: Any) -> bool:
 
 
 def without_nulls(schema: dict[str, Any]) -> dict[str, Any]:
-    """Drop keywords that are null: some clients write null for keywords that they do not use."""
+    """Drop keywords that are null: some clients write null for unused keywords."""
     if None not in schema.values():
         return schema
     return {key: value for key, value in schema.items() if value is not None or key == "const"}
 
 
 def _if_there(name: str, needed: Any) -> tuple[dict[str, Any], Any, bool]:
-    """The condition that objects with a member `name` meet `needed` (a schema, or names)."""
+    """The condition that objects with a member `name` meet `needed`, a schema or names."""
     if isinstance(needed, list):
         needed = {"required": needed} if needed else True
     return {"type": "object", "required": [name]}, needed, True

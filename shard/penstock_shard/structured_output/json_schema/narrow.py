@@ -1,9 +1,9 @@
 """Splits wide unions into trees of narrow ones.
 
-llguidance looks at each alternative of a union once for each text position that the union may
-follow, and compares it with each position found so far. So if a thousand alternatives continue with
-the same union of a thousand, a token takes seconds. A union that is the target of a reference is
-looked at only once.
+llguidance looks at each alternative of a union once for each position in the grammar that the union
+may follow, and compares it with all positions found so far. If a thousand alternatives continue
+with the same union of a thousand, a token takes seconds. A reference's target is looked at only
+once.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 from penstock_common.json_schema.keywords import with_subschemas
 from penstock_shard.structured_output.json_schema.combine import Schema, any_of
 
-# Narrower unions cost little, and without a reference llguidance sees which of their alternatives
-# are impossible.
+# Narrower unions cost little. Without a reference llguidance sees which alternatives are
+# impossible.
 _WIDE = 64
 _WIDEST = 8
 _Definitions = dict[str, Schema]
 
 
 def narrowed(root: Schema, definitions: _Definitions) -> tuple[Schema, _Definitions]:
-    """The same schema and definitions, with no union wider than `_WIDE` outside `allOf`."""
+    """The same schema and definitions, without unions wider than `_WIDE` outside `allOf`."""
     narrowing = _Narrowing()
     root = narrowing.narrow(root)
     narrow = {name: narrowing.narrow(of) for name, of in definitions.items()}
@@ -27,7 +27,7 @@ def narrowed(root: Schema, definitions: _Definitions) -> tuple[Schema, _Definiti
 
 
 class _Narrowing:
-    """Collects the definitions that are added while unions are split."""
+    """Collects the definitions that splitting adds."""
 
     def __init__(self) -> None:
         self.added: _Definitions = {}
@@ -39,7 +39,7 @@ class _Narrowing:
         return self._within(schema)
 
     def _within(self, schema: Schema) -> Schema:
-        # In allOf, llguidance drops impossible combinations, except those of a reference's target.
+        # In allOf, llguidance drops impossible combinations, but not of a reference's target.
         if not isinstance(schema, dict) or "allOf" in schema:
             return schema
         return with_subschemas(schema, self.narrow)

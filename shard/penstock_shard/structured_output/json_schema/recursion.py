@@ -1,8 +1,8 @@
 """Separates recursive definitions from schemas that must hold at the same time.
 
 llguidance intersects a reference with its neighbours in `allOf`, but not while it expands the
-reference's definition. So a recursive reference and its neighbours become a new definition, which
-has the old definition's body. A lone reference to the new definition replaces them.
+reference's definition. So a reference to a recursive definition, and its neighbours, become a new
+definition with the old one's body. A lone reference to the new definition replaces them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def apart_from_recursion(root: Schema, definitions: _Definitions) -> tuple[Schem
 
 
 def _recursive_names(definitions: _Definitions) -> set[str]:
-    """Names of definitions that refer to themselves, even indirectly, and definitions between."""
+    """Names of definitions that refer to themselves, even indirectly, and of those between them."""
     after = {name: set(_references(of)) for name, of in definitions.items()}
     before = {name: {other for other in after if name in after[other]} for name in after}
     for towards in (after, before):
@@ -63,7 +63,7 @@ def _refers(schema: Schema, names: abc.Set[str]) -> bool:
 
 
 def _moved(schema: Schema, recursive: set[str], hoisted: _Definitions) -> Schema:
-    """The schema, with a reference for each part where a recursive reference has neighbours."""
+    """Replace each `allOf` that has a recursive reference by a reference to a new definition."""
     if not isinstance(schema, dict):
         return schema
     cases = _cases(schema, recursive)
@@ -82,7 +82,9 @@ def _moved(schema: Schema, recursive: set[str], hoisted: _Definitions) -> Schema
 
 
 def _cases(schema: dict[str, Any], recursive: set[str]) -> list[Schema]:
-    """Split the schema by the alternatives of a part of `allOf` that has recursive references."""
+    """Split the schema by the alternatives in a part of `allOf`, if they have recursive
+    references.
+    """
     parts = schema.get("allOf", [])
     for index, part in enumerate(parts):
         some = part.get("anyOf", []) if isinstance(part, dict) else []
@@ -94,7 +96,7 @@ def _cases(schema: dict[str, Any], recursive: set[str]) -> list[Schema]:
 
 
 def _with_bodies(schema: Schema, bodies: _Definitions, within: tuple[str, ...]) -> Schema:
-    """The schema; in `allOf`, the bodies of these definitions replace references to them."""
+    """Replace references to these definitions in `allOf` by their bodies."""
     if not isinstance(schema, dict):
         return schema
     if _refers(schema, bodies.keys()) and _name(schema) not in within:

@@ -1,7 +1,4 @@
-"""Resolves references within one document: URIs, pointers and anchors.
-
-Never fetches anything.
-"""
+"""Resolves references within one document: URIs, pointers and anchors. Never fetches anything."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from penstock_common.json_schema.keywords import subschemas
 from penstock_shard.structured_output.json_schema.combine import Schema
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
-# URI of `$schema` (without scheme and fragment) -> draft.
 _DRAFTS = {
     "json-schema.org/draft-04/schema": 4,
     "json-schema.org/draft-06/schema": 6,
@@ -35,16 +31,16 @@ class Document:
 
     @property
     def references_stand_alone(self) -> bool:
-        """True up to draft 7, where keywords beside a `$ref` are ignored."""
+        """True up to draft 7: keywords beside a `$ref` are ignored."""
         return self.draft is not None and self.draft <= 7
 
     def base(self, schema: Schema, base: str) -> str:
-        """The base URI inside `schema`, if the base URI outside is `base`."""
+        """The base URI inside `schema`. `base` is the one outside."""
         name = self._id(schema)
         return base if name is None else _joined(base, name).rstrip("#")
 
     def resolve(self, keyword: str, reference: object, base: str) -> tuple[Schema, str]:
-        """The schema that one of the `REFERENCES` means, and its base URI."""
+        """The schema that a reference (`REFERENCES`) means, and its base URI."""
         if not isinstance(reference, str):
             raise ConstraintRefused(f"{keyword}: {shown(reference)} is no text")
         if keyword != "$ref":
@@ -62,15 +58,15 @@ class Document:
         return self._pointed(reference, address, fragment)
 
     def _check_dynamic(self, keyword: str, reference: str) -> None:
-        """Refuse a dynamic reference that may mean another schema in another place."""
+        """Refuse a dynamic reference whose meaning may depend on the place."""
         name = reference.rpartition("#")[2]
         is_named = bool(name) or keyword == "$recursiveRef"
         if self._names[name] > 1 or not is_named or len(self._resources) > 2:
             raise ConstraintRefused(f"{keyword}: {shown(reference)} may mean several schemas")
 
     def _pointed(self, reference: str, address: str, pointer: str) -> tuple[Schema, str]:
-        # Many schemas give their parts URIs, which makes the parts documents of their own, but
-        # mean pointers in the whole document.
+        # Many schemas give their parts URIs, which makes them documents of their own, but mean
+        # pointers in the whole document.
         for document in (address, *([""] if reference.startswith("#") else [])):
             found = self._followed(self._resources[document], document, pointer)
             if found is not None:
@@ -116,7 +112,7 @@ class Document:
 
 
 def _joined(base: str, reference: str) -> str:
-    # urljoin does not support URNs, so a bare fragment is appended to the base.
+    # urljoin does not support URNs.
     try:
         return base + reference if reference.startswith("#") else urljoin(base, reference)
     except ValueError as error:
@@ -124,7 +120,7 @@ def _joined(base: str, reference: str) -> str:
 
 
 def _anchor_names(schema: dict[str, Schema], id_key: str | None) -> Iterator[str]:
-    """Yield the names of a schema within its document; up to draft 7 `id_key` may give one."""
+    """Yield a schema's names within its document. Up to draft 7 `id_key` may hold one."""
     for key in ("$anchor", "$dynamicAnchor"):
         if isinstance(schema.get(key), str):
             yield schema[key]
@@ -134,7 +130,7 @@ def _anchor_names(schema: dict[str, Schema], id_key: str | None) -> Iterator[str
 
 
 def _draft(root: Schema) -> int | None:
-    """The schema's draft; None if unknown, which allows the keywords of all drafts."""
+    """None if unknown: the keywords of all drafts are allowed."""
     named = root.get("$schema") if isinstance(root, dict) else None
     address = str(named).removeprefix("http://").removeprefix("https://").rstrip("#")
     return _DRAFTS.get(address)

@@ -1,6 +1,6 @@
 """Rewrites JSON Schema in the keywords that llguidance handles correctly.
 
-The result allows the same texts or fewer, never more. Any other keyword is refused by name.
+The result allows the same texts or fewer, never more. Other keywords are refused by name.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from penstock_shard.structured_output.json_schema.values import type_of
 from penstock_shard.structured_output.patterns.rust import rust_pattern
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
-# Larger integers are not exact in all JSON readers, nor in llguidance.
+# Larger integers are not exact in some JSON readers and in llguidance.
 _LARGEST_EXACT = 2**53
 _UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\ud800-\udfff]")
 _MOST_SCHEMAS = 15_000
@@ -52,9 +52,9 @@ _UNENFORCED = ", or none that can be enforced"
 
 
 def prepared(root: Schema, *, is_watched: bool = False) -> dict[str, Any]:
-    """The schema that llguidance gets, without its "x-guidance".
+    """The schema for llguidance, without "x-guidance".
 
-    `is_watched`: items and names that must differ are checked during generation.
+    `is_watched`: generation checks that items and names differ.
     """
     impossible: list[tuple[int, str]] = []
     while True:
@@ -85,19 +85,17 @@ class _Translation:
     def __init__(
         self, root: Schema, impossible: Collection[tuple[int, str]], *, is_watched: bool
     ) -> None:
-        """`impossible`: targets of references that no finite value meets."""
         self._document = Document(root)
         self.resolve = self._document.resolve
         self.is_watched = is_watched
         self._impossible = impossible
         self.definitions: dict[str, Schema] = {}
-        # Names of definitions, by the identity of the schema referred to and its base URI.
+        # Names of definitions, by the target schema's identity and base URI.
         self.names: dict[tuple[int, str], str] = {}
         self._schemas = 0
         self._negated: list[int] = []
 
     def positive(self, schema: Schema, base: str) -> Schema:
-        """A schema in keywords that llguidance knows, of the same texts or fewer."""
         read, inner = self.read(schema, base)
         if isinstance(read, bool):
             return read
@@ -113,12 +111,11 @@ class _Translation:
         return all_of([out or True, *more])
 
     def negative(self, schema: Schema, base: str) -> Schema:
-        """A schema of texts that `schema` forbids: of all such texts, or of fewer."""
         read, inner = self.read(schema, base)
         if isinstance(read, bool):
             return not read
         if id(schema) in self._negated:
-            # A recursive schema: leave out what it forbids at this place.
+            # The schema is recursive: leave out what it forbids here.
             return False
         self._negated.append(id(schema))
         try:
@@ -127,7 +124,6 @@ class _Translation:
             self._negated.pop()
 
     def read(self, schema: Schema, base: str) -> tuple[Schema, str]:
-        """Check a schema. Return it in the keywords that `modern` leaves, with its inner base."""
         self._schemas += 1
         if self._schemas > _MOST_SCHEMAS:
             raise ConstraintRefused(f"json_schema: comes to more than {_MOST_SCHEMAS} schemas")
@@ -158,7 +154,6 @@ class _Translation:
         return {"$ref": f"#/$defs/{self.names[key]}"}
 
     def _added(self, keyword: str, schema: dict[str, Any], base: str) -> Iterator[Schema]:
-        """Yield the schemas that express a keyword for llguidance."""
         if keyword in _ADDED:
             yield _ADDED[keyword](self, schema, base)
         elif keyword in REFERENCES:
@@ -169,7 +164,7 @@ def _check_unknown(keyword: str, value: Any) -> None:
     if keyword in OUTDATED:
         raise ConstraintRefused(f"json_schema: {keyword} is a keyword of drafts before 4")
     meant = near_miss(keyword)
-    # `ref` without # or / is ordinary data, not a misspelled `$ref`.
+    # `ref` without # or / is data, not a misspelled `$ref`.
     is_name = meant == "$ref" and not {"#", "/"} & set(str(value))
     if meant and has_shape(meant, value) and not is_name:
         raise ConstraintRefused(f"json_schema: no keyword {shown(keyword)}: is {meant} meant?")
@@ -189,7 +184,7 @@ def _count(place: Place, keyword: str, value: Any, base: str) -> int:
 def _bound(place: Place, keyword: str, value: Any, base: str) -> Any:
     upper = keyword in ("maximum", "exclusiveMaximum")
     if (value if upper else -value) >= _LARGEST_EXACT:
-        # Larger integers are not exact, so a tighter bound loses nothing.
+        # Larger integers are not exact: a tighter bound loses nothing.
         return _LARGEST_EXACT if upper else -_LARGEST_EXACT
     _check_number(keyword, value, _LARGEST_EXACT - 1)
     return value
@@ -224,7 +219,7 @@ def _check_number(keyword: str, number: float, largest: int) -> None:
 
 
 def _check_text(keyword: str, text: str) -> None:
-    # JSON can write these only as \u escapes, which outputs may not contain.
+    # JSON writes these only as \u escapes, which outputs may not contain.
     if _UNWRITABLE.search(text):
         raise ConstraintRefused(
             f"{keyword}: {shown(text)} holds a control character or a surrogate"
@@ -281,7 +276,7 @@ _KEPT: dict[str, Callable[[Place, str, Any, str], Any]] = {
 def _format(place: Place, schema: dict[str, Any], base: str) -> Schema:
     name = schema["format"]
     if name not in FORMATS:
-        # By the standard, an unknown format is an annotation.
+        # The standard makes unknown formats annotations.
         return True
     return unless("string", FORMATS[name])
 

@@ -8,7 +8,7 @@ from typing import Any
 from penstock_common.json_schema.keywords import restricting
 from penstock_shard.structured_output.json_schema.combine import TYPES, Place, Schema
 
-# References followed to a list of values.
+# The most references followed to a list of values.
 _MOST_REFERENCES = 4
 
 
@@ -25,12 +25,12 @@ def type_of(value: object) -> str:
 
 
 def same(one: Schema, other: Schema) -> bool:
-    """True if two schemas are written alike; `==` would take True for 1."""
+    """True if two schemas are written alike. `==` takes True for 1."""
     return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
 
 
 def stated_values(schema: dict[str, Any]) -> list[Any] | None:
-    """Values that `const` or `enum` lists; None if neither is present."""
+    """Values in `const` or `enum`; None if there is neither."""
     if "const" in schema:
         return [schema["const"]]
     values: list[Any] | None = schema.get("enum")
@@ -38,15 +38,15 @@ def stated_values(schema: dict[str, Any]) -> list[Any] | None:
 
 
 def target_of(place: Place, schema: Schema, base: str) -> Schema:
-    """The schema that a reference means; a schema without a reference as it is."""
+    """A reference's schema; any other schema as it is."""
     if isinstance(schema, dict) and "$ref" in schema:
         return place.resolve("$ref", schema["$ref"], base)[0]
     return schema
 
 
 def listed_values(place: Place, schema: Schema, base: str) -> dict[tuple[str, Any], Any]:
-    """The values that a schema lists, by type and value; other keywords may forbid some. Empty if
-    the schema does not list plain values.
+    """The values that a schema lists, by type and value. Other keywords may forbid some. Empty if
+    it does not list plain values.
     """
     schema = target_of(place, schema, base)
     if not isinstance(schema, dict):
@@ -60,8 +60,8 @@ def listed_values(place: Place, schema: Schema, base: str) -> dict[tuple[str, An
 
 
 def allowed_values(place: Place, schema: Schema, base: str) -> dict[tuple[str, Any], Any]:
-    """Exactly the values that a schema allows, by type and value; empty if keywords other than
-    `const`, `enum` or `type` restrict them.
+    """Exactly the allowed values, by type and value. Empty if keywords other than `const`, `enum`
+    or `type` restrict them.
     """
     for _ in range(_MOST_REFERENCES):
         if isinstance(schema, bool):

@@ -1,4 +1,4 @@
-"""Rules of how constrained JSON is written: whitespace, separators, escapes."""
+"""Rules for writing constrained JSON: whitespace, separators, escapes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
-# Whitespace between JSON tokens: one or two blanks, or a line break and indentation. A bound keeps
-# an output from consisting of whitespace forever.
+# Between JSON tokens: one or two blanks, or a line break and indentation. The bound keeps an output
+# from consisting of whitespace forever.
 WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,40}"
-# Without \u, which could spell a property's name in a form that the grammar does not recognize.
+# Without \u, which could spell a property's name so that the grammar does not recognize it.
 _ESCAPES = 'nrbtf\\"'
 _OPTIONS: dict[str, type] = {
     "whitespace_flexible": bool,
@@ -18,7 +18,7 @@ _OPTIONS: dict[str, type] = {
     "item_separator": str,
     "key_separator": str,
 }
-# A whitespace rule may match nothing but JSON's whitespace, so that the output stays JSON.
+# A rule may match only JSON's whitespace, so that the output stays JSON.
 _BLANK = r"[ \t\n\r]|\\[ntrs]"
 _HOW_OFTEN = r"[*+?]|\{[0-9]{1,5}(?:,[0-9]{0,5})?\}"
 _BLANKS = rf"(?:(?:{_BLANK}|\[(?:{_BLANK})+\])(?:{_HOW_OFTEN})?)*"
@@ -34,7 +34,7 @@ _IN_CLASS = re.compile(r"\[[^]]*\]")
 
 
 def json_writing(options: Any) -> dict[str, Any]:
-    """The writing rules for llguidance: our defaults, or a schema's `x-guidance`."""
+    """The rules for llguidance: our defaults, or a schema's `x-guidance`."""
     if not isinstance(options, dict):
         raise ConstraintRefused(f"x-guidance: {shown(options)} is no object")
     for name, value in options.items():
@@ -54,7 +54,7 @@ def json_writing(options: Any) -> dict[str, Any]:
 
 
 def _blank(name: str, text: str, pattern: re.Pattern[str], what: str) -> str:
-    """Narrow \\s in a whitespace rule: in regexes it matches more than JSON's whitespace."""
+    """Narrow \\s: in regexes it matches more than JSON's whitespace."""
     if not pattern.fullmatch(text):
         raise ConstraintRefused(f"x-guidance: {name}: {shown(text)} is not {what}")
     text = _IN_CLASS.sub(lambda found: found.group().replace(r"\s", r" \t\n\r"), text)

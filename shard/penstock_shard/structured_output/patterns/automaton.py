@@ -1,5 +1,5 @@
-"""A regular language as an automaton. The automaton yields the language's texts, if they are few,
-and its regular expression.
+"""A regular language as an automaton, which yields the texts, if they are few, and a regular
+expression.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ _Steps = list[dict[int, Characters]]
 
 @dataclass(frozen=True, slots=True)
 class Automaton:
-    """`steps` has, for each state, the states that follow it, with the characters that lead to
-    them.
+    """`steps` has, for each state, the next states and the characters that lead to them.
 
     State 0 is the first; texts may end in the states of `ends`.
     """
@@ -35,7 +34,7 @@ class Automaton:
     ends: frozenset[int]
 
     def texts(self, most: int) -> list[str] | None:
-        """The texts, shorter ones first; None if there are more than `most`."""
+        """The texts, shorter first; None if there are more than `most`."""
         if self._goes_round():
             return None
         found: list[str] = []
@@ -53,7 +52,7 @@ class Automaton:
             yield from ((text + chr(code), following) for code in codes)
 
     def _goes_round(self) -> bool:
-        """True if a state can be reached from itself, so that there are texts of any length."""
+        """True if a state can be reached from itself: texts have any length."""
         left = {state: set(after) for state, after in enumerate(self.steps)}
         while done := [state for state, after in left.items() if not after & left.keys()]:
             for state in done:
@@ -84,7 +83,7 @@ def automaton(languages: Languages, of: int) -> Automaton:
 
 
 def _smallest(steps: _Steps, ends: set[int]) -> Automaton:
-    """The automaton with equal states merged, and without states that lead to no end."""
+    """Merge equal states, and drop states that lead to no end."""
     alive, before = set(ends), 0
     while before < len(alive):
         before = len(alive)
@@ -103,7 +102,7 @@ def _smallest(steps: _Steps, ends: set[int]) -> Automaton:
 def _merged(
     after: dict[int, Characters], kinds: list[int], alive: set[int]
 ) -> frozenset[tuple[int, Characters]]:
-    """Group the characters after a state by the kind of next state; drop states without an end."""
+    """Group the characters after a state by the next state's kind; drop states without an end."""
     ranges: dict[int, list[tuple[int, int]]] = {}
     for state, some in after.items():
         if state in alive:
@@ -117,27 +116,27 @@ _START, _END = -1, -2
 
 
 def without_looking(pattern: str) -> str:
-    """A pattern without look-ahead that matches the same texts. Raises ValueError."""
+    """A pattern of the same texts without look-ahead. Raises ValueError."""
     languages = Languages()
     return expression(automaton(languages, language_of(languages, pattern)))
 
 
 def all_texts_but(pattern: str) -> str:
-    """A pattern that matches the texts in which `pattern` is not found. Raises ValueError."""
+    """A pattern of the texts in which `pattern` is not found. Raises ValueError."""
     languages = Languages()
     others = languages.all_but(language_of(languages, pattern))
     return expression(automaton(languages, others))
 
 
 def all_found(patterns: Iterable[str]) -> str:
-    """A pattern that matches the texts in which all `patterns` are found. Raises ValueError."""
+    """A pattern of the texts in which all `patterns` are found. Raises ValueError."""
     languages = Languages()
     both = languages.both(language_of(languages, pattern) for pattern in patterns)
     return expression(automaton(languages, both))
 
 
 def expression(of: Automaton) -> str:
-    """A pattern of ECMA 262 that matches exactly the automaton's texts. Raises `TooLarge`."""
+    """An ECMA 262 pattern of exactly the automaton's texts. Raises `TooLarge`."""
     ways = _Ways(len(of.steps))
     ways.add(_START, 0, "")
     for state, after in enumerate(of.steps):
@@ -164,7 +163,7 @@ class _Ways:
         self._length = 0
 
     def add(self, state: int, following: int, text: str) -> None:
-        """Add a path beside existing ones. Raises `TooLarge`."""
+        """Raises `TooLarge`."""
         after = self.after[state]
         self._length += len(text)
         if self._length > _LONGEST:
@@ -173,7 +172,7 @@ class _Ways:
         self._before[following].add(state)
 
     def cost(self, state: int) -> int:
-        """The number of characters by which the expressions grow if a state is eliminated."""
+        """The number of characters that eliminating a state adds to the expressions."""
         behind = [text for other, text in self.after[state].items() if other != state]
         before = [self.after[one][state] for one in self._before[state] if one != state]
         around = len(self.after[state].get(state, ""))
@@ -181,7 +180,6 @@ class _Ways:
         return lengths + around * len(before) * len(behind)
 
     def take_away(self, state: int) -> set[int]:
-        """Eliminate a state; return its neighbours."""
         behind, before = self.after.pop(state), self._before.pop(state) - {state}
         loop = behind.pop(state, None)
         around = "" if loop is None else f"{_atom(loop)}*"
@@ -203,7 +201,6 @@ def _or(one: str, other: str) -> str:
 
 
 def _in_turn(text: str) -> str:
-    """An expression that may stand between others."""
     return f"(?:{text})" if _has_alternatives(text) else text
 
 
@@ -224,7 +221,7 @@ _TOKEN = re.compile(r"\[[^]]*\]|\(\?:|.", re.DOTALL)
 
 
 def _class(some: Characters) -> str:
-    """A class of characters, or the negated class of all other characters if it is shorter."""
+    """A class, or the negated class of all other characters if shorter."""
     if len(some) == 1 and some[0][0] == some[0][1] and chr(some[0][0]).isalnum():
         return _code(some[0][0])
     others = all_but(some)

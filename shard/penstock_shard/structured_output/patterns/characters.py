@@ -13,7 +13,7 @@ LINE_ENDS: Characters = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 
 
 def characters(ranges: Iterable[tuple[int, int]]) -> Characters:
-    """The characters of ranges in any order, both ends included."""
+    """The characters of ranges, which may be in any order; both ends are included."""
     out: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if out and low <= out[-1][1] + 1:
@@ -24,7 +24,6 @@ def characters(ranges: Iterable[tuple[int, int]]) -> Characters:
 
 
 def all_but(some: Characters) -> Characters:
-    """The characters except `some`."""
     edges = [-1, *(edge for pair in some for edge in pair), LAST + 1]
     gaps = zip(edges[::2], edges[1::2], strict=True)
     return tuple((before + 1, after - 1) for before, after in gaps if before + 1 < after)
@@ -46,7 +45,7 @@ def has(some: Characters, code: int) -> bool:
 
 
 def _begins(some: Characters) -> Iterator[int]:
-    """Yield the code points at which ranges and the gaps between them begin."""
+    """Yield code points at which ranges and gaps begin."""
     for low, high in some:
         yield low
         yield high + 1

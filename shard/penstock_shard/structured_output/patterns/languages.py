@@ -1,8 +1,8 @@
 """Regular languages as expressions, with intersection and complement.
 
-The derivative of a language by a character has the texts that may follow that character in the
-language (Brzozowski, Derivatives of regular expressions, 1964). Equal expressions share a number,
-so derivatives are cheap to compare, and few differ.
+The derivative of a language by a character has the texts that may follow the character (Brzozowski,
+Derivatives of regular expressions, 1964). Equal expressions share a number, so derivatives are
+cheap to compare, and few differ.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from penstock_shard.structured_output.patterns.characters import ALL, Characters, atoms, has
 
-# The language without any text, and the language of the empty text alone.
+# The language without texts, and the language of only the empty text.
 NOTHING, EMPTY = 0, 1
 _MOST_EXPRESSIONS = 20_000
 
@@ -21,12 +21,12 @@ class TooLarge(ValueError):
 
 
 class Languages:
-    """Makes languages. A language is a number that has a meaning only in this object."""
+    """Makes languages: numbers that have a meaning only in this object."""
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[object, ...], int] = {}
         self._made: list[tuple[object, ...]] = []
-        # True for each language that has the empty text.
+        # By language, true if it has the empty text.
         self.has_empty: list[bool] = []
         self._derivatives: dict[tuple[int, int], int] = {}
         self._characters: dict[Characters, None] = {}
@@ -37,7 +37,6 @@ class Languages:
 
     @property
     def characters(self) -> list[Characters]:
-        """The sets of characters that languages were made of."""
         return list(self._characters)
 
     def _new(self, has_empty: bool, *key: object) -> int:
@@ -51,7 +50,7 @@ class Languages:
         return number
 
     def of(self, characters: Characters) -> int:
-        """The texts that are one of these characters."""
+        """The texts that consist of one of these characters."""
         self._characters[characters] = None
         return self._new(False, "of", characters)
 
@@ -77,15 +76,13 @@ class Languages:
         return self._new(self.has_empty[first] and self.has_empty[rest], "joined", first, rest)
 
     def repeated(self, of: int) -> int:
-        """Any number of texts of the language, one after the other."""
+        """Any number of the language's texts in a row."""
         if of in (NOTHING, EMPTY):
             return EMPTY
         return of if self._made[of][0] == "repeated" else self._new(True, "repeated", of)
 
     def between(self, of: int, least: int, most: int | None) -> int:
-        """From `least` to `most` texts of the language, one after the other; None: no upper
-        bound.
-        """
+        """From `least` to `most` (None: no bound) of the language's texts in a row."""
         out = self.repeated(of) if most is None else EMPTY
         for _ in range((most or least) - least):
             out = self.either([EMPTY, self._before(of, out)])
@@ -125,7 +122,7 @@ class Languages:
         return self._new(not self.has_empty[of], "all_but", of)
 
     def derivative(self, of: int, code: int) -> int:
-        """The language of the texts that may follow the character of this code point."""
+        """The language of texts that may follow this code point."""
         key = of, code
         if key not in self._derivatives:
             try:
@@ -135,11 +132,10 @@ class Languages:
         return self._derivatives[key]
 
     def is_one_character(self, of: int) -> bool:
-        """True if a language was made by `of`."""
         return self._made[of][0] == "of"
 
     def is_nothing(self, of: int) -> bool:
-        """True if a language has no text. Raises `TooLarge`."""
+        """Raises `TooLarge`."""
         codes = [part[0][0] for part in atoms(self._characters)]
         seen, left = {of}, [of]
         while left:

@@ -1,4 +1,4 @@
-"""Reads a pattern of ECMA 262, with look-ahead, as the language of the texts that it matches."""
+"""Reads an ECMA 262 pattern, with look-ahead, as the language of its texts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def language_of(languages: Languages, pattern: str) -> int:
 
     Raises:
         TooLarge: the language takes too much to compute.
-        ValueError: the pattern is invalid or not supported; one line says why.
+        ValueError: the pattern is invalid or not supported, as one line says.
     """
     reader = _Reader(languages, pattern)
     part = reader.alternatives()
@@ -64,7 +64,7 @@ def may_match(pattern: str, text: str) -> bool:
         return True
 
 
-# What precedes a part of a pattern: nothing, or a character of one of two kinds.
+# What precedes a part: nothing, or a character of one of two kinds.
 _START, _WORD_BEFORE, _OTHER_BEFORE = "start", "word", "other"
 _KINDS = {_WORD_BEFORE: _WORD, _OTHER_BEFORE: all_but(_WORD)}
 
@@ -73,10 +73,10 @@ _KINDS = {_WORD_BEFORE: _WORD, _OTHER_BEFORE: all_but(_WORD)}
 class _Part:
     """A part of a pattern.
 
-    `follow` takes the language of the texts that may follow the part, and the kind of character
-    before the part (None: not known). It returns the language of the part and those texts together.
-    `plain` is the part's own language, if it has no look-around. `not_before` and `behind` are the
-    two halves of a part like `(?!ab).`; `behind` is one character.
+    `follow` takes the language of texts that may follow the part, and the kind of character before
+    it (None: unknown). It returns the language of the part and those texts together. `plain` is the
+    part's own language, if it has no look-around. `not_before` and `behind` are the two halves of a
+    part like `(?!ab).`; `behind` is one character.
     """
 
     follow: Callable[[int, str | None], int]
@@ -135,7 +135,7 @@ class _Reader:
         return _Part(self._in_turn(parts), looks_back=back)
 
     def _joined(self, parts: list[_Part]) -> list[_Part]:
-        """Merge neighbouring parts without look-around, so that there are few parts."""
+        """Merge neighbouring parts without look-around, to have few."""
         out: list[_Part] = []
         for part in parts:
             before = out[-1].plain if out else None
@@ -170,7 +170,7 @@ class _Reader:
         before: str | None,
         behind: Callable[[int, str | None], int],
     ) -> int:
-        """The texts of the part at `at` and all parts after it."""
+        """The texts of the parts from `at` on."""
         part = parts[at]
         if part.plain is None:
             return part.follow(behind(at + 1, before if part.is_empty else None), before)
@@ -182,7 +182,7 @@ class _Reader:
         )
 
     def _by_end(self, plain: int, before: str | None) -> Iterator[tuple[int, str | None]]:
-        """Split a language by the last character of its texts: a word character, or another."""
+        """Split a language by the kind of its texts' last character."""
         languages = self._languages
         for kind, some in _KINDS.items():
             ending = languages.joined([languages.anything, languages.of(some)])
@@ -193,7 +193,7 @@ class _Reader:
     # ---- How often ----
 
     def _counted(self, part: _Part, is_head: bool) -> _Part:
-        """Read a part's quantifier. At the head any text may precede: take the smallest count."""
+        """Read a quantifier. At the head any text may precede, so the smallest count suffices."""
         found = _COUNT.match(self._pattern, self.at)
         sign = self._pattern[self.at : self.at + 1]
         if found is not None:
@@ -214,7 +214,9 @@ class _Reader:
         return self._looking_repeated(part, least, most)
 
     def _looking_repeated(self, part: _Part, least: int, most: int | None) -> _Part:
-        """Repeat a part with look-around: any part at most once, `(?!ab).` also up to the end."""
+        """Repeat a part with look-around: any part at most once, `(?!ab).` also without bound at
+        the end.
+        """
         if (least, most) == (0, 1):
             either = self._languages.either
             return _Part(
@@ -273,7 +275,7 @@ class _Reader:
         return rest if before == _START else NOTHING
 
     def _at_edge(self, is_edge: bool, rest: int, before: str | None) -> int:
-        """Keep only texts that begin at a word boundary (`is_edge`), or not at one."""
+        """Keep texts that begin at a word boundary (`is_edge`), or not at one."""
         if before is None:
             raise ValueError("\\b behind look-around is not served")
         languages = self._languages

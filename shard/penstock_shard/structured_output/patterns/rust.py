@@ -1,4 +1,4 @@
-"""Translates regular expressions of JSON Schema (ECMA 262) into the Rust dialect of llguidance."""
+"""Translates JSON Schema's regular expressions (ECMA 262) into llguidance's Rust dialect."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from penstock_shard.structured_output.patterns.automaton import without_looking
 from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 
-# The classes of ECMA 262; Rust's classes have other characters.
+# As in ECMA 262; Rust's classes have other characters.
 _SPACE = (
     r"\t\n\x0B\x0C\r \xA0\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}\x{FEFF}"
 )
@@ -30,11 +30,11 @@ _TOKEN = re.compile(
     r"|\{[0-9]{1,9}(?:,[0-9]{0,9})?\}|.",
     re.DOTALL,
 )
-# Some characters are operators in Rust's dialect if doubled inside a class.
+# In Rust's dialect, some characters are operators if doubled inside a class.
 _TOKEN_IN_CLASS = re.compile(rf"{_ESCAPE}|(?P<operator>[&~-])(?=(?P=operator))|.", re.DOTALL)
 _SYNTAX = set("^$\\.*+?()[]{}|/-")
 _LOOKING = re.compile(r"\(\?<?[=!]|(?<!\\)(?:\\\\)*\\[bB](?![^\[]*\])")
-# Anchors elsewhere than at the ends of an alternative, or what looks like anchors.
+# Anchors, or similar text, not at the ends of an alternative.
 _ANCHOR = re.compile(r"(?<=[^|\\\[])\^|(?<!\\)\$(?=[^|])")
 _LARGEST_TEXTS = 4000
 _LONGEST_TEXT = 100
@@ -42,7 +42,7 @@ _LONGEST_TEXT = 100
 
 @functools.lru_cache(1024)
 def rust_pattern(pattern: str) -> str:
-    """A pattern that matches the same texts in Rust's dialect, which has no look-around."""
+    """A pattern of the same texts in Rust's dialect, which has no look-around."""
     try:
         if _LOOKING.search(pattern):
             pattern = without_looking(pattern)
@@ -60,7 +60,7 @@ def _translated(token: str) -> str:
     if token == "(?":
         raise ValueError("flags and groups of other kinds are not served")
     if token[:2] == "(?":
-        # Drop names: they are not used, and in ECMA 262 need not be unique.
+        # Drop unused names: in ECMA 262 they need not be unique.
         return "(?:"
     if token == "[":
         raise ValueError("a class is not closed")
@@ -91,7 +91,7 @@ def _in_class(found: re.Match[str]) -> str:
 
 
 def _escaped(token: str, in_class: bool) -> str:
-    """Translate an escape of ECMA 262: a backslash, a letter, and what belongs to it."""
+    """Translate a whole escape of ECMA 262."""
     letter, more = token[1:2], token[2:]
     if not letter:
         raise ValueError("it ends with a backslash")
@@ -123,7 +123,7 @@ def _literal(text: str) -> str:
 
 
 def any_text_but(texts: Iterable[str]) -> str:
-    """A pattern in Rust's dialect that matches all texts except `texts`."""
+    """A Rust pattern of all texts except `texts`."""
     texts = list(texts)
     if sum(map(len, texts)) > _LARGEST_TEXTS:
         raise ConstraintRefused(f"not: texts of more than {_LARGEST_TEXTS} characters together")

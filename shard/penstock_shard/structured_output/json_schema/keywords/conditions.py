@@ -1,7 +1,7 @@
 """Expresses `if`, `then` and `else` as alternatives.
 
-One condition has two alternatives, met or not met, so n conditions would have 2^n. Most of the 2^n
-are impossible if all conditions test the same property, such as a tag with an object's kind. Such
+A condition has two alternatives, met or not met, so n conditions would have 2^n. Most are
+impossible if all conditions test the same property, such as a tag with an object's kind. These
 conditions become one alternative for each value of the property.
 """
 
@@ -26,7 +26,7 @@ _Condition = tuple[Schema, Schema, Schema]
 
 
 def conditions(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    """The values that meet all conditions of a schema that `modern` has rewritten."""
+    """Values that meet all conditions of a schema in the form that `modern` returns."""
     by_name: dict[str, list[_Tagged]] = {}
     others = []
     for condition in schema["if"]:
@@ -53,20 +53,20 @@ def _either(place: Place, condition: _Condition, base: str) -> Schema:
 
 @dataclass(frozen=True, slots=True)
 class _Tagged:
-    """A condition that tests whether a property has one of the listed values."""
+    """A condition on a property: its value is one of `values`."""
 
     name: str
     values: dict[tuple[str, Any], Any]
-    # True if objects without the property meet the condition; and if values of other types do.
+    # True if objects without the property meet it, and if values of other types do.
     if_absent: bool
     if_no_object: bool
-    # Schemas for values that meet the condition, and for others, in llguidance's keywords.
+    # Schemas for values that meet it, and for others, in llguidance's keywords.
     then: Schema
     otherwise: Schema
 
 
 def _tagged(place: Place, condition: _Condition, base: str) -> _Tagged | None:
-    """The condition as `_Tagged`; None if it tests more than one property's values."""
+    """Return None if the condition tests anything except one property's values."""
     met, then, otherwise = condition
     met, inner = place.read(met, base)
     if isinstance(met, bool):
@@ -104,7 +104,7 @@ def _by_value(place: Place, name: str, tagged: Sequence[_Tagged], base: str) -> 
     )
     for met, case in others:
         cases.setdefault(met, []).append(case)
-    # Cases with the same consequences share them, as consequences may be conditions again.
+    # Cases share equal consequences, which may be conditions again.
     return any_of(all_of([any_of(some), *_demands(tagged, met)]) for met, some in cases.items())
 
 

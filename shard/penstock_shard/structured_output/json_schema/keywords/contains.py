@@ -9,7 +9,7 @@ from penstock_shard.structured_output.json_schema.combine import Place, Schema, 
 from penstock_shard.structured_output.json_schema.values import same
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
-# The items that meet the schema must be among the first 6.
+# Items that meet the schema must be among the first 6.
 _WITHIN = 6
 
 
@@ -23,7 +23,7 @@ def contains(place: Place, schema: dict[str, Any], base: str) -> Schema:
         and same(schema["contains"], schema.get("items"))
         and "prefixItems" not in schema
     ):
-        # `items` is the same schema, so every item counts.
+        # Every item counts.
         return unless("array", {"minItems": least})
     met = place.positive(schema["contains"], base)
     unmet = True if most is None else place.negative(schema["contains"], base)
@@ -39,7 +39,7 @@ def contains(place: Place, schema: dict[str, Any], base: str) -> Schema:
 
 
 def _placed(positions: tuple[int, ...], met: Schema, unmet: Schema) -> Schema:
-    """Arrays whose items at these positions meet `met`; all their other items meet `unmet`."""
+    """Arrays whose items meet `met` at these positions, and `unmet` at all others."""
     length = positions[-1] + 1 if positions else 0
     prefix = [met if index in positions else unmet for index in range(length)]
     if any(item is False for item in prefix):

@@ -1,8 +1,8 @@
-"""The supported names of `format`, each as keywords that llguidance handles correctly.
+"""The supported values of `format`, in keywords that llguidance handles correctly.
 
 A pattern may allow less than the standard: no leap seconds, no years before 1000, only internet
-addresses in ASCII, only regular expressions in the syntax that all dialects share. Formats that are
-in no standard are annotations.
+addresses in ASCII, only regular expressions in the syntax that all dialects share. Formats in no
+standard are annotations.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _pattern(text: str) -> dict[str, Any]:
 
 
 FORMATS: dict[str, dict[str, Any]] = {
-    # Formats that llguidance supports itself.
+    # llguidance supports these itself.
     "duration": {"format": "duration"},
     "email": {"format": "email"},
     "hostname": {"format": "hostname"},
@@ -63,7 +63,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "ipv6": {"format": "ipv6"},
     "uri": {"format": "uri"},
     "uuid": _pattern(_UUID),
-    # UUIDs of one version, under pydantic's names.
+    # pydantic's names for UUIDs of one version.
     **{f"uuid{version}": _pattern(_uuid(version)) for version in range(1, 9)},
     "idn-email": {"format": "email"},
     "idn-hostname": _pattern(rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"),

@@ -1,4 +1,4 @@
-"""Rewrites patternProperties and propertyNames with few patterns, so that no two match one name.
+"""Rewrites patternProperties and propertyNames with few patterns, of which no two match one name.
 
 A pattern of few names is listed as properties: the grammar then has each name once, and the object
 ends when no name is left. A pattern of all names applies to every member. Patterns that share names
@@ -28,7 +28,7 @@ from penstock_shard.structured_output.patterns.languages import NOTHING, Languag
 from penstock_shard.structured_output.patterns.reader import language_of, may_match
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
-# A pattern of more names is not listed; a set of more patterns is not divided.
+# Patterns of more names are not listed; more patterns are not divided.
 _MOST_LISTED = 64
 _MOST_DIVIDED = 5
 _COUNTED_TO = re.compile(r"\{(?:[0-9]*,)?([0-9]+)\}")
@@ -38,7 +38,6 @@ _Patterns = dict[str, Schema]
 
 
 def simpler_patterns(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema of the same values with other `patternProperties`, or none."""
     if not schema.get("patternProperties"):
         return schema
     out = _without_property_names(schema)
@@ -52,7 +51,7 @@ def simpler_patterns(schema: dict[str, Any]) -> dict[str, Any]:
             out["properties"] = {**properties, **listed}
         else:
             left[pattern] = of
-    # `.` matches no line breaks; names with line breaks then count as other names.
+    # `.` matches no line breaks, so names with them count as other names.
     is_open = out.get("additionalProperties", True) is True
     for pattern in [pattern for pattern in left if _matches_all(pattern, but_breaks=is_open)]:
         of = left.pop(pattern)
@@ -67,9 +66,7 @@ def simpler_patterns(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_property_names(schema: dict[str, Any]) -> dict[str, Any]:
-    """Rewrite `propertyNames` as `patternProperties` if that is possible. The values that the
-    schema allows stay the same.
-    """
+    """Rewrite `propertyNames` as `patternProperties`, if that keeps the allowed values."""
     names, others = schema.get("propertyNames"), schema.get("additionalProperties", True)
     pattern = _plain_pattern(restricting(names)) if isinstance(names, dict) else None
     if pattern is None or not isinstance(others, bool):
@@ -89,9 +86,9 @@ def _without_property_names(schema: dict[str, Any]) -> dict[str, Any]:
 def _disjoint(
     listed: _Patterns, patterns: _Patterns, required: list[str]
 ) -> tuple[_Patterns, _Patterns]:
-    """Listed properties, and patterns that match none of them.
+    """Return listed properties, and patterns that match none of them.
 
-    llguidance would intersect both, which does not end if they are recursive.
+    llguidance would intersect both, without end if they are recursive.
     """
     kept: _Patterns = {}
     for pattern, of in patterns.items():
@@ -124,7 +121,7 @@ def _all(*schemas: Schema) -> Schema:
 
 @functools.lru_cache(1024)
 def listed_names(pattern: str) -> list[str] | None:
-    """The names that a pattern matches; None if there are many, or if they are unknown."""
+    """The names that a pattern matches; None if there are many or they are unknown."""
     if any(int(count) > _MOST_LISTED for count in _COUNTED_TO.findall(pattern)):
         return None
     languages = Languages()
@@ -136,7 +133,7 @@ def listed_names(pattern: str) -> list[str] | None:
 
 @functools.lru_cache(1024)
 def _matches_all(pattern: str, *, but_breaks: bool) -> bool:
-    """True if a pattern is known to match every name, or all except those with line breaks."""
+    """True if a pattern surely matches all names (`but_breaks`: all without line breaks)."""
     languages = Languages()
     try:
         found = language_of(languages, pattern)
@@ -149,7 +146,7 @@ def _matches_all(pattern: str, *, but_breaks: bool) -> bool:
 
 
 def _divided(patterns: _Patterns) -> _Patterns:
-    """Return patterns of the same names, so that no two match one name. Return many patterns
+    """Return patterns of the same names, of which no two match one name. Return many patterns
     unchanged.
     """
     regions = _regions(tuple(patterns))
@@ -164,8 +161,8 @@ def _divided(patterns: _Patterns) -> _Patterns:
 
 @functools.lru_cache(256)
 def _regions(patterns: tuple[str, ...]) -> list[tuple[str, tuple[bool, ...]]] | None:
-    """Divide the names by the `patterns` that match them. Return, for each part, a pattern, and for
-    each of `patterns` whether it matches; None if no two match one name, or if that is unknown.
+    """Divide the names by which `patterns` match them. Return a pattern for each part, and for each
+    of `patterns` whether it matches. None if no two match one name, or that is unknown.
     """
     languages = Languages()
     out = []
@@ -194,7 +191,7 @@ def _bare(schema: Schema) -> Schema:
 
 
 def property_names(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    """Objects whose names all meet the schema of `propertyNames`."""
+    """Objects whose names all meet `propertyNames`."""
     names, _ = place.read(schema["propertyNames"], base)
     if isinstance(names, bool):
         return True if names else unless("object", {"maxProperties": 0})
@@ -224,7 +221,7 @@ def _listed_only(names: list[str]) -> Schema:
 
 
 def _plain_pattern(said: dict[str, Any]) -> str | None:
-    """The pattern of names, if only a pattern, a format or lengths restrict them."""
+    """The names' pattern, if only a pattern, a format or lengths restrict them."""
     if said.get("type", "string") != "string":
         return None
     keys = said.keys() - {"type"}
@@ -245,9 +242,10 @@ def _named_by(place: Place, pattern: str, base: str) -> Schema:
 
 
 class _Texts:
-    """Computes the language of the texts that meet a schema. Unless `exactly`, the language may
-    lack some texts: the patterns of formats are narrower than the formats. Methods raise
-    ValueError.
+    """Computes the language of the texts that meet a schema. Methods raise ValueError.
+
+    Unless `exactly`, some texts may be missing: the patterns of formats are narrower than the
+    formats.
     """
 
     def __init__(self, place: Place, languages: Languages, *, exactly: bool) -> None:
@@ -330,7 +328,7 @@ _OF_TEXTS: dict[str, Callable[[_Texts, Any, str], int]] = {
     "oneOf": _Texts._one,
     "not": _Texts._not,
     "$ref": _Texts._reference,
-    # `type` includes `nullable` already; the other keywords are for values that are not texts.
+    # `type` includes `nullable` already. The others are for values that are not texts.
     **dict.fromkeys(("nullable", "minimum", "maximum", "multipleOf"), _Texts._nothing),
     **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _Texts._nothing),
     **dict.fromkeys(("properties", "required", "additionalProperties"), _Texts._nothing),

@@ -1,6 +1,6 @@
-"""Negates a schema: makes a schema of the values that it forbids, or of fewer if necessary.
+"""Negates a schema: returns a schema of the values that it forbids, or of fewer if necessary.
 
-Fewer values are safe: the final schema then allows fewer texts.
+Fewer are safe: the final schema then allows fewer texts.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from penstock_shard.structured_output.json_schema.values import type_of
 from penstock_shard.structured_output.patterns.automaton import all_texts_but
 from penstock_shard.structured_output.patterns.rust import any_text_but, rust_pattern
 
-# A value that breaks `items` must do so in one of its first 5 items.
+# An item that breaks `items` must be among the first 5.
 _FIRST_ITEMS = 5
-# Larger numbers are not exact in all readers.
 _LARGEST_EXACT = 2**53
 
 
 def negative(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    """Values that break at least one of the keywords."""
+    """Values that break at least one keyword."""
     parts = [
         _OPPOSITES[keyword](place, keyword, schema, base)
         for keyword in schema
@@ -85,7 +84,7 @@ _BUT: dict[str, Callable[[list[Any]], Schema]] = {
 
 
 def _pattern(place: Place, keyword: str, schema: dict[str, Any], base: str) -> Schema:
-    """Texts in which a pattern is not found; no texts if the pattern is too complex."""
+    """Texts in which a pattern is not found; none if the pattern is too complex."""
     try:
         return {"type": "string", "pattern": rust_pattern(all_texts_but(schema["pattern"]))}
     except ValueError:
@@ -100,7 +99,7 @@ def _beyond(place: Place, keyword: str, schema: dict[str, Any], base: str) -> Sc
     return limit >= 0 and place.positive({"type": kind, opposite: limit}, base)
 
 
-# The type of a bound's values, the opposite keyword, and for counts the step to the next count.
+# The values' type, the opposite keyword, and for counts the step to the next count.
 _BOUNDS: dict[str, tuple[str, str, int | None]] = {
     "minimum": ("number", "exclusiveMaximum", None),
     "maximum": ("number", "exclusiveMinimum", None),
@@ -115,7 +114,7 @@ _BOUNDS: dict[str, tuple[str, str, int | None]] = {
 
 
 def _more_properties(place: Place, keyword: str, schema: dict[str, Any], base: str) -> Schema:
-    # Two or more members of unspecified names cannot be required: they may have the same name.
+    # Members with unspecified names cannot be required: two may have the same name.
     if schema["maxProperties"] != 0:
         return False
     return {"type": "object", "minProperties": 1}
@@ -135,7 +134,7 @@ def _properties(place: Place, keyword: str, schema: dict[str, Any], base: str) -
 
 
 def _additional(place: Place, keyword: str, schema: dict[str, Any], base: str) -> Schema:
-    """Objects with a member not in `properties`, if the schema forbids all such members."""
+    """Objects with a member not in `properties`, if the schema forbids all unlisted members."""
     if schema["additionalProperties"] is not False or schema.get("patternProperties"):
         return False
     return {"type": "object", **without(list(schema.get("properties", ()))), "minProperties": 1}
@@ -194,7 +193,7 @@ def _reference(place: Place, keyword: str, schema: dict[str, Any], base: str) ->
 
 
 _Opposite = Callable[[Place, str, dict[str, Any], str], Schema]
-# The opposite of any other keyword cannot be expressed: the keyword counts as forbidding nothing.
+# Other keywords' opposites cannot be expressed: they count as forbidding nothing.
 _OPPOSITES: dict[str, _Opposite] = {
     "type": _type,
     "const": _constants,

@@ -31,21 +31,21 @@ from penstock_shard.structured_output.json_schema.values import (
 from penstock_shard.structured_output.patterns.reader import may_match
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
-# Bound of alternatives that only negations separate.
+# The most alternatives that only negations separate.
 _MOST_ALIKE = 64
-# Bound of all alternatives: each pair is compared.
+# The most alternatives: each pair is compared.
 _MOST_ALTERNATIVES = 1000
-# References and nested alternatives followed to find what a schema allows.
+# The depth of references and alternatives followed to find what a schema allows.
 _DEEPEST = 6
 _Listed = frozenset[tuple[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """Facts about the values of a schema. Values with these facts may still break the schema.
+    """Facts about a schema's values. Values with these facts may still break the schema.
 
-    `types`: the values' types. `listed`: all values; None if they are not listed. `tags`: the
-    listed values of objects' properties. `required`: properties that objects must have. `known`:
+    `types`: the values' types. `listed`: all values, if the schema lists them. `tags`: the listed
+    values of objects' properties. `required`: properties that objects must have. `known`:
     properties that the schema mentions. `named` and `patterns`: the only properties that objects
     may have, unless `named` is None.
     """
@@ -59,13 +59,11 @@ class _Facts:
     patterns: frozenset[str] = frozenset()
 
     def forbids(self, name: str) -> bool:
-        """True if objects cannot have this property."""
         if self.named is None or name in self.named:
             return False
         return not any(may_match(pattern, name) for pattern in self.patterns)
 
     def and_(self, other: _Facts) -> _Facts:
-        """Facts about values that both schemas allow."""
         shared = self.tags.keys() & other.tags
         of = other if self.named is None else self
         named = of.named
@@ -82,7 +80,7 @@ class _Facts:
         )
 
     def or_(self, other: _Facts) -> _Facts:
-        """Facts about values that at least one of the schemas allows."""
+        """Facts about values that either schema allows."""
         listed = _either(self.listed, other.listed)
         types = self.types | other.types
         objects = [one for one in (self, other) if "object" in one.types]
@@ -114,17 +112,16 @@ _NOTHING = _Facts(types=frozenset(), listed=frozenset())
 
 
 def one_of(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    """Values that meet exactly one alternative of `oneOf`."""
     beside = apart(place, schema, base)
     return any_of(
-        # Add nothing where nothing is needed: a recursive reference must stand alone.
+        # Add nothing without need: a recursive reference must stand alone.
         all_of([place.positive(part, base), *more])
         for part, more in zip(schema["oneOf"], beside, strict=True)
     )
 
 
 def apart(place: Place, schema: dict[str, Any], base: str) -> list[list[Schema]]:
-    """Schemas to add to each alternative of `oneOf`, so that a value meets only one of them."""
+    """Schemas to add to each alternative of `oneOf`, so that a value meets only one."""
     if len(schema["oneOf"]) > _MOST_ALTERNATIVES:
         raise ConstraintRefused(f"oneOf: more than {_MOST_ALTERNATIVES} alternatives")
     parts, own = schema["oneOf"], _own_facts(place, schema, base)
@@ -144,8 +141,8 @@ def apart(place: Place, schema: dict[str, Any], base: str) -> list[list[Schema]]
 
 @dataclass(slots=True)
 class _Beside:
-    """Additions to an alternative: properties that objects must or must not have, types that are
-    left out, and alternatives that must be negated.
+    """Additions to an alternative: properties that objects must or must not have, excluded types,
+    and alternatives to negate.
     """
 
     needed: set[str] = field(default_factory=set)
@@ -166,12 +163,11 @@ _Alternative = tuple[int, _Facts, _Beside]
 
 
 def _hold_apart(*pair: _Alternative) -> None:
-    """Add restrictions to two alternatives, so that no value meets both."""
     (_, one, _), (_, other, _) = pair
     shared = one.types & other.types
     if one.listed is not None and other.listed is not None:
         shared &= {kind for kind, _ in one.listed & other.listed}
-    # All values of other types meet a schema that only describes objects.
+    # A schema that only describes objects allows all values of other types.
     is_untyped = set(TYPES) in (one.types, other.types)
     is_of_objects = "object" in shared and (shared == {"object"} or is_untyped)
     if not shared or (shared == {"object"} and _exclude(one, other)):
@@ -185,18 +181,18 @@ def _hold_apart(*pair: _Alternative) -> None:
 
 
 def _exclude(one: _Facts, other: _Facts) -> bool:
-    """True if one of the two requires a property that the other forbids."""
+    """True if one requires a property that the other forbids."""
     return any(map(other.forbids, one.required)) or any(map(one.forbids, other.required))
 
 
 def _tag(*pair: _Alternative) -> bool:
-    """Require a property for which the two list different values. False if none exists."""
+    """Require a property with different listed values. False if there is none."""
     (_, one, _), (_, other, _) = pair
     shared = one.tags.keys() & other.tags
     names = [name for name in shared if one.tags[name].isdisjoint(other.tags[name])]
     if not names:
         return False
-    # A property that both require already needs no addition.
+    # A property that both require needs no addition.
     tag = min(names, key=lambda name: (name not in one.required & other.required, name))
     for _, facts, beside in pair:
         beside.needed |= {tag} - facts.required
@@ -204,10 +200,10 @@ def _tag(*pair: _Alternative) -> bool:
 
 
 def _avoid(one: _Facts, other: _Facts, beside: _Beside) -> bool:
-    """Use a property to keep objects of the first schema from meeting the second, if possible."""
+    """Use a property, if there is one, so that no object of the first schema meets the second."""
     absent = other.required - one.required
     needed = frozenset(filter(other.forbids, one.known))
-    # Cheapest first: to forbid a property that the schema does not mention.
+    # Cheapest first: forbid a property that the schema does not mention.
     for names, into in (
         (absent - one.known, beside.absent),
         (needed, beside.needed),
@@ -237,7 +233,7 @@ def _facts(place: Place, schema: Schema, base: str, depth: int) -> _Facts:
 
 
 def _own_facts(place: Place, schema: dict[str, Schema], base: str) -> _Facts:
-    """Read the facts that a schema's own keywords state, without its parts."""
+    """Facts that the schema's own keywords state."""
     named = schema.get("type", list(TYPES))
     types = {"number" if name == "integer" else name for name in _as_list(named)}
     facts = _Facts(types=frozenset(types), required=frozenset(schema.get("required", ())))

@@ -15,13 +15,13 @@ from penstock_shard.structured_output.json_schema.combine import (
 )
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
-# Bound of the cases of one keyword.
+# The most cases of a keyword.
 _MOST_CASES = 256
 
 
 def least_properties(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    """Express minProperties by requiring listed names: unless names are watched, an output may
-    write an unlisted name twice.
+    """Require listed names, because an output may write an unlisted name twice unless names are
+    watched.
     """
     least, (optional, needed, is_closed) = int(schema["minProperties"]), _members(schema)
     missing = least - needed
@@ -39,7 +39,7 @@ def least_properties(place: Place, schema: dict[str, Any], base: str) -> Schema:
 
 
 def most_properties(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    """Express maxProperties. Unlisted names may fill the count that listed names leave."""
+    """Unlisted names may fill the count that listed names leave."""
     most, (optional, needed, is_closed) = int(schema["maxProperties"]), _members(schema)
     if is_closed and len(optional) + needed <= most:
         return True
@@ -58,7 +58,7 @@ def most_properties(place: Place, schema: dict[str, Any], base: str) -> Schema:
 
 
 def _members(schema: dict[str, Any]) -> tuple[list[str], int, bool]:
-    """The optional listed names, the number of required names, and true if others are forbidden."""
+    """Optional listed names, the number of required names, and true if others are forbidden."""
     required = set(schema.get("required", ()))
     optional = [name for name in schema.get("properties", {}) if name not in required]
     is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
@@ -68,7 +68,6 @@ def _members(schema: dict[str, Any]) -> tuple[list[str], int, bool]:
 def _few(
     keyword: str, count: int, names: list[str], sets: Iterable[tuple[str, ...]]
 ) -> list[list[str]]:
-    """The sets of names; refuse too many."""
     found = list(map(list, itertools.islice(sets, _MOST_CASES + 1)))
     if len(found) > _MOST_CASES:
         raise ConstraintRefused(f"{keyword}: {count} of {len(names)} names are too many cases")

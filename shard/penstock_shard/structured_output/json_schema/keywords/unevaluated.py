@@ -1,7 +1,7 @@
 """Rewrites unevaluatedProperties and unevaluatedItems by cases.
 
-A case says which alternatives a value meets, and which names and items these alternatives evaluate.
-In each case, ordinary keywords close the rest. Leaving out cases is safe: fewer texts are allowed.
+A case says which alternatives a value meets, and which names and items these evaluate. In each
+case, ordinary keywords close the rest. Leaving out cases is safe: fewer texts are allowed.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from penstock_shard.structured_output.patterns.rust import rust_pattern
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 UNEVALUATED = frozenset(("unevaluatedProperties", "unevaluatedItems"))
-# In a case's `members`, it stands for all members that no keyword lists.
+# In `members`, this stands for all members that no keyword lists.
 _ALL_MEMBERS = ("additionalProperties", "")
 _MOST_CASES = 256
 _DEEPEST = 20
-# All subsets of up to 3 alternatives are cases; of more, only single ones and the whole set.
+# Up to 3 alternatives have all subsets as cases; more have only single ones and the whole set.
 _SETS_OF = 3
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
     """Values that all `parts` allow, and what the parts evaluate: members and a number of items. A
-    member is the keyword that mentions it, and its name or pattern.
+    member is its keyword, and its name or pattern.
     """
 
     parts: tuple[Schema, ...] = ()
@@ -55,7 +55,7 @@ _Cases = list[_Case]
 
 
 def closed(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    """Rewrite the schema in keywords that do not depend on what other keywords evaluated."""
+    """Rewrite the schema in keywords that do not depend on what others evaluated."""
     return any_of(all_of(case.parts) for case in _cases(place, schema, base, 0))
 
 
@@ -126,7 +126,7 @@ def _all(place: Place, keyword: str, schema: dict[str, Any], base: str, depth: i
 def _any(place: Place, keyword: str, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     parts = schema["anyOf"]
     sizes = range(1, len(parts) + 1) if len(parts) <= _SETS_OF else (1, len(parts))
-    # A larger set evaluates more names but demands more of a value, so keep smallest and largest.
+    # Larger sets evaluate more names but demand more of a value: keep smallest and largest.
     return [
         case
         for size in sizes
@@ -171,5 +171,5 @@ _APPLIED = {
     "if": _if,
     **dict.fromkeys(REFERENCES, _reference),
 }
-# Keywords not copied from a schema: those handled here, and its URI, which is part of `base`.
+# Keywords handled here, and the schema's URI, which is part of `base`.
 _NOT_OWN = UNEVALUATED | _APPLIED.keys() | {"$id", "id"}

@@ -1,7 +1,7 @@
 """Expresses uniqueItems by a mark, if arrays are watched during generation.
 
-They are not watched where a structural tag leaves open whether JSON begins. In that case, a set of
-up to 4 listed values becomes a list of all its arrays, in any order; other sets are refused.
+Arrays are not watched where a structural tag leaves open whether JSON begins. There, sets of up to
+4 listed values become a list of all their arrays, in any order; other sets are refused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock_shard.structured_output.json_schema.combine import Place, Schema, 
 from penstock_shard.structured_output.json_schema.values import listed_values
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
-# 4 values give 65 arrays; 5 would give 326, which take two seconds to compile.
+# 4 values give 65 arrays; 5 would give 326, and compile in two seconds.
 _MOST_VALUES = 4
 
 
