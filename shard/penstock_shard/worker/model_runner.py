@@ -1,4 +1,4 @@
-"""The runner that computes tokens with a model and a sampler."""
+"""Computes tokens with a model and a sampler."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class _Pass:
     """A step's forward pass, from which its results are made."""
 
     inputs: Inputs
-    # The logits to sample from, until they are sampled.
+    # Set until they are sampled.
     logits: Tensor | None = None
     enqueued: PendingSamples | None = None
     # Outputs of rows besides sampled tokens.
     outputs: abc.Sequence[PendingOutput] = ()
-    # Inputs from images, and for rows without the images that they need, the reason.
+    # Inputs from images, and the error of each row that lacks an image.
     images: ImageInputs | None = None
     void_rows: dict[int, str] = field(default_factory=dict)
 
@@ -60,24 +60,24 @@ class _Pass:
 
 @dataclass(slots=True)
 class _Step:
-    """A launched step: its forward pass until it is finished, then its results."""
+    """A launched step. It has `results` once it is finished."""
 
     num_rows: int
     forward: _Pass | None = None
     # Waits until the device has finished the step.
     wait: Callable[[], None] | None = None
     results: list[RowResult] | None = None
-    # The out-of-memory error that makes the step void; empty without one.
+    # The out-of-memory error that makes the step void, or empty.
     failure: str = ""
 
 
 class ModelRunner:
-    """A `Runner`: see `penstock_shard.worker.base`.
+    """A `Runner` (`penstock_shard.worker.base`).
 
-    `launch` gives all work of a step to the device and waits for none of it: input tokens that the
-    previous step samples are read from a table on the device. If a row's sampling state (penalties,
-    constraints) needs that token on the host, only the forward pass is launched. Sampling then
-    follows as soon as the previous step is finished, while the pass runs.
+    `launch` gives all work of a step to the device and waits for none of it. The device keeps a
+    table of sampled tokens for the next step. If a row's sampling state (penalties, constraints)
+    needs such a token on the host, only the forward pass is launched. Sampling follows as soon as
+    the previous step is finished, while the pass runs.
     """
 
     def __init__(
@@ -91,10 +91,9 @@ class ModelRunner:
         adapters: AdapterStore | None = None,
         images: FeatureSource | None = None,
     ) -> None:
-        """`shaping` has the logits processors; `make_outputs` makes the outputs of rows besides
-        sampled tokens. By default there are no processors and no such outputs. `graphs` and
-        `adapters` are the model's CUDA graphs and LoRA adapters, if any; `images` is given if the
-        model sees images.
+        """`make_outputs` makes the outputs of rows besides sampled tokens. By default there are
+        none, and no logits processors. `graphs`, `adapters` and `images` are the model's, if it has
+        any.
         """
         self.model = model
         self._adapters = adapters
@@ -109,7 +108,7 @@ class ModelRunner:
         )
         self._sampler = Sampler(shaping)
         self._outputs = () if make_outputs is None else make_outputs(self._slots, self._sampler)
-        # The last sampled token of the sequence in each slot; the host may not know it yet.
+        # The last sampled token of the sequence in each slot. The host may not know it yet.
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=model.device)
 
     @property
@@ -130,11 +129,10 @@ class ModelRunner:
         self._sample_deferred(len(self._launched))
         failure = next((earlier.failure for earlier in self._launched if earlier.failure), "")
         if failure:
-            # Tokens that this step needs were never sampled.
             step.failure = failure
         else:
             self._guarded(step, partial(self._launch, step, batch))
-        # Append last: a launch that raises leaves nothing to collect.
+        # Append last, so that a launch that raises leaves nothing to collect.
         self._launched.append(step)
 
     def collect(self) -> abc.Sequence[RowResult]:
@@ -188,7 +186,7 @@ class ModelRunner:
                 raise
             step.failure = first_line(error)
         if step.failure:
-            # Outside `except`: inside it, the error's traceback keeps tensors of the step alive.
+            # Not in `except`, where the error's traceback keeps tensors of the step alive.
             step.forward = None
             self._sampler.abandon()
             empty_caches(self.model.device)
@@ -221,7 +219,7 @@ class ModelRunner:
         return self._sampler.needs_tokens(_sample_rows(inputs.sampled))
 
     def _forward(self, forward: _Pass, *, prepares: bool) -> tuple[Tensor, Tensor]:
-        """Run the model; return all its logits and hidden states."""
+        """Return all logits and hidden states of the pass."""
         inputs = forward.inputs
         if inputs.pending is not None:
             self._fill(inputs, inputs.pending)
@@ -263,7 +261,7 @@ class ModelRunner:
         self._last_tokens.index_copy_(0, sampled.device_slots, forward.enqueued.tokens)
 
     def _sample_deferred(self, count: int) -> None:
-        """Sample the launched steps, in order, among the first `count` that are not sampled yet."""
+        """Of the first `count` launched steps, sample those that are not sampled yet, in order."""
         for step in list(self._launched)[:count]:
             if step.failure:
                 return
@@ -278,7 +276,7 @@ class ModelRunner:
     # ---- the host's part ----
 
     def _finish_before(self, step: _Step) -> None:
-        """Finish all steps launched before this one (all steps, while it is being launched)."""
+        """Finish all steps launched before this one."""
         for earlier in self._launched:
             if earlier is step:
                 return

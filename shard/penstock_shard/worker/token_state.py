@@ -1,5 +1,5 @@
-"""State of a sequence's tokens, position by position: counts of tokens, progress of bad words,
-number of reasoning tokens.
+"""State of a sequence's tokens: counts of tokens, progress of bad words, number of reasoning
+tokens.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class BadWords:
 
 
 class Thinking:
-    """The number of reasoning tokens in an output, and its present state."""
+    """Counts the reasoning tokens in an output, and tracks whether it is inside reasoning."""
 
     def __init__(self, budget: ThinkingBudget, output: Iterable[int] = ()) -> None:
         self._budget = budget
