@@ -94,8 +94,7 @@ class RowResult:
     prompt_logprobs: Logprobs | None = None
     error: str | None = None
     is_callers: bool = False
-    # The mean or last hidden state of the prompt, not truncated or normalized: float32,
-    # little-endian.
+    # The prompt's mean or last hidden state, not truncated or normalized: float32, little-endian.
     embedding: bytes | None = None
     more_token_ids: abc.Sequence[int] = ()
 
@@ -132,9 +131,9 @@ class AdapterStore(Protocol):
 class ImageEncoder(Protocol):
     """The images of requests, and the features that the model's encoder computes from their pixels.
 
-    Called between steps. Only requests with the same `salt` share features. Salt None means that
-    the KV cache has all of an image's tokens. The request then needs only the image's positions,
-    which take no encoder and are the same for every request.
+    Called between steps. Only requests with the same `salt` share features. If `salt` is None, the
+    KV cache has all of an image's tokens. Then only the image's positions are needed, which take no
+    encoder and are the same for every request.
     """
 
     # The token id that stands for a part of an image in a prompt.
@@ -156,7 +155,7 @@ class ImageEncoder(Protocol):
         """Tell whether the image is encoded."""
 
     def encode(self, salt: str | None, image: PlacedImage) -> bool:
-        """Start to encode the image, in parallel with steps. True if it is encoded already. Raises
+        """Start to encode the image, in parallel with steps. True if it is encoded. Raises
         `ImageUnusable`.
         """
 

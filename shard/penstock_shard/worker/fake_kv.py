@@ -183,7 +183,7 @@ class FakeKv:
 
 
 def _salt(group: int) -> np.uint64:
-    """Return a number that makes a cache group's values differ from those of other groups."""
+    """Return a number that differs between cache groups."""
     return np.uint64((group * 0xD6E8FEB86659FD93) % 2**64)
 
 

@@ -7,9 +7,9 @@ spent thinking budgets, allowed ids, bad words and min_tokens are honoured; a pe
 changes the hash. Log-probabilities come from the same hash. An embedding is a hash of the weights'
 name, the prompt and the pooling.
 
-With a `FakeKv`, all of these change once a sequence reads a KV block with wrong content. A sequence
-ends early at `eos_rate`. A step takes `step_s` seconds from its launch or from the end of the
-previous step, whichever is later.
+With a `FakeKv`, all of these change once a sequence reads a wrong KV block. A sequence ends early
+at `eos_rate`. A step takes `step_s` seconds from its launch or from the end of the previous step,
+whichever is later.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ EMBEDDING_SIZE = 64
 
 USUAL_WEIGHTS = "fake"
 
-# The output position at which a sequence with `crash_on` ends the process.
+# Counted from 0.
 _CRASH_POSITION = 9
 
 
@@ -132,7 +132,7 @@ class FakeRunner:
         self._eos_rate = eos_rate
         self._crash_on = crash_on
         self._clock, self._sleep, self._crash = clock, sleep, crash
-        # The default name adds no salt, so that its tokens are the same as before salts existed.
+        # The default name adds no salt, which keeps tokens as they were before salts existed.
         named = hashlib.blake2b(info.weights_hash.encode(), digest_size=16).digest()
         self._salt = b"" if info.weights_hash == USUAL_WEIGHTS else named
         self._sequences: dict[int, _Sequence] = {}
@@ -360,7 +360,6 @@ class FakeRunner:
         columns.add_best(ids, self._logprobs_of(draw, token_id, ids))
 
     def _logprobs_of(self, draw: bytes, token_id: int, ids: abc.Iterable[int]) -> list[float]:
-        """Return the log-probabilities of `ids` if `token_id` was drawn."""
         chosen, chosen_place = _chosen_logprob(draw), self._place(draw, token_id)
         logprobs = list[float]()
         for other_id in ids:
@@ -384,7 +383,7 @@ def _parameters(request: Request) -> bytes:
     parameters = [tuple(sampling), request.min_tokens]
     images = tuple((image.digest, image.offset) for image in request.images)
     others = (request.constraint, request.thinking_budget, request.adapter_hash, images)
-    # Unset fields are left out, so that tokens are the same as before these fields existed.
+    # Unset fields are left out, which keeps tokens as they were before these fields existed.
     parameters += [part for part in (*others, penalty_window_tokens) if part]
     return repr(tuple(parameters)).encode()
 
@@ -403,5 +402,5 @@ def _chosen_logprob(draw: bytes) -> float:
 
 
 def _second(draw: bytes) -> int:
-    """Return the place in the ordinary ids where the list of likely tokens continues."""
+    """Return the place of the second most likely token in the ordinary ids."""
     return int.from_bytes(draw[17:21], "little")

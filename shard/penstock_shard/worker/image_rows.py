@@ -61,7 +61,7 @@ class _Seeing:
 
 @dataclass(slots=True)
 class _Found:
-    """The features that the rows of a step need, row after row."""
+    """The features that a step's rows need, row after row."""
 
     places: list[Tensor] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
@@ -69,8 +69,8 @@ class _Found:
     errors: dict[int, str] = field(default_factory=dict)
 
     def add(self, first: int, own: Integers, begin: int, features: ImageFeatures) -> None:
-        """Add the features from `begin` on, for tokens `own` of a sequence. The tokens' indices in
-        the step are `own + first`.
+        """Add the features from `begin` on, for a sequence's tokens `own`. Their indices in the
+        step are `own + first`.
         """
         end = begin + len(own)
         self.places.append(torch.from_numpy(own + first))
@@ -79,7 +79,7 @@ class _Found:
 
 
 class ImageRows:
-    """The features of images in slots, kept from the first step that needs them to the last."""
+    """Image features by slot, from the first step that needs them to the last."""
 
     def __init__(self, source: FeatureSource, device: torch.device) -> None:
         self._source = source

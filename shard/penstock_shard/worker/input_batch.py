@@ -3,8 +3,8 @@
 This runs between steps, for hundreds of rows. So numpy handles all rows at once where it can, and
 Python loops only over rows with new blocks, chunks of prompts or drafts.
 
-A step computed by a CUDA graph has an attention row for each token. So a draft token has its own
-row, which attends to the tokens before it as a decode does.
+In a CUDA graph, each token is an attention row. So a draft token has its own row, which attends to
+the tokens before it as a decode does.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Array: TypeAlias = NDArray[Any]
 
 # In a graph, each draft token is an attention row and reads all earlier keys again. If it reads
 # more extra keys than this, the step's kernels are launched one by one. This is an estimate: a
-# layer has about ten launches of a few microseconds each, and by its data sheet an H200 reads 1,000
-# keys of 4 kB (8 heads of 128 in bfloat16, and their values) in one microsecond.
+# layer has about ten launches of a few microseconds each; an H200 reads 1,000 keys of 4 kB (8 heads
+# of 128 in bfloat16, and their values) in one microsecond.
 _MOST_KEYS_AGAIN = 2**15
 _NONE: Integers = np.zeros(0, dtype=np.int64)
 
@@ -138,8 +138,8 @@ class ImagePlaces(Protocol):
         """
 
     def are_in(self, batch: Batch) -> bool:
-        """Tell whether a batch has tokens of images, or before an image, so that the model needs
-        more than ids.
+        """Tell whether a batch has tokens of images, or before an image, and so needs more than
+        ids.
         """
 
 
@@ -165,7 +165,6 @@ class InputBuilder:
         self._graphs = graphs
 
     def build(self, batch: Batch) -> Inputs:
-        """Return the inputs for a batch, and record its admitted sequences and new blocks."""
         for admission in batch.admitted:
             self._slots.admit(admission)
         for table, new_blocks in zip(self._slots.tables, batch.new_blocks, strict=True):
@@ -264,7 +263,7 @@ class InputBuilder:
         return rows
 
     def _width(self, lengths: Integers) -> int:
-        """Return the width of the block table: the largest number of blocks of a row."""
+        """Return the largest number of blocks of a row."""
         return -(-int(lengths.max()) // self._block_size)
 
     def _fill(
@@ -274,9 +273,7 @@ class InputBuilder:
         tokens: _Tokens,
         rows: _AttentionRows,
     ) -> None:
-        """Fill the inputs of attention from each token's slot and the attention rows. If a graph
-        has more rows, pad them.
-        """
+        """Fill the inputs of attention. If a graph has more rows, pad them."""
         count, total, size = len(rows.slots), tokens.total, self._block_size
         arrays.positions[:total] = tokens.positions
         if self._images is not None and (shifts := self._images.shifts(own_slots)) is not None:
@@ -317,18 +314,14 @@ _layout = lru_cache(maxsize=256)(InputLayout)
 
 
 def _num_visible(group: CacheGroup, lengths: Integers) -> Integers:
-    """Return the number of each row's keys that attention sees: those in the row's attention
-    chunk.
-    """
+    """Return how many of each row's keys attention sees: those in the row's attention chunk."""
     return lengths if group.chunk is None else (lengths - 1) % group.chunk + 1
 
 
 def _fill_table(
     table: Array, blocks: NDArray[np.int32], slots: Integers, first_blocks: Integers | None
 ) -> None:
-    """Fill table [rows, width] with the blocks of the rows' slots, from each row's first block if
-    `first_blocks` is given.
-    """
+    """Fill table [rows, width] with the blocks of the rows' slots, from `first_blocks` on."""
     width = min(table.shape[1], blocks.shape[1])
     table[:, width:] = 0
     if first_blocks is None:
@@ -388,7 +381,7 @@ class _AttentionRows:
         return _AttentionRows(slots, np.ones_like(slots), offsets, tokens.positions + 1)
 
     def cut(self, chunk: int) -> _AttentionRows:
-        """Split rows at the borders of attention chunks, so that each row is within one chunk."""
+        """Split rows at the borders of attention chunks."""
         starts = self.lengths - self.counts
         first = starts // chunk
         counts = (self.lengths - 1) // chunk - first + 1
@@ -402,7 +395,7 @@ class _AttentionRows:
         return _AttentionRows(self.slots[rows], sizes, offsets, lengths)
 
     def cut_spans(self, spans: abc.Sequence[tuple[int, int]]) -> _AttentionRows:
-        """Split rows so that the tokens of each span have a row of their own."""
+        """Split rows so that each span is a row of its own."""
         if not spans:
             return self
         firsts = [first for first, _ in spans]
@@ -428,7 +421,7 @@ def _output_rows(columns: _Columns, offsets: Integers) -> _OutputRows:
     last = offsets[1:] - 1
     if columns.is_plain:
         return _OutputRows(last[columns.samples], None, _NONE, _NONE)
-    # A row's tokens with logits: its first `first` tokens, then its last if it samples.
+    # A row has logits for its first `first` tokens, and for its last if it samples.
     first = columns.scored + columns.verified
     counts = first + columns.samples
     places = np.cumsum(counts) - counts

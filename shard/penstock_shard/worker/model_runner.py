@@ -35,10 +35,10 @@ MakeOutputs = Callable[[Slots, Sampler], abc.Sequence[RowOutput]]
 
 @dataclass(slots=True)
 class _Pass:
-    """A step's forward pass, from which its results are made."""
+    """A step's forward pass."""
 
     inputs: Inputs
-    # Set until they are sampled.
+    # Set until its tokens are sampled.
     logits: Tensor | None = None
     enqueued: PendingSamples | None = None
     # Outputs of rows besides sampled tokens.
@@ -52,7 +52,7 @@ class _Pass:
         return self.inputs.sampled is not None and self.enqueued is None
 
     def gives_all_and_nothing_else(self, num_rows: int) -> bool:
-        """Tell whether the sampled tokens are the results of all rows, in order."""
+        """Tell whether the sampled tokens are the results of all rows."""
         sampled = self.inputs.sampled
         has_others = self.outputs or self.void_rows
         return sampled is not None and len(sampled.rows) == num_rows and not has_others
@@ -125,7 +125,7 @@ class ModelRunner:
 
     def launch(self, batch: Batch) -> None:
         step = _Step(batch.num_rows)
-        # This step reads the tokens of deferred steps, so sample them now.
+        # Sample deferred steps now, because this step reads their tokens.
         self._sample_deferred(len(self._launched))
         failure = next((earlier.failure for earlier in self._launched if earlier.failure), "")
         if failure:
@@ -213,13 +213,12 @@ class ModelRunner:
         step.wait = mark(self.model.device)
 
     def _defers(self, inputs: Inputs) -> bool:
-        """Tell whether a row's sampling depends on tokens that are not on the host yet."""
+        """Tell whether sampling depends on tokens that are not on the host yet."""
         if inputs.sampled is None or all(step.results is not None for step in self._launched):
             return False
         return self._sampler.needs_tokens(_sample_rows(inputs.sampled))
 
     def _forward(self, forward: _Pass, *, prepares: bool) -> tuple[Tensor, Tensor]:
-        """Return all logits and hidden states of the pass."""
         inputs = forward.inputs
         if inputs.pending is not None:
             self._fill(inputs, inputs.pending)
@@ -261,7 +260,7 @@ class ModelRunner:
         self._last_tokens.index_copy_(0, sampled.device_slots, forward.enqueued.tokens)
 
     def _sample_deferred(self, count: int) -> None:
-        """Of the first `count` launched steps, sample those that are not sampled yet, in order."""
+        """Sample those of the first `count` launched steps that are not sampled yet."""
         for step in list(self._launched)[:count]:
             if step.failure:
                 return

@@ -74,7 +74,7 @@ class WindowCounts:
         recent = np.concatenate([recent_prompt, recent_output])
         known, places, totals = np.unique(recent, return_inverse=True, return_counts=True)
         generated = np.bincount(places[len(recent_prompt) :], minlength=len(known))
-        # Columns: a token, its count in the output's part, its count in the whole window.
+        # Columns: token, count in the output's part, count in the whole window.
         self._columns = np.stack([known, generated, totals])
         self._num_distinct = len(known)
         self._places = {token_id: place for place, token_id in enumerate(known.tolist())}

@@ -51,7 +51,7 @@ _Processor = LogitsProcessor[Any]
 
 @dataclass(frozen=True, slots=True)
 class PreparedShaping:
-    """The rows to sample next whose sequences have a state, and the changes to them."""
+    """The rows to sample next that have a state, and the changes to them."""
 
     rows: _Index
     states: abc.Sequence[_SlotState]
@@ -70,7 +70,7 @@ class PreparedShaping:
 
 @dataclass(slots=True)
 class ShapedLogits:
-    """Rows with changed logits, and these logits as copies: float32 [n, V]."""
+    """Rows with changed logits, and copies of these logits: float32 [n, V]."""
 
     rows: Integers
     logits: Tensor
@@ -137,7 +137,6 @@ class LogitsShaping:
             processor.abandon()
 
     def _state(self, slot: int, position: int) -> _SlotState:
-        """Return a sequence's state, at the position that is drawn next."""
         state = self._states.get(slot)
         if state is None:
             state = self._states[slot] = _SlotState(self._admitted[slot], self._processors)

@@ -57,10 +57,10 @@ class LogitsProcessor(ABC, Generic[State]):
 
     @abstractmethod
     def begin(self, admission: Admission) -> State:
-        """Return the state for a sequence whose request wants this change."""
+        """Return the state for a sequence."""
 
     def prepare(self, states: abc.Sequence[State]) -> None:
-        """Begin the work that needs no logits, for the states that `apply` gets next."""
+        """Begin the work that needs no logits. `apply` gets these states next."""
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: abc.Sequence[tuple[int, State]]) -> None:
@@ -71,7 +71,7 @@ class LogitsProcessor(ABC, Generic[State]):
 
 
 def elements(logits: Tensor, rows: abc.Sequence[tuple[int, NDArray[np.int64]]]) -> Tensor:
-    """Return the indices of each row's ids in the flat logits, row after row."""
+    """Return the indices of each row's ids in the flat logits."""
     vocabulary = logits.shape[1]
     places = np.concatenate([i * vocabulary + ids for i, ids in rows])
     return to_device(places, logits.device)

@@ -69,8 +69,8 @@ class ConstraintMask(LogitsProcessor[_Constrained]):
 
 
 def mask_rows(logits: Tensor, rows: abc.Sequence[tuple[int, NDArray[np.int32] | None]]) -> None:
-    """Ban the ids that the masks do not allow. A row without a mask, because its constraint failed,
-    has all ids banned.
+    """Ban the ids that the masks do not allow. If a constraint failed, its row has no mask, and all
+    ids are banned.
     """
     for i, mask in rows:
         if mask is None:

@@ -13,7 +13,7 @@ from penstock_shard.worker.input_batch import Inputs
 
 
 class PendingOutput(Protocol):
-    """An output that a device is computing from a forward pass."""
+    """An output that a device is computing."""
 
     def finish(self, results: list[RowResult]) -> None:
         """Put the output into the results of the batch's rows. Called once, in the order of the

@@ -24,9 +24,9 @@ from penstock_shard.worker.slot_state import Slots
 
 @dataclass(frozen=True, slots=True)
 class DraftRow:
-    """Row `row` of the batch, which has drafts. `position` is the output position of its first
-    sampled token, which verifies the first draft. The logits of this token are row `place`; the
-    logits after each draft token follow.
+    """Row `row` of the batch, which has drafts. Its first token to sample has output position
+    `position` and logits row `place`, and verifies the first draft. The logits after each draft
+    follow.
     """
 
     row: int
@@ -38,7 +38,7 @@ class DraftRow:
 
 @dataclass(slots=True)
 class _Answer:
-    """A row with drafts, and the tokens sampled for it so far."""
+    """The tokens sampled so far for a row with drafts."""
 
     sampler: Sampler
     draft: DraftRow
@@ -116,8 +116,8 @@ class _Pending:
 
 
 class Verification:
-    """Verifies drafts. Rows that need only logits are enqueued at once. Tokens of the others are
-    drawn in `finish`.
+    """Verifies drafts. Rows that need only logits are enqueued at once. The others are drawn in
+    `finish`.
     """
 
     def __init__(self, sampler: Sampler, logits: Tensor, drafts: abc.Sequence[DraftRow]) -> None:
@@ -149,7 +149,7 @@ class Verification:
         return [answer.merged() for answer in self._answers]
 
     def _draw_next(self, alive: abc.Sequence[_Answer]) -> list[_Answer]:
-        """Draw one more token for each answer, and return the answers that go on."""
+        """Draw one more token for each answer. Return the answers that go on."""
         counts = [1] * len(alive)
         before = [len(answer.results) for answer in alive]
         rows, wanted = _next_rows(alive, counts)
@@ -165,7 +165,7 @@ class Verification:
 def _next_rows(
     answers: abc.Sequence[_Answer], counts: abc.Sequence[int]
 ) -> tuple[SampleRows, NDArray[np.int64]]:
-    """Return the next `counts[i]` rows of each answer, and the indices of their logits."""
+    """Return each answer's next `counts[i]` rows, and the indices of their logits."""
     slots: list[int] = []
     positions: list[int] = []
     places: list[int] = []

@@ -34,7 +34,7 @@ class Embeddings:
         self._sums: dict[int, Tensor] = {}
 
     def begin(self, inputs: Inputs, logits: Tensor, hidden: Tensor) -> _Pending | None:
-        """Pool hidden states [M, H] of the rows' pooled tokens, row by row."""
+        """Pool hidden states [M, H], row by row."""
         if inputs.hidden_rows is None:
             return None
         batch, found, start = inputs.batch, dict[int, RowResult](), 0

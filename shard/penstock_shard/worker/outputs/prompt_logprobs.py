@@ -18,7 +18,7 @@ from penstock_shard.worker.slot_state import Slots
 
 @dataclass(frozen=True, slots=True)
 class _RowScores:
-    """Scores of one row's prompt tokens that are being copied to the host."""
+    """Scores of one row that are being copied to the host."""
 
     row: int
     is_finite: Tensor
@@ -57,9 +57,7 @@ class PromptLogprobs:
         pass
 
     def _score(self, inputs: Inputs, logits: Tensor, row: int) -> _RowScores:
-        """Score the prompt tokens that the row's first tokens predict; `logits` [N, V] has all
-        rows.
-        """
+        """Score the prompt tokens that this row predicts. `logits` [N, V] has all rows."""
         batch = inputs.batch
         slot, count, place = batch.slots[row], batch.scored[row], int(inputs.places[row])
         own = logits[place : place + count]

@@ -61,7 +61,7 @@ def draw(logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
 
 
 def _routes(columns: Columns, *, with_kernels: bool) -> list[tuple[NDArray[np.bool_], _Route]]:
-    """Group the rows by the way in which they are drawn. A group is bool [n] and the way."""
+    """Return each way of drawing, and bool [n]: the rows that are drawn in this way."""
     typical = columns.typical_p < 1.0
     has_k = columns.top_k > 0
     by_p = (columns.top_p < 1.0) & ~has_k
@@ -70,7 +70,8 @@ def _routes(columns: Columns, *, with_kernels: bool) -> list[tuple[NDArray[np.bo
     if with_kernels:
         return [*routes, (by_id, _draw_by_id_there), (~typical & ~by_id, _draw_by_rank_there)]
     by_rank = partial(_in_parts, draw_by_rank)
-    # Top-p without top-k is a separate group: with top-k, the host knows how many tokens are kept.
+    # Top-p without top-k is a separate group, because only top-k tells the host how many tokens are
+    # kept.
     routes += [(~typical & has_k, by_rank), (~typical & by_p, by_rank)]
     return [*routes, (by_id, partial(_in_parts, _draw_by_id))]
 
@@ -82,9 +83,7 @@ def _in_parts(
     index: NDArray[np.intp],
     columns: Columns,
 ) -> Tensor:
-    """A `_Route` that calls `route` on chunks of rows, to bound how many logits are copied at
-    once.
-    """
+    """A `_Route` that calls `route` on chunks of rows, to copy fewer logits at once."""
     most = _CHUNK_LOGITS_CPU if is_host(logits) else _CHUNK_LOGITS_DEVICE
     step = max(1, most // logits.shape[1])
     parts = [slice(start, start + step) for start in range(0, len(index), step)]
@@ -111,7 +110,7 @@ def _draw_by_rank_there(
     logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
 ) -> Tensor:
     """A `_Route` like `draw_by_rank`, with the same weights."""
-    # As above.
+    # See above.
     from penstock_shard.kernels.triton_rank import draw_ranked
 
     temperature = np.maximum(columns.temperature, MIN_TEMPERATURE)

@@ -58,8 +58,8 @@ _Index = NDArray[np.intp]
 @dataclass(frozen=True, slots=True)
 class SampleRows:
     """Row i draws output token `positions[i]` of the sequence in `slots[i]`. Positions also count
-    tokens delivered before this attempt. A slot may occur several times if its sequence is not
-    stateful.
+    tokens delivered before this attempt. Only a slot whose sequence is not stateful may occur
+    several times.
     """
 
     slots: Integers
@@ -196,9 +196,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """The logits [N, V], the changed copies of some rows, and the largest logit of each row of
-    both.
-    """
+    """The logits [N, V], changed copies of some rows, and the largest logit of each row of both."""
 
     logits: Tensor
     best: Tensor
@@ -206,8 +204,8 @@ class _Sources:
     shaped_best: Tensor
 
     def of(self, rows: _Index) -> abc.Iterator[tuple[Tensor, Tensor, _Index, _Index]]:
-        """Yield the logits for these rows, in one or two parts: logits, the largest logit of each
-        row, the indices of the wanted rows in these logits, and in the step.
+        """Yield the logits for these rows, in one or two parts: logits, each row's largest logit,
+        the rows' indices in these logits, and their indices in the step.
         """
         if self.shaped is None:
             yield self.logits, self.best, rows, rows
@@ -226,8 +224,8 @@ class _Scored:
 
 @dataclass(frozen=True, slots=True)
 class PendingSamples:
-    """Rows that are being sampled. `tokens` int64 [N] are on the device, arbitrary for a row with
-    an error.
+    """Rows that are being sampled. `tokens` int64 [N] are on the device. A row with an error has an
+    arbitrary token.
     """
 
     tokens: Tensor
@@ -238,7 +236,7 @@ class PendingSamples:
 
     @property
     def known_tokens(self) -> Integers:
-        """The tokens [N], once the device has copied them; 0 for a row with an error."""
+        """The tokens [N] on the host, after the copy is done; 0 for a row with an error."""
         known: Integers = self._codes.numpy()
         return known.clip(min=0)
 
@@ -280,8 +278,8 @@ class _SamplingColumns:
         self.stateful = np.zeros(0, dtype=np.bool_)
         # The number of best log-probabilities wanted; -1 if the token's own is not wanted either.
         self.best_logprobs: Integers = np.zeros(0, dtype=np.int64)
-        # Uniform numbers for one run of `_POSITIONS` positions, and the run's number from 1; 0
-        # means none.
+        # Uniform numbers for one run of `_POSITIONS` positions. Runs are counted from 1; 0 means
+        # none.
         self._uniforms = np.zeros((0, _POSITIONS))
         self._runs: Integers = np.zeros(0, dtype=np.int64)
 

@@ -1,7 +1,7 @@
 """Draws tokens that are ordered by likelihood: with top-k or top-p, and min-p.
 
-A token's weight is exp((logit - largest) / temperature) as an integer. Sums of integers are the
-same in any order. So a row's token is the same in any batch, on any number of threads, and with any
+A token's weight is exp((logit - largest) / temperature) as an integer, because sums of integers are
+the same in any order. So a row's token does not depend on the batch, the number of threads, or the
 width of the window (the most likely tokens, which are sorted).
 """
 
@@ -28,9 +28,9 @@ Floats: TypeAlias = NDArray[np.float64]
 # The weight of the most likely token. The sum of a million such weights fits into 63 bits. A token
 # that is less likely by this factor is never drawn.
 ONE = 2.0**42
-# The first number of tokens on which filters other than top-k are tried, before all tokens. For
-# rows with top-k, the window is the largest k of a step up to `_WINDOW`; rows with a larger k have
-# their own.
+# The window for filters other than top-k: they try this many tokens first, then all. For rows with
+# top-k, the window is the largest k of a step up to `_WINDOW`; rows with a larger k form another
+# group.
 _WINDOW = 1024
 # Dividing float32 by a smaller temperature gives infinity. At this temperature the largest logit
 # always wins unless another is within 3e-5.
@@ -96,7 +96,7 @@ def weigh(scaled: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class FilteredTokens:
     """The tokens that the filters keep in `rows` (int64 [n]) of a chunk: the first `count` [n, 1]
-    of `ids` [n, w], in the order of drawing. `cumulative` [n, w] are running sums of weights.
+    of `ids` [n, w]. `cumulative` [n, w] are running sums of weights.
     """
 
     rows: Tensor
@@ -129,9 +129,7 @@ def draw_filtered(rows: Rows, groups: Iterator[FilteredTokens]) -> Tensor:
 
 
 def pick(cumulative: Tensor, total: Tensor, uniform: Tensor) -> Tensor:
-    """Return, [n, 1], the first column whose cumulative weight exceeds uniform [n, 1] times total
-    [n, 1].
-    """
+    """Return the first column whose cumulative weight exceeds uniform times total, all [n, 1]."""
     # A uniform number has 53 bits, so its product with a whole number rounds to less than that
     # number.
     place = torch.searchsorted(cumulative, (uniform * total).long(), right=True)
@@ -175,8 +173,8 @@ def _keep_most_likely(
 
 
 def share(share: Tensor, total: Tensor) -> Tensor:
-    """Return the smallest whole weight that is at least `share` of a total and at most the total,
-    [n, 1].
+    """Return the smallest whole weight that is at least `share` of a total, but not above the
+    total.
     """
     # A total may round down as a float: a share of 1 must not lose the last token.
     return torch.where(share < 1.0, (share * total).ceil().long(), total)
@@ -190,8 +188,8 @@ def widen(
 ) -> Iterator[FilteredTokens]:
     """Yield what `keep` keeps of each row of keys [N, V], largest key first.
 
-    `first` maps the wanted rows to the number of keys known to be enough. For an unknown number
-    (0), the row is tried on the first window, and if that is too small, on all keys.
+    `first` gives how many keys are enough for each wanted row. If this is 0 (unknown), the row is
+    tried on the first window, and if that is too small, on all keys.
     """
 
     def kept(rows: abc.Sequence[int], window: int) -> tuple[FilteredTokens, Tensor]:
