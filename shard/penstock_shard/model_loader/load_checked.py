@@ -59,7 +59,7 @@ class CheckedLoad:
     loaded: LoadedModel
     weights_hash: str
     checks: CheckResults
-    # Lines of progress that the next start repeats.
+    # Progress that the next start repeats.
     lines: tuple[str, ...] = ()
 
 
@@ -121,7 +121,7 @@ def _may_keep(config: ShardConfig) -> bool:
 
 
 def _key(config: ShardConfig, model_dir: Path) -> str:
-    """Return the key of the load; '' if there is none, and then the load will report the reason."""
+    """Return the load's key, or ''. Without a key, the load will report the reason."""
     try:
         return load_key(config, model_dir)
     except (OSError, ModelError, KernelBuildError):
@@ -129,9 +129,7 @@ def _key(config: ShardConfig, model_dir: Path) -> str:
 
 
 def _read(cache: LoadCache, key: str) -> CheckedLoad | None:
-    """Return the kept load; None if there is none, or no kernels for it, which the load will
-    report.
-    """
+    """Return the kept load, or None. Without kernels for it, the load will report the reason."""
     try:
         kept = cache.read(key)
     except KernelBuildError:

@@ -1,6 +1,5 @@
-"""Loads a runner from a configuration, and the tokenizer files that a router needs.
-
-Imports torch only if a real model is asked for.
+"""Loads a runner, and the tokenizer files that a router needs. Imports torch only for a real
+model.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from penstock_shard.worker.fake_runner import (
 __all__ = ["LoadedRunner", "ModelError", "load_runner"]
 
 _FAKE_BLOCK_SIZE = 16
-# The number of blocks, enough that the fake runner does not preempt by default.
+# Enough that the fake runner does not preempt by default.
 _FAKE_BLOCKS = 65_536
 # The fake runner has memory for a sequence of this many tokens, 8 bytes each.
 _FAKE_MOST_TOKENS = 2**24
@@ -42,7 +41,7 @@ _MOST_TOKENS = 2**22
 
 @dataclass(frozen=True, slots=True)
 class LoadedRunner:
-    """A runner and its tokenizer files. `revision` is the commit of a hub model, else empty."""
+    """`revision` is the commit of a hub model, else empty."""
 
     runner: Runner
     tokenizer_files: dict[str, bytes]

@@ -16,7 +16,7 @@ _KV_DTYPES = {"float32": torch.float32, "float16": torch.float16, "fp8": FP8}
 
 
 def choose_kv_cache_dtype(config: ShardConfig, ops: Ops) -> torch.dtype:
-    """Return the dtype of cached keys and values. Raises ModelError if it is not supported here."""
+    """Raises ModelError if the dtype is not supported here."""
     wanted = _KV_DTYPES.get(config.kv_cache_dtype)
     if isinstance(ops, CpuOps):
         if wanted is FP8:

@@ -1,6 +1,6 @@
 """Chooses the ops that compute a model, from the flags and this machine's devices and libraries.
 
-The attention backend is chosen once the model's layers are known: see `choose_attention.py`.
+`choose_attention.py` chooses the attention backend once the model's layers are known.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def choose_ops(
     device: torch.device,
     progress: Callable[[str], None],
 ) -> Ops:
-    """Return the best ops that the flags allow; a line of progress says which kernels are missing.
+    """Return the best ops that the flags allow. A line of progress says which kernels are missing.
 
     Raises ModelError if this machine cannot do what the flags ask.
     """
