@@ -72,7 +72,7 @@ _WITHOUT_MEANING: tuple[object, ...] = (None, False, "", [], {})
 class LowRankPair:
     """The tensors for one matrix: A [rank, in_features] and B [out_features, rank]."""
 
-    # In the text model, such as model.layers.0.self_attn.q_proj.
+    # The module's name in the text model, such as model.layers.0.self_attn.q_proj.
     module: str
     rank: int
     in_features: int
@@ -88,7 +88,7 @@ class AdapterFiles:
 
     path: Path
     content_hash: str
-    # Only a hint, because paths differ between machines.
+    # The base model that the adapter states. Only a hint, because paths differ between machines.
     base_model: str
     pairs: tuple[LowRankPair, ...]
 

@@ -24,7 +24,7 @@ from penstock_shard.checkpoint.text_names import text_names
 from penstock_shard.checkpoint.weight_files import GGUF
 from penstock_shard.errors import ModelError
 
-# Float types; codes are read as float32.
+# The file's float types. Codes are read as float32.
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 # The order of a matrix's rows depends on these.
 _HEADS = ("num_attention_heads", "num_key_value_heads")

@@ -45,11 +45,11 @@ _READ = {
 # The quantization method in a configuration, and file types that are no codes.
 GGUF_METHOD = "gguf"
 _FLOATS = ("F32", "F16", "BF16", "F64")
-# Raised by transformers and gguf for an unreadable file.
+# Errors that transformers and gguf raise for an unreadable file.
 _ERRORS = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
 # The hash of the other files in a kept directory.
 _DIGEST = "digest"
-# Kept directories; a tokenizer takes up to 20 MB.
+# The largest number of kept directories. A tokenizer takes up to 20 MB.
 _MOST_KEPT = 16
 _ARCHITECTURE, _TOKENIZER = "general.architecture", "tokenizer.ggml.model"
 # Factors of a rotation that is not plain, as in Llama 3.1.
@@ -184,7 +184,7 @@ def _write_parts(path: Path, directory: Path, reader: GGUFReader) -> None:
     config = AutoConfig.from_pretrained(directory, gguf_file=GGUF, local_files_only=True)
     key_length = _number(reader, f"{_text(reader, _ARCHITECTURE)}.attention.key_length")
     if key_length is not None:
-        # transformers does not read it for each architecture.
+        # transformers does not read it for every architecture.
         config.head_dim = key_length
     factors = [tensor for tensor in reader.tensors if tensor.name == _ROPE_FACTORS]
     if factors:

@@ -26,11 +26,11 @@ from penstock_shard.errors import ModelError
 
 # A model's name, optionally followed by a colon and the name of a GGUF file.
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
-# Configurations, vocabularies, chat templates.
+# Endings of configurations, vocabularies and chat templates.
 _WANTED = (".json", ".jinja", ".txt", ".model")
 # A file of sentence-transformers; see `pooling_files`.
 _POOLING = re.compile(r"\d+_Pooling/config\.json")
-# One part of a GGUF model.
+# The name of one part of a GGUF model.
 _PIECE = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 _ADAPTER_FILES = [CONFIG, ADAPTER_WEIGHTS]
 _PROGRESS_S = 5.0
@@ -109,7 +109,7 @@ def _one_line(hub: _Hub) -> Iterator[None]:
         status = error.response.status_code
         raise ModelError(f"{name}: {hub.endpoint} answered with HTTP status {status}") from error
     except OfflineModeIsEnabled:
-        # The cache may have a copy.
+        # This is also an OSError, but the cache may have a copy.
         raise
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -239,7 +239,6 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _wanted(sizes: Mapping[str, int], needs_weights: bool, code: bool) -> list[str]:
-    """Return the files that serving needs."""
     suffixes = (*_WANTED, ".py") if code else _WANTED
     wanted = [name for name in sizes if "/" not in name and name.endswith(suffixes)]
     wanted += [name for name in sizes if _POOLING.fullmatch(name) or is_template(name)]

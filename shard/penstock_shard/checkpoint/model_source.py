@@ -40,8 +40,8 @@ class ModelSource:
 def resolve_model(config: ShardConfig, *, progress: Callable[[str], None]) -> ModelSource:
     """Find the model that the configuration names, and download it if necessary.
 
-    `progress` gets lines. Raises ModelError if there is no such model or it is incomplete. The fake
-    runner and --load-format dummy need no weights.
+    Raises ModelError if there is no such model or it is incomplete. The fake runner and
+    --load-format dummy need no weights.
     """
     needs_weights = config.runner != "fake" and config.load_format != "dummy"
     path, revision = BUILTIN_MODEL, ""

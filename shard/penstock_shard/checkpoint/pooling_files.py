@@ -16,7 +16,7 @@ from penstock_shard.errors import ModelError
 from penstock_shard.ipc.request import Pooling
 
 _MODULES = "modules.json"
-# Poolings as named by sentence-transformers up to 5.3, and by later releases.
+# Names of poolings in sentence-transformers up to 5.3, and in later releases.
 _MODES = {"lasttoken": Pooling.LAST, "mean_tokens": Pooling.MEAN, "mean": Pooling.MEAN}
 # A module's folder is a name, not a path.
 _FOLDER = re.compile(r"\w[\w.-]*")

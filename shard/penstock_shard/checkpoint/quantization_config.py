@@ -80,7 +80,7 @@ class Scheme:
     """The checked quantization of a checkpoint's configuration."""
 
     method: str
-    # The sizes that occur; 8 for fp8.
+    # Bits of a number: all sizes that occur; 8 for fp8.
     bits: frozenset[int]
     # Columns that share a scale.
     groups: frozenset[int]
@@ -444,7 +444,7 @@ class _Finder:
         return PackedMatrix(names, (rows, columns), bits, group, has_zeros, has_order)
 
     def _bits(self, packed: str, rows: int, columns: int) -> int:
-        """Return the stated bits of a number that fit the packed tensor's shape."""
+        """Return the stated number of bits that fits the packed tensor's shape."""
         shape = self._shape(packed, 2)
         for bits in sorted(self.scheme.bits):
             if shape == (rows, -(-columns * bits // 32)):

@@ -26,7 +26,7 @@ from penstock_shard.errors import ModelError
 
 # It takes a millisecond to look up where files are mapped. Smaller tensors are not worth that.
 _SMALL_BYTES = 1 << 16
-# Compared at once.
+# The number of rows that are compared at once.
 _ROWS = 1024
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -18,8 +18,6 @@ _TOWER = "visual."
 
 @dataclass(frozen=True, slots=True)
 class TextNames:
-    """The tensors of the text model in a checkpoint."""
-
     # Maps names in a causal language model to names in the files.
     stored: dict[str, str] = field(default_factory=dict)
     # The replacement of "model." in the files.

@@ -1,8 +1,8 @@
 """Makes tokenizer.json for a model that has only other tokenizer files: older ones, or Mistral's
 tekken.json.
 
-transformers converts. The result is checked on sample strings, because the router only uses the
-converted file.
+transformers makes the conversion. The result is checked on sample strings, because the router only
+uses the converted file.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from penstock_shard.errors import first_line
 
 _SUFFIX = ".load"
 _NOT_KEPT = "this load is not kept for the next start"
-# Raised by torch for a file that is damaged or names missing objects.
+# Errors that torch raises for a file that is damaged or names missing objects.
 _DAMAGED = (ArithmeticError, EOFError, LookupError, RuntimeError, TypeError, ValueError)
 _OF_ZIP = (zipfile.BadZipFile, zlib.error)
 _NOT_OURS = (*_DAMAGED, AttributeError, ImportError, UnpicklingError, *_OF_ZIP)

@@ -9,8 +9,8 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
 from penstock_shard.ipc.runner_info import CacheGroup, blocks_each, pools_for
 
-# Without flags, a cpu shard takes this many bytes for KV blocks, or the bytes of one sequence of
-# full length if that is more, but at most this share of free memory.
+# Without flags, a cpu shard takes this many bytes for KV blocks, or more if one sequence of full
+# length needs more, but at most this share of free memory.
 _CPU_KV_BYTES = 256 * 2**20
 _CPU_SHARE = 0.5
 # A pool gets more blocks than this only if one sequence needs them. The host's records of a block
@@ -30,7 +30,7 @@ class KVShape:
     """The size of a KV block in each pool, and the blocks that sequences need."""
 
     block_size: int
-    # In each pool.
+    # The bytes of a block in each pool.
     block_bytes: tuple[int, ...]
     max_model_len: int
     groups: tuple[CacheGroup, ...] = (CacheGroup(),)
@@ -53,12 +53,12 @@ class KVShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """In all groups."""
+        """The bytes of one token in all groups."""
         return self.bytes_of(pools_for(1, self.groups)) // self.block_size
 
     @property
     def bytes_per_sequence(self) -> int:
-        """For full length."""
+        """The bytes of a sequence of full length."""
         return self.bytes_of(self.blocks_for(self.max_model_len))
 
     def sequences_in(self, pools: Sequence[int]) -> int:
@@ -79,7 +79,7 @@ class KVShape:
 
     @property
     def state_bytes(self) -> int:
-        """For one sequence."""
+        """The bytes of one sequence's states."""
         return self.bytes_of([0 if count else 1 for count in pools_for(1, self.groups)])
 
     def divide(self, num_bytes: int, *, only_blocks: bool = False) -> list[int]:

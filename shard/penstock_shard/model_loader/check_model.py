@@ -25,12 +25,10 @@ _CHECK_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class CheckResults:
-    """Results for a model that may be served."""
-
-    # Tokens of a KV block.
+    # The number of tokens of a KV block.
     block_size: int
     batch_invariant: bool
-    # Estimated for the largest step.
+    # The estimated duration of the largest step.
     worst_step_s: float
 
 

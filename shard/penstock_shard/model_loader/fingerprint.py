@@ -143,7 +143,7 @@ def torch_bits(device: torch.device | None = None) -> str:
 
 @functools.cache
 def _fixed_values() -> tuple[Tensor, Tensor]:
-    """Return values between -8 and 8, in float32 and in float64, because we use both dtypes."""
+    """Return values between -8 and 8 in both dtypes that we use."""
     generator = random.Random(1)
     values = [generator.uniform(-8, 8) for _ in range(_NUM_VALUES)]
     return torch.tensor(values, dtype=torch.float32), torch.tensor(values, dtype=torch.float64)

@@ -20,8 +20,7 @@ def generation_defaults(
     """Return the model's eos ids, and its default sampling values. `stated` are the eos ids of its
     configuration, or None.
 
-    A line of `progress` names each value that is not supported. Raises ModelError if the file
-    cannot be read.
+    A line of `progress` names each unsupported value. Raises ModelError if the file cannot be read.
     """
     generation = _read(model_dir)
     eos_token_ids, outside = _eos_token_ids(generation, stated, vocab_size)
@@ -60,7 +59,6 @@ def as_ids(value: Any) -> tuple[int, ...] | None:
 
 
 def _stated_sampling(generation: dict[str, Any]) -> dict[str, object]:
-    """Return the sampling values that this runner supports."""
     names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
     return {name: generation[name] for name in names if generation.get(name) is not None}
 

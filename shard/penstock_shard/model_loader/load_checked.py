@@ -54,12 +54,10 @@ _OF_LOADS = (
 
 @dataclass(frozen=True, slots=True)
 class CheckedLoad:
-    """A model that may be served."""
-
     loaded: LoadedModel
     weights_hash: str
     checks: CheckResults
-    # Progress that the next start repeats.
+    # The lines of progress that the next start repeats.
     lines: tuple[str, ...] = ()
 
 

@@ -83,7 +83,7 @@ class ModelPart:
     """A model, or one rank's part of it."""
 
     model: Decoder | TransformersModel
-    # Of each divided linear layer.
+    # This rank's share of each divided linear layer.
     shares: Shares = field(default_factory=dict)
     # All ranks call this after each has loaded its part. Raises ModelError.
     check: Callable[[], None] = no_check
@@ -157,8 +157,6 @@ def _check_not_exact(ops: Ops, reason: Exception) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Loading:
-    """The inputs of a load, for both kinds of model."""
-
     files: ModelFiles
     # None for random weights.
     checkpoint: Checkpoint | None

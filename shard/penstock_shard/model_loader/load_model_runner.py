@@ -1,8 +1,4 @@
-"""Turns a model directory into a `ModelRunner` that is ready.
-
-First load and check the model, or take the kept results of an earlier start. Then load the image
-encoder, allocate memory, and describe the model.
-"""
+"""Turns a model directory into a `ModelRunner` that is ready."""
 
 from __future__ import annotations
 

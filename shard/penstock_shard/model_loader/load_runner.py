@@ -31,7 +31,7 @@ from penstock_shard.worker.fake_runner import (
 __all__ = ["LoadedRunner", "ModelError", "load_runner"]
 
 _FAKE_BLOCK_SIZE = 16
-# Enough that the fake runner does not preempt by default.
+# The number of blocks, enough that the fake runner does not preempt by default.
 _FAKE_BLOCKS = 65_536
 # The fake runner has memory for a sequence of this many tokens, 8 bytes each.
 _FAKE_MOST_TOKENS = 2**24
@@ -80,7 +80,7 @@ def load_runner(config: ShardConfig, progress: Callable[[str], None]) -> LoadedR
 
 
 def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) -> FakeRunner:
-    """Return a runner that generates the tokenizer's ordinary ids and no special tokens."""
+    """Return a runner that generates only the tokenizer's ordinary ids."""
     model_config = read_object(model_dir / "config.json")
     try:
         # A model of images and text has a configuration for each part.
@@ -165,6 +165,5 @@ def _fake_adapters(config: ShardConfig) -> FakeAdapters | None:
 
 
 def _fake_embedding(config: ShardConfig) -> EmbeddingDefaults:
-    """Return the fake runner's embeddings, which it serves for any model."""
     pooling = Pooling.LAST if config.embeddings == "auto" else Pooling(config.embeddings)
     return EmbeddingDefaults(pooling, normalize=True, size=EMBEDDING_SIZE)

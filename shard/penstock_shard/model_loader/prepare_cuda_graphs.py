@@ -43,8 +43,6 @@ class _Decodes:
 
 @dataclass(frozen=True, slots=True)
 class GraphPreparation:
-    """Records the graphs of a model over its cache."""
-
     graphs: Graphs
     kv_dtype: torch.dtype
     vocab_size: int

@@ -75,7 +75,6 @@ class MemoryPreparation:
         return pools
 
     def shape(self) -> KVShape:
-        """Return the bytes of a block and the needs of a sequence."""
         layout, itemsize = self.loaded.model.cache_layout, self.loaded.kv_dtype.itemsize
         return KVShape(
             block_size=self.block_size,

@@ -16,7 +16,7 @@ from penstock_shard.ops.cpu_ops import CpuOps
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    # KV blocks of each pool.
+    # The number of KV blocks of each pool.
     pools: list[int]
     kv_shape: KVShape
     # True if decode steps replay graphs.

@@ -102,8 +102,7 @@ def _serve(
 
             loaded, ranks = _load(line, join, place, address)
     except ModelError as error:
-        # Sent before the connection closes. Rank 0 reads this message only while it loads. After
-        # that, an error only ends this process.
+        # Sent before the connection closes. Rank 0 reads this message only while it loads.
         with contextlib.suppress(OSError):
             line.send(Failed(str(error)))
         return 1

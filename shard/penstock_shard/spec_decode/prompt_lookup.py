@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from penstock_shard.sequence import Sequence
 
-# The most trailing tokens that a match compares.
+# The largest number of trailing tokens that a match compares.
 _LONGEST_MATCH = 3
-# Tokens searched for matches. This bounds a look-up to some 20 microseconds.
+# The number of tokens searched for matches. It bounds a look-up to some 20 microseconds.
 _WINDOW = 32_768
 # After n wrong drafts in a row, the next draft waits for 2 ** n tokens. This is the largest n.
 _MOST_MISSES = 6
@@ -33,9 +33,9 @@ class _History:
         self.size = 0
         # The longest draft worth trying, judged by how many tokens of recent drafts were accepted.
         self.limit = limit
-        # The drafts in a row without an accepted token.
+        # The number of drafts in a row without an accepted token.
         self.misses = 0
-        # The tokens that the sequence must have before its next draft.
+        # The number of tokens that the sequence must have before its next draft.
         self.quiet_until = 0
         # True if the sequence left out a step to wait for its next draft.
         self.waited = False
@@ -62,7 +62,7 @@ class Drafter:
     def __init__(self, most: int) -> None:
         self.most = most
         self._histories: dict[Sequence, _History] = {}
-        # Of all sequences.
+        # Draft tokens of all sequences.
         self.proposed_total = 0
         self.accepted_total = 0
 

@@ -22,7 +22,7 @@ Names = NDArray[np.uint64]
 
 _NAME_BYTES = 8
 _FIRST_CAPACITY = 64
-# From splitmix64.
+# Constants of splitmix64.
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)

@@ -52,7 +52,7 @@ EMBEDDING_SIZE = 64
 
 USUAL_WEIGHTS = "fake"
 
-# Counted from 0.
+# The output position, counted from 0, at which `crash_on` ends the process.
 _CRASH_POSITION = 9
 
 

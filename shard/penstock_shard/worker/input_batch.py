@@ -1,7 +1,7 @@
 """A batch -> the tensors of a forward pass.
 
-This runs between steps, for hundreds of rows. So numpy handles all rows at once where it can, and
-Python loops only over rows with new blocks, chunks of prompts or drafts.
+This runs between steps, for hundreds of rows. So Python loops only over rows with new blocks,
+chunks of prompts or drafts.
 
 In a CUDA graph, each token is an attention row. So a draft token has its own row, which attends to
 the tokens before it as a decode does.
@@ -153,9 +153,7 @@ class InputBuilder:
         graphs: Graphs | None = None,
         images: ImagePlaces | None = None,
     ) -> None:
-        """`graphs` gives static inputs for steps with only decodes and drafts. `images` is given if
-        the model takes images.
-        """
+        """`graphs` gives static inputs for steps with only decodes and drafts."""
         self._images = images
         self._sees_ahead = any(group.bidirectional_images for group in groups)
         self._block_size = block_size

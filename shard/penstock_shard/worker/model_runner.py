@@ -38,7 +38,7 @@ class _Pass:
     """A step's forward pass."""
 
     inputs: Inputs
-    # Set until its tokens are sampled.
+    # The logits to sample from, until they are sampled.
     logits: Tensor | None = None
     enqueued: PendingSamples | None = None
     # Outputs of rows besides sampled tokens.
@@ -108,7 +108,7 @@ class ModelRunner:
         )
         self._sampler = Sampler(shaping)
         self._outputs = () if make_outputs is None else make_outputs(self._slots, self._sampler)
-        # The last sampled token of the sequence in each slot. The host may not know it yet.
+        # The last sampled token in each slot, which the host may not know yet.
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=model.device)
 
     @property

@@ -46,7 +46,6 @@ class Codes:
         )
 
     def _spread(self, values: Tensor) -> Tensor:
-        """Turn a number for each group into a number for each column."""
         if values.shape[1] == 1:
             return values
         return values.repeat_interleave(self.group, dim=1)[:, : self.values.shape[1]]

@@ -22,8 +22,6 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class StoredMatrix(Protocol):
-    """A quantized matrix in a checkpoint."""
-
     @property
     def shape(self) -> tuple[int, int]:
         """N and K of the dequantized matrix."""

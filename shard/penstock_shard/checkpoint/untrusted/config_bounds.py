@@ -21,7 +21,7 @@ _BOUNDS = (
     (re.compile(r"labels?$|_types?$|_replace$"), 2**16),
     (re.compile(r"(size|dim|dims|rank|channels|n_embd|d_model|n_inner)$"), 2**24),
 )
-# For all other numbers, because tensors take no larger ones.
+# The bound of all other numbers, because tensors take no larger ones.
 _MOST = 2**63 - 1
 _SHOWN = 40
 

@@ -78,7 +78,6 @@ def check_names(directory: Path, name: str) -> None:
 
 
 def _texts(value: Any) -> set[str]:
-    """Return all strings in a value, except names of fields."""
     found, left = set(), [value]
     while left:
         each = left.pop()

@@ -30,9 +30,8 @@ from penstock_shard.errors import (
 from penstock_shard.ops.base import Ops
 from penstock_shard.selfcheck.attention import make_case
 
-# The largest difference from float32 over the same rounded keys, values and queries, relative to 1
-# +
-# expected|.
+# The largest difference from float32 over the same rounded keys, values and queries. It is relative
+# to 1 + |expected|.
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 # The largest number of queries of a sequence: on cuda several tiles of a kernel; on cpu few,
 # because Triton's interpreter is slow.
@@ -41,11 +40,9 @@ _MOST_QUERIES = {"cuda": 300, "cpu": 24}
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """The flags that concern attention."""
-
     # A name, or "auto".
     backend: str = "auto"
-    # Of cached keys and values; None for the activations' dtype.
+    # The dtype of cached keys and values; None for the activations' dtype.
     kv_dtype: torch.dtype | None = None
     block_size: int | None = None
 

@@ -77,8 +77,6 @@ class ShapedLogits:
 
 
 class LogitsShaping:
-    """Applies the processors, in the given order."""
-
     def __init__(self, processors: abc.Sequence[_Processor] = ()) -> None:
         self._processors = processors
         self._admitted: dict[int, Admission] = {}

@@ -1,9 +1,9 @@
 """Verifies drafts: samples a token at each position, up to the first that differs from its draft.
 
-Each token is drawn exactly as it would be without drafts. Drafts change the speed, never the
-tokens. If tokens depend only on logits and position, all positions are drawn at once. If they also
-depend on earlier tokens (penalties, constraints, budgets), positions are drawn one after the other,
-for the sequences whose drafts have been accepted so far.
+Each token is drawn exactly as it would be without drafts. If tokens depend only on logits and
+position, all positions are drawn at once. If they also depend on earlier tokens (penalties,
+constraints, budgets), positions are drawn one after the other, for the sequences whose drafts have
+been accepted so far.
 """
 
 from __future__ import annotations
@@ -116,9 +116,7 @@ class _Pending:
 
 
 class Verification:
-    """Verifies drafts. Rows that need only logits are enqueued at once. The others are drawn in
-    `finish`.
-    """
+    """Rows that need only logits are enqueued at once. The others are drawn in `finish`."""
 
     def __init__(self, sampler: Sampler, logits: Tensor, drafts: abc.Sequence[DraftRow]) -> None:
         """`logits` [N, V] have any float type."""

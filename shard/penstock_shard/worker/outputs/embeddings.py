@@ -18,7 +18,7 @@ from penstock_shard.worker.slot_state import MEAN, Slots
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    # By row of the batch.
+    # Results by their row in the batch.
     results: dict[int, RowResult]
 
     def finish(self, results: list[RowResult]) -> None:

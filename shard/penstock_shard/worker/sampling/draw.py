@@ -110,7 +110,7 @@ def _draw_by_rank_there(
     logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
 ) -> Tensor:
     """A `_Route` like `draw_by_rank`, with the same weights."""
-    # See above.
+    # Imported here, as in `_draw_by_id_there`.
     from penstock_shard.kernels.triton_rank import draw_ranked
 
     temperature = np.maximum(columns.temperature, MIN_TEMPERATURE)
