@@ -1,4 +1,4 @@
-"""Reads a LoRA adapter saved by peft: adapter_config.json, and the names of tensors.
+"""Reads a LoRA adapter saved by peft.
 
 An adapter adds `scale * B @ A` to matrices of a model (Hu et al., 2021, "LoRA"). The scale is
 lora_alpha / rank, or lora_alpha / sqrt(rank) if it is rank-stabilised (Kalajdzievski, 2023). Any

@@ -1,7 +1,5 @@
 """A GGUF file as a model directory: its configuration and tokenizer as files, and its tensors.
-
-transformers makes configurations and tokenizers. The package gguf reads the file and defines its
-codes.
+transformers makes configurations and tokenizers; the package gguf reads the file.
 """
 
 from __future__ import annotations
@@ -63,9 +61,9 @@ def is_gguf(path: Path) -> bool:
 
 
 def unfold(path: Path, *, keep: bool = False) -> Path:
-    """Make a directory with the file's configuration and tokenizer, and a link to the file. The
-    directory is removed when the process ends, unless `keep`. Raises ModelError for a file that is
-    missing, no GGUF file or not supported.
+    """Make a directory with the file's configuration and tokenizer, and a link to the file. Without
+    `keep`, it is removed when the process ends. Raises ModelError for a file that is missing, no
+    GGUF file or not supported.
     """
     if not path.is_file():
         raise ModelError(f"{path}: there is no such file")

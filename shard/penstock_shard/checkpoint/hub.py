@@ -1,4 +1,4 @@
-"""Models and adapters of a hub: downloads the files that are needed, or finds them in the cache.
+"""Models and adapters of a hub: downloads the needed files, or finds them in the cache.
 
 huggingface_hub reads HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. It takes 0.5 s to import,
 so it is imported only for models of a hub.

@@ -1,7 +1,7 @@
 """Reads from sentence-transformers' files whether a model makes embeddings and how it pools them.
 
-`modules.json` lists the modules after the transformer: Pooling, whose config.json names the
-pooling, and maybe Normalize.
+`modules.json` lists the modules after the transformer: Pooling (its config.json names the pooling)
+and maybe Normalize.
 """
 
 from __future__ import annotations

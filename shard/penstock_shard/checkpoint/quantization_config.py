@@ -1,9 +1,9 @@
 """Checkpoints with a `quantization_config`, read as if their weights were ordinary.
 
-The methods are compressed-tensors, fp8 in blocks, GPTQ and AWQ. Each quantized matrix has its name
-and shape in a plain checkpoint. When read, it is dequantized to float32 on the device that will
-hold it. The tensors in the files decide which matrices are quantized, and in what groups; the
-configuration must agree.
+The methods are compressed-tensors, fp8 in blocks, GPTQ and AWQ. A quantized matrix has its name and
+shape in a plain checkpoint, and is dequantized to float32 on its device when it is read. The
+tensors in the files decide which matrices are quantized, and in what groups. The configuration must
+agree.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checkpoints with stacks of experts, read as if each expert were stored separately.
 
 A layer has two tensors: gate_up_proj [E, H, 2 I] and down_proj [E, I, H]. Some tools write [E, 2 I,
-H] and [E, H, I], which are supported too. Biases are also stacks.
+H] and [E, H, I]. Biases are also stacks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Makes tokenizer.json for a model that has only other tokenizer files: older ones, or Mistral's
-tekken.json.
+"""Makes tokenizer.json for a model that has only older tokenizer files, or Mistral's tekken.json.
 
 transformers makes the conversion. The result is checked on sample strings, because the router only
 uses the converted file.

@@ -1,8 +1,8 @@
 """A hash of a model's weights: equal hashes mean equal bytes.
 
 It covers the names and contents of config.json, of every *.safetensors file or the GGUF file, and,
-if the model's own code runs, of every *.py file. Several threads hash pieces of files (hashlib
-releases the interpreter lock). The result is a hash of the pieces' hashes.
+if the model's own code runs, of every *.py file. Several threads hash pieces of files, because
+hashlib releases the interpreter lock. The result is a hash of these hashes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Results of loads, in files of a directory that is bounded in bytes.
 
-The files are torch's. Reading one makes only tensors and objects of named types. A file that other
+torch writes the files. Reading one makes only tensors and objects of named types. A file that other
 users may have written is ignored.
 """
 

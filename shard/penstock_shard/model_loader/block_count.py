@@ -19,7 +19,7 @@ _MOST_BLOCKS = 2**20
 RECORD_BYTES = 512
 # Pools are sized for equally many sequences, each this many times as long as the widest window.
 # With longer ones, short sequences would run out of blocks first; with shorter ones, long sequences
-# would. A state counts as a window of only the step's own tokens.
+# would. A state's window is only the step's own tokens.
 _REFERENCE_WINDOWS = 4
 # Each such sequence has room for its own state and this many kept states.
 KEPT_STATES = 2
@@ -109,7 +109,7 @@ def choose_pools(shape: KVShape, config: ShardConfig, free_bytes: int, on_cpu: b
 
     KV blocks may take at most `free_bytes`. Raises ModelError if not even one sequence of
     max_model_len fits. On cpu it also raises if the flags ask for more than is free, because the
-    system commits memory only on the first write and would kill the process later.
+    system commits memory only on the first write and would kill the process then.
     """
     one = shape.bytes_per_sequence
     more_states = max(0, shape.num_states - 1) * shape.state_bytes

@@ -1,8 +1,8 @@
 """A hash of everything that the bits of logits and drawn tokens depend on. Shards with the same
 fingerprint give the same bits.
 
-It covers the sources of kernels, because any change may change a rounding, and for Triton the code
-that launches them. MODEL_REVISION and SAMPLER_REVISION stand for our other Python code, so that
+It covers the sources of kernels and of the code that launches Triton's, because any change may
+change a rounding. MODEL_REVISION and SAMPLER_REVISION stand for our other Python code, so that
 shards of two versions may continue each other's requests. `tests/comparison` finds results that
 differ without a new revision. Libraries are hashed by their versions.
 """

@@ -1,8 +1,8 @@
 """Loads and checks a model, or takes the kept results of an earlier start.
 
-Results are kept only for models of our decoder on one CPU: weights in the kernels' layout, facts,
-and the results of checks. A start that takes them imports no transformers, reads no weights and
-repeats no check.
+Weights in the kernels' layout, facts and the results of checks are kept only for models of our
+decoder on one CPU. A start that takes them imports no transformers, reads no weights and repeats no
+check.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ def load_checked(
 
 
 def _kept_types() -> list[Callable[..., object]]:
-    """Return all classes of a kept load, and the functions that make it."""
     classes = [
         value
         for module in _OF_LOADS

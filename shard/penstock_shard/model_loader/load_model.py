@@ -1,9 +1,8 @@
 """Turns a model directory into a model that computes: our decoder if it fits, else transformers'
 code.
 
-For our decoder, the attention backend is chosen before weights are read, because the configuration
-describes the layers. A transformers module must be loaded first, because only one token run through
-it shows the attention parameters of its layers.
+For our decoder, the attention backend is chosen before weights are read. A transformers module must
+be loaded first, because only one token run through it shows the attention parameters of its layers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Graphs of a loaded model: measures their memory, records them and checks their replays.
 
-Steps are launched kernel by kernel if the model cannot be recorded, or if a replay's logits differ
-from the model's. A log line then reports it.
+If the model cannot be recorded, or a replay's logits differ from the model's, steps are launched
+kernel by kernel, and a log line says so.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ class GraphPreparation:
 
     @property
     def what(self) -> str:
-        """The name of the graphs in log lines."""
         return "recorded decode steps" if self.on_demand else "CUDA graphs"
 
     def measure(self, block_size: int) -> int | None:

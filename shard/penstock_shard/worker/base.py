@@ -48,14 +48,14 @@ class Batch:
 
     A row with `drafts` computes its sequence's last known token and the draft tokens after it. It
     samples a token at each of these positions, up to the first that differs from its draft or ends
-    the sequence. So the row gives 1 to `count` tokens. No other step may be launched for its slot
-    until this step is collected.
+    the sequence: 1 to `count` tokens. No other step may be launched for its slot until this step is
+    collected.
 
     The step begins with `state_copies` of recurrent states, in order: pairs of source block and
     target block.
 
     Decode rows (`count` 1, sampling) come first, then rows with drafts, then other chunks. A slot
-    gets another sequence (`admitted`) only after all steps with a row of the slot were collected.
+    gets another sequence (`admitted`) only after all steps with the slot were collected.
     """
 
     slots: abc.Sequence[int] = ()
@@ -167,8 +167,8 @@ class StepOutOfMemory(Exception):
     """A step ran out of device memory. All its results are void. The state of each sequence is as
     before or as after the step, never in between. The text gives the size of the allocation.
 
-    All steps launched before this was raised are void too. The caller still collects them and drops
-    their results. They may raise only this error. Steps launched later run as usual.
+    All steps launched before this was raised are void too. The caller still collects them, and they
+    may raise only this error. Steps launched later run as usual.
     """
 
 

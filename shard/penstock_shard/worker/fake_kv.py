@@ -80,7 +80,8 @@ class FakeKv:
         """Copy states, write the tokens of each row, then read the rows' blocks.
 
         `tokens_of` gives the known tokens of the sequence in a slot. A decode row that goes on
-        without a new block does not read: many such reads would take most of the step's time.
+        without a new block does not read, because many such reads would take most of the step's
+        time.
         """
         self.copy_states(batch.state_copies)
         going_on: list[int] = []

@@ -282,7 +282,6 @@ class FakeRunner:
         return hashlib.blake2b(hashed, digest_size=32).digest()
 
     def _token(self, sequence: _Sequence, draw: bytes, position: int) -> int | None:
-        """Return None if all tokens are banned."""
         forced = None if sequence.thinking is None else sequence.thinking.forced_id
         banned = _banned(sequence, position)
         if sequence.constraint is not None:

@@ -31,8 +31,8 @@ Array: TypeAlias = NDArray[Any]
 
 # In a graph, each draft token is an attention row and reads all earlier keys again. If it reads
 # more extra keys than this, the step's kernels are launched one by one. This is an estimate: a
-# layer has about ten launches of a few microseconds each; an H200 reads 1,000 keys of 4 kB (8 heads
-# of 128 in bfloat16, and their values) in one microsecond.
+# layer has about ten launches of a few microseconds each, and an H200 reads 1,000 keys of 4 kB (8
+# heads of 128 in bfloat16, and their values) in one microsecond.
 _MOST_KEYS_AGAIN = 2**15
 _NONE: Integers = np.zeros(0, dtype=np.int64)
 
@@ -261,7 +261,6 @@ class InputBuilder:
         return rows
 
     def _width(self, lengths: Integers) -> int:
-        """Return the largest number of blocks of a row."""
         return -(-int(lengths.max()) // self._block_size)
 
     def _fill(

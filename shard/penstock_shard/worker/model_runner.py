@@ -176,9 +176,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _guarded(self, step: _Step, work: Callable[[], None]) -> None:
-        """Do the work. If it runs out of memory, free the step's memory and mark the step as
-        void.
-        """
+        """If the work runs out of memory, free the step's memory and mark the step as void."""
         try:
             work()
         except RuntimeError as error:
@@ -275,7 +273,6 @@ class ModelRunner:
     # ---- the host's part ----
 
     def _finish_before(self, step: _Step) -> None:
-        """Finish all steps launched before this one."""
         for earlier in self._launched:
             if earlier is step:
                 return

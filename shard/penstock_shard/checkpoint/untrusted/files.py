@@ -1,5 +1,5 @@
 """Reads files that a model's or an adapter's author made. They must be regular files of a bounded
-size that lead to no file of the host.
+size.
 
 Routers and messages publish their content. So a link may lead only within the directory or into the
 blobs of a hub's cache. Weights are not published, so they may be anywhere.

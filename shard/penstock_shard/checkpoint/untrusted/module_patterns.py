@@ -1,8 +1,8 @@
 """Finds the value that an adapter states for a module, by patterns of the adapter's author.
 
-peft takes the patterns as regular expressions. Our own matcher takes a time that grows only with
-the length of the name. It supports characters, classes, repeats of these, alternatives, and groups
-that are not repeated. Other expressions are refused.
+peft takes the patterns as regular expressions. Our own matcher's time grows only with the length of
+the name. It supports characters, classes, repeats of these, alternatives, and groups that are not
+repeated.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Chooses the ops that compute a model, from the flags and this machine's devices and libraries.
-
-`choose_attention.py` chooses the attention backend once the model's layers are known.
+`choose_attention.py` chooses the attention backend later.
 """
 
 from __future__ import annotations
@@ -98,7 +97,6 @@ def _choose(
 
 
 def _check_exact_backend(config: ShardConfig, device: torch.device) -> None:
-    """Raise ModelError if --exact is combined with an attention backend that is not exact."""
     exact = (
         ("auto", "cpu") if device.type == "cpu" and not _interprets(config) else ("auto", "triton")
     )

@@ -1,9 +1,9 @@
 """Penalties on tokens that occurred before.
 
-For tokens of the prompt and the output, repetition_penalty divides positive logits and multiplies
-others (Keskar et al., "CTRL", 2019). Then, for tokens of the output, presence_penalty is subtracted
-once and frequency_penalty once for each occurrence. With penalty_window_tokens = w, only the last w
-tokens of prompt and output count.
+For tokens of prompt and output, repetition_penalty divides positive logits and multiplies others
+(Keskar et al., "CTRL", 2019). Then, for tokens of the output, presence_penalty is subtracted once
+and frequency_penalty once for each occurrence. With penalty_window_tokens = w, only the last w
+tokens count.
 """
 
 from __future__ import annotations

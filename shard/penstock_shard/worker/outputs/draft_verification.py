@@ -2,8 +2,7 @@
 
 Each token is drawn exactly as it would be without drafts. If tokens depend only on logits and
 position, all positions are drawn at once. If they also depend on earlier tokens (penalties,
-constraints, budgets), positions are drawn one after the other, for the sequences whose drafts have
-been accepted so far.
+constraints, budgets), positions are drawn one after the other, while drafts are accepted.
 """
 
 from __future__ import annotations

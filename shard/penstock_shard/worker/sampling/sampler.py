@@ -10,9 +10,9 @@ the lowest id. Log-probabilities are computed from the raw logits.
 
 Sampling has two halves, so that the device never waits for the host. `enqueue` launches all device
 work and reads no results. `finish` makes the results, once the device has copied its data to the
-host. If sampling depends on earlier tokens, as with any processor, the previous token must be
-finished first. In two cases `enqueue` waits for the device: typical-p in vocabularies larger than
-the first window of `draw`, and top-p without top-k if Triton is missing.
+host. With a processor, a token depends on earlier tokens, and the previous one must be finished
+first. In two cases `enqueue` waits for the device: typical-p in vocabularies larger than the first
+window of `draw`, and top-p without top-k if Triton is missing.
 
 On one thread of a server cpu, 16 greedy rows of 32k logits take 0.1 ms, 64 rows with penalties and
 every filter 11 ms, 8 rows of 150k with top-p 10 to 20 ms.
@@ -74,7 +74,6 @@ class Sampler:
     """
 
     def __init__(self, shaping: LogitsShaping | None = None) -> None:
-        """Without `shaping`, logits are sampled as they are."""
         self._shaping = LogitsShaping() if shaping is None else shaping
         self._requests: dict[int, Request] = {}
         self._known = _SamplingColumns()

@@ -28,9 +28,8 @@ Floats: TypeAlias = NDArray[np.float64]
 # The weight of the most likely token. The sum of a million such weights fits into 63 bits. A token
 # that is less likely by this factor is never drawn.
 ONE = 2.0**42
-# The window for filters other than top-k: they try this many tokens first, then all. For rows with
-# top-k, the window is the largest k of a step up to `_WINDOW`; rows with a larger k form another
-# group.
+# Filters other than top-k first try this many tokens, then all. For rows with top-k, the window is
+# the largest k of a step up to this; rows with a larger k form another group.
 _WINDOW = 1024
 # Dividing float32 by a smaller temperature gives infinity. At this temperature the largest logit
 # always wins unless another is within 3e-5.
