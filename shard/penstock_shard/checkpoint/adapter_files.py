@@ -1,4 +1,4 @@
-"""A LoRA adapter saved by peft: adapter_config.json, checked, and the names of tensors.
+"""Reads a LoRA adapter saved by peft.
 
 An adapter adds `scale * B @ A` to matrices of a model (Hu et al., 2021, "LoRA"). The scale is
 lora_alpha / rank, or lora_alpha / sqrt(rank) if it is rank-stabilised (Kalajdzievski, 2023). Any
@@ -25,18 +25,17 @@ from penstock_shard.errors import AdapterNotFound, ModelError
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
-# A tensor's name, which contains the module's name.
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _HASHED_BYTES = 1 << 24
-# Characters of a tensor's name, which messages contain.
+# Characters of a tensor's name, because messages contain it.
 _LONGEST_NAME = 400
-# Ranks and lora_alpha are below this, and so fit into a float.
+# Ranks and lora_alpha are below this, so that they fit into a float.
 _MOST = 1e300
 _DTYPES = {"F32", "F16", "BF16"}
-# Ways to initialize an adapter that leave the model's own weights as they are.
+# Ways to initialize an adapter that do not change the model's own weights.
 _PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
-# Fields that are read below, fields about training, and fields about the choice of modules, which
-# the tensors' names show.
+# Fields that are read below, fields about training, and fields about the choice of modules (the
+# tensors' names show it).
 _KNOWN = {
     "peft_type",
     "r",
@@ -71,9 +70,9 @@ _WITHOUT_MEANING: tuple[object, ...] = (None, False, "", [], {})
 
 @dataclass(frozen=True, slots=True)
 class LowRankPair:
-    """The two tensors for one matrix: A [rank, in_features] and B [out_features, rank]."""
+    """The tensors for one matrix: A [rank, in_features] and B [out_features, rank]."""
 
-    # The text model's name of the module: model.layers.0.self_attn.q_proj
+    # The module's name in the text model, such as model.layers.0.self_attn.q_proj.
     module: str
     rank: int
     in_features: int
@@ -85,23 +84,22 @@ class LowRankPair:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """A complete adapter. `content_hash` is the hash of both files."""
+    """`content_hash` covers both files."""
 
     path: Path
     content_hash: str
-    # The base model that the adapter states; only a hint, because paths differ between machines.
+    # The base model that the adapter states. Only a hint, because paths differ between machines.
     base_model: str
     pairs: tuple[LowRankPair, ...]
 
     @property
     def rank(self) -> int:
-        """The largest rank of the adapter's matrices."""
         return max(pair.rank for pair in self.pairs)
 
 
 def read_adapter_files(path: Path) -> AdapterFiles:
-    """Check the adapter of a directory. Raises ModelError, with one line, if it is incomplete or
-    not supported; AdapterNotFound if there is none.
+    """Read and check the adapter in a directory. Raises ModelError, with one line, if it is
+    incomplete or not supported; AdapterNotFound if there is none.
     """
     config, weights = path / CONFIG, path / WEIGHTS
     try:
@@ -228,7 +226,6 @@ class _Stated:
     def __init__(
         self, config: Path, told: Mapping[str, Any], field: str, pattern: str, num_modules: int
     ) -> None:
-        """Read the patterns. Raises ModelError for patterns that are not supported."""
         self._where = f"{config}: {field}"
         self._for_all = told.get(field)
         stated = told.get(pattern) or {}
@@ -240,7 +237,7 @@ class _Stated:
             raise ModelError(f"{config}: {pattern}: cannot be read: {error}") from error
 
     def value(self, module: str) -> float:
-        """Return the module's number. Raises ModelError if the value is no number."""
+        """Raises ModelError if the module's value is no number."""
         value = self._patterns.value(module, self._for_all)
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST:
             return float(value)

@@ -24,17 +24,15 @@ from penstock_shard.checkpoint.text_names import text_names
 from penstock_shard.checkpoint.weight_files import GGUF
 from penstock_shard.errors import ModelError
 
-# The dtypes of a file's float types; codes are read as float32.
+# The file's float types. Codes are read as float32.
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
-# The order of a matrix's rows depends on these numbers.
+# The order of a matrix's rows depends on these.
 _HEADS = ("num_attention_heads", "num_key_value_heads")
-# Factors of the rotation: not a weight, and part of the configuration.
+# Factors of the rotation, which belong to the configuration.
 _NO_WEIGHTS = {"rope_freqs.weight"}
 
 
 class GgufCheckpoint(Checkpoint):
-    """The checkpoint that the module's docstring describes."""
-
     is_plain = False
 
     def __init__(self, model_dir: Path, config: PreTrainedConfig) -> None:
@@ -81,7 +79,7 @@ class GgufCheckpoint(Checkpoint):
         return self._processed(values, tensor.name).to(self.dtypes[name])
 
     def _processed(self, values: NDArray[Any], stored: str) -> Tensor:
-        """Return the values of a tensor with rows in transformers' order."""
+        """Return values with rows in transformers' order."""
         values = self._processor.process(weights=values, name=stored).weights
         return torch.from_numpy(np.require(values, requirements=["C", "W"]))
 

@@ -1,7 +1,5 @@
 """A GGUF file as a model directory: its configuration and tokenizer as files, and its tensors.
-
-transformers knows the names of architectures and makes configurations and tokenizers. The package
-gguf reads the file and defines its codes.
+transformers makes configurations and tokenizers; the package gguf reads the file.
 """
 
 from __future__ import annotations
@@ -32,25 +30,24 @@ from penstock_shard.errors import ModelError, first_line
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-# Architectures whose metadata transformers reads completely, by their names in files. For other
-# architectures it knows only defaults, though models of one family differ in more values.
+# Architectures whose metadata transformers reads completely. For others it knows only defaults.
 _SERVED = ("llama", "qwen2", "qwen3")
 _TOKENIZERS = ("gpt2", "llama")
-# The fields of a model that are read; in the file the architecture's name precedes them.
+# The fields that are read. In the file the architecture's name precedes them.
 _READ = {
     *("vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length"),
     *("attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon"),
     *("attention.key_length", "attention.value_length"),
     *("rope.freq_base", "rope.dimension_count"),
 }
-# The quantization method in a configuration, and the types in a file that are no codes.
+# The quantization method in a configuration, and file types that are no codes.
 GGUF_METHOD = "gguf"
 _FLOATS = ("F32", "F16", "BF16", "F64")
-# Errors of transformers and gguf for a file that they cannot read.
+# Errors that transformers and gguf raise for an unreadable file.
 _ERRORS = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
-# A file in a kept directory with the hash of the other files.
+# The hash of the other files in a kept directory.
 _DIGEST = "digest"
-# The largest number of directories that are kept; a tokenizer takes up to 20 MB.
+# The largest number of kept directories. A tokenizer takes up to 20 MB.
 _MOST_KEPT = 16
 _ARCHITECTURE, _TOKENIZER = "general.architecture", "tokenizer.ggml.model"
 # Factors of a rotation that is not plain, as in Llama 3.1.
@@ -64,9 +61,9 @@ def is_gguf(path: Path) -> bool:
 
 
 def unfold(path: Path, *, keep: bool = False) -> Path:
-    """Make a directory with the file's configuration and tokenizer, and a link to the file. It
-    exists until the process ends, or longer with `keep`. Raises ModelError for a file that is
-    missing, no GGUF file or not supported.
+    """Make a directory with the file's configuration and tokenizer, and a link to the file. Without
+    `keep`, it is removed when the process ends. Raises ModelError for a file that is missing, no
+    GGUF file or not supported.
     """
     if not path.is_file():
         raise ModelError(f"{path}: there is no such file")
@@ -142,9 +139,7 @@ def _unfold_into(directory: Path, path: Path) -> None:
 
 
 def _check_fields(path: Path, reader: GGUFReader, architecture: str) -> None:
-    """Raise ModelError, with the field's name, for any field that the configuration would leave
-    out.
-    """
+    """Raise ModelError for a field that the configuration would leave out."""
     tokenizer = _text(reader, _TOKENIZER)
     if tokenizer not in _TOKENIZERS:
         raise ModelError(
@@ -165,7 +160,7 @@ def _check_fields(path: Path, reader: GGUFReader, architecture: str) -> None:
 
 def open_file(path: Path) -> GGUFReader:
     """Open the file. Raises ModelError if it is cut short or no GGUF file."""
-    # Imported here because the import takes long and other models do not need it.
+    # Other models do not need this import, which takes long.
     from gguf import GGUFReader
 
     try:
@@ -187,7 +182,7 @@ def _write_parts(path: Path, directory: Path, reader: GGUFReader) -> None:
     config = AutoConfig.from_pretrained(directory, gguf_file=GGUF, local_files_only=True)
     key_length = _number(reader, f"{_text(reader, _ARCHITECTURE)}.attention.key_length")
     if key_length is not None:
-        # transformers does not read it for each architecture.
+        # transformers does not read it for every architecture.
         config.head_dim = key_length
     factors = [tensor for tensor in reader.tensors if tensor.name == _ROPE_FACTORS]
     if factors:
@@ -206,13 +201,13 @@ def _write_parts(path: Path, directory: Path, reader: GGUFReader) -> None:
 
 
 def _code_types(reader: GGUFReader) -> list[str]:
-    """Return the types of the file's matrices that are codes, the most frequent first."""
+    """Return the file's types that are codes, the most frequent first."""
     counts = Counter(tensor.tensor_type.name for tensor in reader.tensors)
     return [name for name, _ in counts.most_common() if name not in _FLOATS]
 
 
 def _drop_added(path: Path, num_tokens: int) -> None:
-    """Remove tokens that transformers adds to the file's tokens, such as its own end token."""
+    """Remove tokens that transformers adds, such as its own end token."""
     tokenizer = read_object(path)
     added = tokenizer["added_tokens"]
     tokenizer["added_tokens"] = [token for token in added if token["id"] < num_tokens]
@@ -220,8 +215,8 @@ def _drop_added(path: Path, num_tokens: int) -> None:
 
 
 def _set_beginning(path: Path, reader: GGUFReader) -> None:
-    """Add the file's begin token to texts if the file says so, or if it says nothing and its
-    tokenizer is of type llama.
+    """Add the begin token to texts if the file says so. If the file says nothing, add it for
+    tokenizers of type llama.
     """
     from tokenizers import Tokenizer, processors
 
@@ -242,8 +237,8 @@ def _set_beginning(path: Path, reader: GGUFReader) -> None:
 
 
 def _llama3_rope(config: Any, factors: list[float], path: Path) -> dict[str, Any]:
-    """Return the rope parameters that give these factors. Raises ModelError if no parameters of
-    Llama 3 do.
+    """Return the rope parameters of Llama 3 that give these factors. Raises ModelError if none
+    do.
     """
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

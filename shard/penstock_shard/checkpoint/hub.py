@@ -1,4 +1,4 @@
-"""Models and adapters of a hub: the files that are needed, downloaded or found in the cache.
+"""Models and adapters of a hub: downloads the needed files, or finds them in the cache.
 
 huggingface_hub reads HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE. It takes 0.5 s to import,
 so it is imported only for models of a hub.
@@ -24,11 +24,11 @@ from penstock_shard.checkpoint.weight_files import INDEX, WEIGHTS, unlisted, why
 from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
 
-# A model's name, optionally followed by a colon and the name of one of its GGUF files.
+# A model's name, optionally followed by a colon and the name of a GGUF file.
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?(:[\w.-]+)?")
-# Files besides weights: configurations, vocabularies, chat templates.
+# Endings of configurations, vocabularies and chat templates.
 _WANTED = (".json", ".jinja", ".txt", ".model")
-# Files of sentence-transformers; see `pooling_files`.
+# A file of sentence-transformers; see `pooling_files`.
 _POOLING = re.compile(r"\d+_Pooling/config\.json")
 # The name of one part of a GGUF model.
 _PIECE = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
@@ -49,7 +49,7 @@ def fetch_model(
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    # The base class of the HTTP library's errors; releases of huggingface_hub use different
+    # The base class of the HTTP library's errors, because releases of huggingface_hub use different
     # libraries.
     transport_error = cast(type[Exception], HfHubHTTPError.__bases__[0])
     cache = Path(config.download_dir or constants.HF_HUB_CACHE).expanduser()
@@ -66,7 +66,7 @@ def fetch_model(
 
 
 def fetch_adapter(source: str, config: ShardConfig) -> Path:
-    """Return the directory of an adapter. Raises ModelError."""
+    """Return an adapter's directory. Raises ModelError."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -109,7 +109,7 @@ def _one_line(hub: _Hub) -> Iterator[None]:
         status = error.response.status_code
         raise ModelError(f"{name}: {hub.endpoint} answered with HTTP status {status}") from error
     except OfflineModeIsEnabled:
-        # Also an OSError, but the cache may have a copy.
+        # This is also an OSError, but the cache may have a copy.
         raise
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -122,10 +122,8 @@ def _one_line(hub: _Hub) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Hub:
-    """A model on one hub, kept in one cache directory."""
-
     model: str
-    # The GGUF file: its name, or the end of its name without suffix; empty for no file.
+    # The GGUF file's name, or the end of its name without suffix; empty for no file.
     file: str
     revision: str
     cache: Path
@@ -134,7 +132,7 @@ class _Hub:
     def download(
         self, needs_weights: bool, code: bool, progress: Callable[[str], None]
     ) -> tuple[Path, str]:
-        """Fetch the needed files that are missing, after reporting their size."""
+        """Report the size of the missing files, and fetch them."""
         from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
         from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -164,7 +162,7 @@ class _Hub:
         return Path(path) / gguf, info.sha or ""
 
     def cached(self, reason: str) -> tuple[Path, str]:
-        """Return the copy in the cache. Raises ModelError with the reason if there is none."""
+        """Return the cached copy. Raises ModelError with the reason if there is none."""
         from huggingface_hub import CacheNotFound, scan_cache_dir
 
         try:
@@ -230,9 +228,7 @@ class _Hub:
 
 
 def _is_meant(wanted: str, name: str) -> bool:
-    """Tell whether `wanted` is the name of a file, its stem, or the end of its stem, such as
-    Q4_K_M.
-    """
+    """Tell whether `wanted` is a file's name, its stem, or the end of its stem, such as Q4_K_M."""
     stem, wanted = Path(name).stem.lower(), wanted.lower().removesuffix(".gguf")
     return stem == wanted or stem.endswith(("-" + wanted, "." + wanted))
 
@@ -243,14 +239,11 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _wanted(sizes: Mapping[str, int], needs_weights: bool, code: bool) -> list[str]:
-    """Return the files that serving needs: those at the top level, further chat templates, and the
-    pooling of embeddings.
-    """
     suffixes = (*_WANTED, ".py") if code else _WANTED
     wanted = [name for name in sizes if "/" not in name and name.endswith(suffixes)]
     wanted += [name for name in sizes if _POOLING.fullmatch(name) or is_template(name)]
     if needs_weights:
-        # Some repositories hold the weights a second time, as consolidated.*.
+        # Some repositories also hold the weights as consolidated.*.
         weights = [WEIGHTS] if WEIGHTS in sizes else unlisted(sizes)
         wanted += [name for name in weights if name in sizes]
     return wanted

@@ -31,7 +31,7 @@ BUILTIN_MODEL = Path(__file__).parent.parent / "builtin_model"
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A directory that holds a model. `revision` is the commit of a hub model, else empty."""
+    """`revision` is the commit of a hub model, else empty."""
 
     path: Path
     revision: str = ""
@@ -40,8 +40,8 @@ class ModelSource:
 def resolve_model(config: ShardConfig, *, progress: Callable[[str], None]) -> ModelSource:
     """Find the model that the configuration names, and download it if necessary.
 
-    `progress` gets a line now and then. Raises ModelError if there is no such model or it is
-    incomplete. No weights are needed with the fake runner or --load-format dummy.
+    Raises ModelError if there is no such model or it is incomplete. The fake runner and
+    --load-format dummy need no weights.
     """
     needs_weights = config.runner != "fake" and config.load_format != "dummy"
     path, revision = BUILTIN_MODEL, ""
@@ -57,7 +57,7 @@ def resolve_model(config: ShardConfig, *, progress: Callable[[str], None]) -> Mo
 
 
 def resolve_adapter(source: str, config: ShardConfig) -> Path:
-    """Return the directory of an adapter, downloaded if it is a hub id. Raises ModelError."""
+    """Return an adapter's directory, downloaded if `source` is a hub id. Raises ModelError."""
     # A directory that is not an adapter must not hide a hub id, and no error may reveal that it
     # exists.
     if _looks_local(source) or ":" in source or os.path.isfile(Path(source) / ADAPTER_CONFIG):

@@ -18,14 +18,12 @@ MXFP4_METHOD = "mxfp4"
 
 
 class Mxfp4Experts(StackedExperts):
-    """A checkpoint that shows blocks as the matrices in them, dequantized or as codes."""
+    """A checkpoint that shows the matrices in blocks, dequantized or as codes."""
 
     def __init__(self, model_dir: Path, config: PreTrainedConfig) -> None:
-        """List the matrices. Raises ModelError, with a tensor's name, if blocks do not fit the
-        configuration.
-        """
+        """Raises ModelError, with a tensor's name, if blocks do not fit the configuration."""
         super().__init__(model_dir, config)
-        # For each matrix, its stack, its expert and its rows.
+        # For each matrix, its stack, expert and rows.
         self._blocks: dict[str, tuple[str, int, slice]] = {}
         for name in list(self.shapes):
             for ending, (outputs, inputs) in self._sizes.items():
@@ -51,7 +49,7 @@ class Mxfp4Experts(StackedExperts):
         return super()._tensor(name) if codes is None else codes.dense()
 
     def _divide_blocks(self, stack: str, outputs: dict[str, int], inputs: int) -> None:
-        """List each expert's matrices in place of a stack's blocks and scales."""
+        """List each expert's matrices in place of blocks and scales."""
         groups = inputs // GROUP
         count = self.shapes[f"{stack}_blocks"][0]
         wanted = {

@@ -1,7 +1,7 @@
 """Reads from sentence-transformers' files whether a model makes embeddings and how it pools them.
 
-`modules.json` lists the modules after the transformer: Pooling, whose config.json names the
-pooling, and maybe Normalize.
+`modules.json` lists the modules after the transformer: Pooling (its config.json names the pooling)
+and maybe Normalize.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from penstock_shard.errors import ModelError
 from penstock_shard.ipc.request import Pooling
 
 _MODULES = "modules.json"
-# The names of poolings in sentence-transformers up to 5.3, and in later releases.
+# Names of poolings in sentence-transformers up to 5.3, and in later releases.
 _MODES = {"lasttoken": Pooling.LAST, "mean_tokens": Pooling.MEAN, "mean": Pooling.MEAN}
-# The folder of a module is a name, not a path.
+# A module's folder is a name, not a path.
 _FOLDER = re.compile(r"\w[\w.-]*")
 _PREFIX = "pooling_mode_"
 
 
 class _NotServed(Exception):
-    """The files ask for another pooling than the last or the mean hidden state."""
+    """The files ask for a pooling that is not supported."""
 
 
 def pooling_of(
@@ -32,8 +32,8 @@ def pooling_of(
 ) -> tuple[Pooling, bool] | None:
     """Return the pooling, and true if vectors are normalised; None for a model without embeddings.
 
-    `asked` is --embeddings: "auto" leaves the pooling to the files. If the files ask for pooling
-    that is not supported, `progress` gets a line. Raises ModelError for files that cannot be read.
+    `asked` is --embeddings: "auto" leaves the pooling to the files. If they ask for an unsupported
+    pooling, `progress` gets a line. Raises ModelError for files that cannot be read.
     """
     modules = _modules(model_dir)
     normalizes = "Normalize" in modules
@@ -49,11 +49,11 @@ def pooling_of(
 
 
 def _modules(model_dir: Path) -> dict[str, str]:
-    """Map the kind of each module to its folder, in order; empty if there is no modules.json."""
+    """Map each module's kind to its folder, in order; empty without modules.json."""
     path = model_dir / _MODULES
     try:
         listed = read_json(path)
-        # The type is a dotted path; its last part, the class name, is the kind.
+        # The type is a dotted path that ends with the class name, the kind.
         return {str(each["type"]).rpartition(".")[2]: str(each["path"]) for each in listed}
     except FileNotFoundError:
         return {}
@@ -85,7 +85,7 @@ def _stated(model_dir: Path, modules: Mapping[str, str]) -> Pooling:
 
 
 def _modes(config: Mapping[str, Any]) -> list[str]:
-    """Return the pooling modes: later releases store names, earlier ones a flag for each."""
+    """Return the pooling modes: names in later releases, a flag for each in earlier ones."""
     stated = config.get("pooling_mode")
     if stated is not None:
         return list(map(str, stated)) if isinstance(stated, list) else [str(stated)]

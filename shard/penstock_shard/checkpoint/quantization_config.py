@@ -1,9 +1,9 @@
 """Checkpoints with a `quantization_config`, read as if their weights were ordinary.
 
-The methods are compressed-tensors, fp8 in blocks, GPTQ and AWQ. Each quantized matrix appears under
-its name and shape in a plain checkpoint. It is dequantized to float32 when it is read, on the
-device that will hold it. The tensors in the files decide which matrices are quantized, and in what
-groups; the configuration must agree.
+The methods are compressed-tensors, fp8 in blocks, GPTQ and AWQ. A quantized matrix has its name and
+shape in a plain checkpoint, and is dequantized to float32 on its device when it is read. The
+tensors in the files decide which matrices are quantized, and in what groups. The configuration must
+agree.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from penstock_shard.errors import ModelError
 
 _METHODS = ("compressed-tensors", "fp8", "gptq", "awq", MXFP4_METHOD, GGUF_METHOD)
 _FP8, _INT8 = "F8_E4M3", "I8"
-# Formats of compressed-tensors whose matrices are read here.
+# The formats of compressed-tensors that are read.
 _FORMATS = {
     "dense",
     "float-quantized",
@@ -46,7 +46,7 @@ _FORMATS = {
 }
 _STRATEGIES = {"tensor", "channel", "group", "block"}
 # Tensors that quantize activations, keys and values. They are not used, because only flags decide
-# how these are rounded.
+# this rounding.
 _FOR_ACTIVATIONS = (
     "input_scale",
     "input_zero_point",
@@ -60,7 +60,7 @@ _FOR_ACTIVATIONS = (
     "k_zero_point",
     "v_zero_point",
 )
-# Last parts of names that only tensors of quantized matrices have.
+# The last parts of names that only quantized matrices have.
 _PARTS = {
     "qweight",
     "qzeros",
@@ -77,14 +77,14 @@ _PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """The quantization that a checkpoint's configuration states, checked."""
+    """The checked quantization of a checkpoint's configuration."""
 
     method: str
-    # Bits of a quantized number: one size, or several in one checkpoint; 8 for fp8.
+    # Bits of a number: all sizes that occur; 8 for fp8.
     bits: frozenset[int]
-    # Sizes of groups: columns that share a scale.
+    # Columns that share a scale.
     groups: frozenset[int]
-    # Rows and columns of a block that shares a scale; None without blocks.
+    # Rows and columns that share a scale; None without blocks.
     block: tuple[int, int] | None = None
     # True if all quantized matrices are fp8.
     is_fp8: bool = False
@@ -100,7 +100,7 @@ class Scheme:
         return not self.is_fp8 and bool(self.bits or self.types)
 
     def computed_in(self, weights: str) -> str:
-        """Describe for the operator how weights are stored and how they are computed with."""
+        """Describe for the operator how weights are stored and computed with."""
         if weights == "codes":
             how = "kept as they are, multiplied by activations in int8"
         elif weights != "fp8":
@@ -126,7 +126,6 @@ class Scheme:
 
 
 def quantization_config(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """Return the model's quantization_config; None if it has none."""
     for place in (config, config.get_text_config()):
         found = getattr(place, "quantization_config", None)
         if found is not None:
@@ -137,7 +136,7 @@ def quantization_config(config: PreTrainedConfig) -> dict[str, Any] | None:
 def scheme_of(config: PreTrainedConfig) -> Scheme | None:
     """Return the model's quantization; None if it is not quantized.
 
-    Raises ModelError, with the field's name, for a quantization that is not supported.
+    Raises ModelError, with the field's name, for an unsupported quantization.
     """
     stated = quantization_config(config)
     if stated is None:
@@ -206,7 +205,7 @@ def _check_args(field: str, args: Mapping[str, Any]) -> None:
 
 
 def _strategy(args: Mapping[str, Any]) -> str:
-    """Return the stated strategy, or the strategy that group_size implies."""
+    """Return the stated strategy, or the one that group_size implies."""
     stated, group = args.get("strategy"), args.get("group_size")
     if stated is not None:
         return str(stated)
@@ -282,14 +281,12 @@ def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 class QuantizedCheckpoint(Checkpoint):
-    """A checkpoint whose quantized matrices are dequantized to float32 on a device when read."""
+    """A checkpoint that dequantizes matrices to float32 on a device when they are read."""
 
     is_plain = False
 
     def __init__(self, model_dir: Path, scheme: Scheme, device: torch.device) -> None:
-        """List the matrices. Raises ModelError, with a tensor's name, for files that do not fit the
-        scheme.
-        """
+        """Raises ModelError, with a tensor's name, for files that do not fit the scheme."""
         super().__init__(model_dir)
         self._device = device
         found = _Finder(scheme, self.shapes, self.stored, self._small(".weight_shape"))
@@ -344,7 +341,7 @@ class QuantizedCheckpoint(Checkpoint):
             yield [found[name] if name in found else self._dense(name) for name in names]
 
     def codes(self, name: str) -> Codes | None:
-        """Return the matrix as codes. Raises ModelError if its tensors do not fit."""
+        """Raises ModelError if the matrix's tensors do not fit."""
         if name not in self._matrices:
             return None
         with self._parts(name) as parts:
@@ -356,7 +353,7 @@ class QuantizedCheckpoint(Checkpoint):
 
     @contextmanager
     def _parts(self, name: str) -> Iterator[list[Tensor]]:
-        """Yield the tensors of a matrix, on the device. Errors inside the context get the matrix's
+        """Yield a matrix's tensors, on the device. Errors inside the context get the matrix's
         name.
         """
         with super().read(self._matrices[name].names) as stored:
@@ -368,12 +365,12 @@ class QuantizedCheckpoint(Checkpoint):
 
 @dataclass(frozen=True, slots=True)
 class _Finder:
-    """Finds which matrices of a checkpoint are quantized, and how."""
+    """Finds which matrices are quantized, and how."""
 
     scheme: Scheme
     shapes: Mapping[str, tuple[int, ...]]
     stored: Mapping[str, str]
-    # Values of the `weight_shape` tensors, by name.
+    # Values of the `weight_shape` tensors.
     stated_shapes: Mapping[str, tuple[int, ...]]
 
     def modules(self) -> list[str]:
@@ -447,7 +444,7 @@ class _Finder:
         return PackedMatrix(names, (rows, columns), bits, group, has_zeros, has_order)
 
     def _bits(self, packed: str, rows: int, columns: int) -> int:
-        """Return the bits of a number in a packed tensor: the stated size that fits its shape."""
+        """Return the stated number of bits that fits the packed tensor's shape."""
         shape = self._shape(packed, 2)
         for bits in sorted(self.scheme.bits):
             if shape == (rows, -(-columns * bits // 32)):
@@ -478,7 +475,7 @@ class _Finder:
         return ScaledMatrix(tuple(names), (rows, columns), block)
 
     def _block(self, scale: str, rows: int, columns: int) -> tuple[int, int]:
-        """Return the rows and columns that share a scale, by the shape of the scales."""
+        """Return the rows and columns that share a scale, from the shape of the scales."""
         shape = self.shapes[scale]
         count = torch.Size(shape).numel()
         if count == 1:
@@ -496,7 +493,7 @@ class _Finder:
         )
 
     def _group(self, name: str, columns: int, count: int) -> int:
-        """Return the columns in a group: the stated size that gives `count` groups."""
+        """Return the stated group size that gives `count` groups."""
         if count == 1:
             return columns
         for group in sorted(self.scheme.groups):

@@ -24,10 +24,9 @@ from penstock_shard.checkpoint.text_names import text_names
 from penstock_shard.checkpoint.weight_files import WEIGHTS, has_index, weight_files
 from penstock_shard.errors import ModelError
 
-# It takes a millisecond to look up where files are mapped. Tensors smaller than this are not worth
-# that, because all of a model's small tensors together take little memory.
+# It takes a millisecond to look up where files are mapped. Smaller tensors are not worth that.
 _SMALL_BYTES = 1 << 16
-# Rows that are compared at once.
+# The number of rows that are compared at once.
 _ROWS = 1024
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -36,7 +35,7 @@ class Checkpoint:
     """Names, shapes and tensors of the text model in a directory."""
 
     def __init__(self, model_dir: Path) -> None:
-        """Open the files. Raises ModelError if they cannot be read."""
+        """Raises ModelError if files cannot be read."""
         self._files: dict[str, Any] = {}
         try:
             paths = weight_files(model_dir)
@@ -59,7 +58,7 @@ class Checkpoint:
 
     @property
     def is_plain(self) -> bool:
-        """Tell whether transformers can read the model from the files by itself."""
+        """True if transformers can read the model from the files by itself."""
         of_text = self.names.root in ("model.", "") and not self.names.leaves_out
         return of_text and not self._is_unlisted
 
@@ -69,13 +68,13 @@ class Checkpoint:
 
     @contextmanager
     def read(self, names: Sequence[str]) -> Iterator[list[Tensor]]:
-        """Yield the tensors, in the file's mapped memory; copy them before the context ends."""
+        """Yield tensors in the file's mapped memory. Copy them before the context ends."""
         tensors = [self._tensor(name) for name in names]
         yield tensors
         give_back_pages(tensors)
 
     def codes(self, name: str) -> Codes | None:
-        """Return the matrix as its stored codes; None if it is not stored as codes."""
+        """Return the matrix as codes; None if it is not stored as codes."""
         return None
 
     def _tensor(self, name: str) -> Tensor:
@@ -84,7 +83,7 @@ class Checkpoint:
         return tensor
 
     def _slice(self, name: str) -> Any:
-        """Return the handle of a tensor: it has shape and dtype, and reads a part when sliced."""
+        """Return a tensor's handle, which has shape and dtype, and reads a part when sliced."""
         stored = self.names.stored[name]
         return self._files[stored].get_slice(stored)
 
@@ -108,8 +107,8 @@ class Checkpoint:
         return True
 
     def check_dtypes(self) -> None:
-        """Raise ModelError, with a tensor's name, for a dtype that needs scales (int8, fp8) and for
-        floats that products do not take.
+        """Raise ModelError, with a tensor's name, for a dtype that needs scales (int8, fp8) or that
+        products do not take.
         """
         for name, stored in self.stored.items():
             if stored not in _DTYPES and (stored == "I8" or stored.startswith("F")):
@@ -119,7 +118,7 @@ class Checkpoint:
                 )
 
     def main_dtype(self) -> torch.dtype | None:
-        """Return the dtype of most weights; None if no weight has a dtype that products take."""
+        """Return the dtype of most weights; None if products take none of their dtypes."""
         sizes: dict[torch.dtype, int] = {}
         for name, dtype in self.dtypes.items():
             if dtype is not None:
@@ -140,12 +139,12 @@ class LazyTensor:
 
 
 def give_back_pages(tensors: Sequence[Tensor]) -> None:
-    """Drop the pages of tensors in a mapped file: they are read again when touched.
+    """Drop the pages of tensors in a mapped file. They are read again when touched.
 
     Ignores small tensors, tensors in other memory, and systems other than Linux.
     """
     tensors = [tensor for tensor in tensors if tensor.nbytes > _SMALL_BYTES]
-    # Addresses of GPU tensors mean nothing here, and could be in a file that the driver maps.
+    # The address of a GPU tensor means nothing here, but could be in a file that the driver maps.
     tensors = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     if sys.platform != "linux" or not tensors:
         return
@@ -153,8 +152,8 @@ def give_back_pages(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         start = tensor.data_ptr()
         if any(low <= start < high for low, high in mapped):
-            # Drop only pages inside the tensor, because the last page may hold the start of the
-            # next tensor.
+            # The last page may hold the start of the next tensor, so drop only pages inside this
+            # one.
             first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
             last = (start + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
             if last > first:

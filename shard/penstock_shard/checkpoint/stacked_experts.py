@@ -1,7 +1,7 @@
 """Checkpoints with stacks of experts, read as if each expert were stored separately.
 
 A layer has two tensors: gate_up_proj [E, H, 2 I] and down_proj [E, I, H]. Some tools write [E, 2 I,
-H] and [E, H, I], which are supported too. Biases, if any, are also stacks.
+H] and [E, H, I]. Biases are also stacks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.errors import ModelError
 
-# Text types with such stacks, and the configuration's name of an expert's size.
+# Text types with stacks, and the configuration's name of an expert's size.
 _SIZES = {
     "gemma4_text": "moe_intermediate_size",
     "gpt_oss": "intermediate_size",
@@ -37,7 +37,7 @@ class _Part:
 
     stack: str
     expert: int
-    # The part's rows among the outputs that the stack has for each expert.
+    # The part's rows among the expert's outputs.
     rows: slice
     is_transposed: bool
 
@@ -47,14 +47,12 @@ def has_stacks(config: PreTrainedConfig) -> bool:
 
 
 class StackedExperts(Checkpoint):
-    """A checkpoint that shows stacks of experts as the matrices in them."""
+    """A checkpoint that shows the matrices in stacks of experts."""
 
     is_plain = False
 
     def __init__(self, model_dir: Path, config: PreTrainedConfig) -> None:
-        """List the matrices. Raises ModelError, with a tensor's name, if a stack does not fit the
-        configuration.
-        """
+        """Raises ModelError, with a tensor's name, if a stack does not fit the configuration."""
         super().__init__(model_dir)
         self._model_dir = model_dir
         self._parts: dict[str, _Part] = {}
@@ -64,7 +62,7 @@ class StackedExperts(Checkpoint):
         self._is_theirs = text.model_type != "qwen3_vl_moe_text"
         self._in_turns = text.model_type in _IN_TURNS
         wide, hidden = int(getattr(text, _SIZES[text.model_type]) or 0), int(text.hidden_size)
-        # The outputs of each stack's matrices, and their inputs.
+        # Outputs and inputs of each stack's matrices.
         self._sizes = {
             GATE_UP: ({"gate_proj": wide, "up_proj": wide}, hidden),
             DOWN: ({"down_proj": hidden}, wide),
@@ -112,7 +110,7 @@ class StackedExperts(Checkpoint):
             self.stored[part], self.dtypes[part] = stored, dtype
 
     def _each(self, count: int, outputs: dict[str, int]) -> Iterator[tuple[int, tuple[str, slice]]]:
-        """Yield the matrices of each expert, with their rows among the expert's outputs."""
+        """Yield each expert's matrices, with their rows among the outputs."""
         for expert in range(count):
             start = 0
             for turn, (name, rows) in enumerate(outputs.items()):
@@ -129,7 +127,7 @@ class StackedExperts(Checkpoint):
 
 
 def refuse_stacks(checkpoint: Checkpoint) -> None:
-    """Raise ModelError, with the stack's name, for a stack of experts beside quantized matrices."""
+    """Raise ModelError for a stack of experts beside quantized matrices."""
     for name in checkpoint.shapes:
         if name.endswith((GATE_UP, DOWN)):
             raise ModelError(f"{name}: stacks of experts are not served in quantized checkpoints")

@@ -1,7 +1,5 @@
 """The configuration of the text model in a model of images and text, as if it were a separate
-model.
-
-`text_names` has the names of the text model's tensors.
+model. `text_names` has the names of its tensors.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ from transformers import (
     conversion_mapping,
 )
 
-# Types of models of images and text whose text is computed by a text-only model with the same
-# logits.
+# Models of images and text whose text is computed by a text-only model with the same logits.
 _TYPES = frozenset(
     {
         "gemma3",
@@ -48,8 +45,8 @@ _TYPES = frozenset(
         "smolvlm",
     }
 )
-# Text types without a causal LM of their own -> types whose causal LM computes the same if all
-# three of a token's positions are equal, as in text.
+# Text types without a causal LM -> types whose causal LM computes the same if a token's three
+# positions are equal, as in text.
 _SAME_AS = {
     "glm4v_moe_text": "glm4_moe",
     "glm4v_text": "glm4",
@@ -58,7 +55,7 @@ _SAME_AS = {
     "qwen3_vl_moe_text": "qwen3_moe",
     "qwen3_vl_text": "qwen3",
 }
-# Parameters of rotary embeddings that divide them between the three positions.
+# Parameters that divide rotary embeddings between the three positions.
 _THREE_POSITIONS = ("mrope_section", "mrope_interleaved")
 
 
@@ -74,10 +71,10 @@ def has_text_model(config: PreTrainedConfig) -> bool:
 
 
 def text_config(config: PreTrainedConfig, *, has_head: bool | None) -> PreTrainedConfig:
-    """Return the configuration of the text model; any other configuration is returned unchanged.
+    """Return the configuration of the text model; return any other configuration unchanged.
 
     The embedding is tied unless the files have a head, because the two parts of such configurations
-    disagree. `has_head` is None if there are no files.
+    disagree. `has_head` is None without files.
     """
     if not has_text_model(config):
         return config
@@ -92,7 +89,7 @@ def text_config(config: PreTrainedConfig, *, has_head: bool | None) -> PreTraine
 
 
 def _plain(text: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration as one of the type that computes the same."""
+    """Return the configuration as the type that computes the same."""
     values: dict[str, Any] = text.to_dict()
     rope = values["rope_parameters"]
     for name in _THREE_POSITIONS:

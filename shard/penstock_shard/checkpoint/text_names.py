@@ -7,36 +7,32 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# Replacements of "model." in such files; the second occurs in newer files, the last in Idefics 3's.
+# Replacements of "model." in such files. The second occurs in newer files, the last in Idefics 3's.
 _COMPOSITE_ROOTS = ("language_model.model.", "model.language_model.", "model.text_model.")
 # The last is for models that were saved without a head, such as embedding models.
 _ROOTS = (*_COMPOSITE_ROOTS, "model.", "")
 _HEADS = ("language_model.lm_head.", "lm_head.")
-# Prefix of an image encoder's names, if the text model has ordinary names.
+# The prefix of an image encoder's names, if the text model has ordinary names.
 _TOWER = "visual."
 
 
 @dataclass(frozen=True, slots=True)
 class TextNames:
-    """The tensors of the text model in a checkpoint."""
-
     # Maps names in a causal language model to names in the files.
     stored: dict[str, str] = field(default_factory=dict)
-    # Replacement of "model." in the files.
+    # The replacement of "model." in the files.
     root: str = "model."
-    # True if the files have parts that are left out, such as towers for images.
+    # True if parts of the files are left out, such as towers for images.
     leaves_out: bool = False
 
     def in_files(self, name: str) -> str:
-        """Return the name of a tensor in the files, even if the files do not have the tensor."""
+        """Return a tensor's name in the files, even if they do not have the tensor."""
         own = self.root + name.removeprefix("model.") if name.startswith("model.") else name
         return self.stored.get(name, own)
 
 
 def text_names(names: Iterable[str]) -> TextNames:
-    """Find the text model's tensors among the files' names; return all names if the model has no
-    other part.
-    """
+    """Find the text model's tensors. Return all names if the model has no other part."""
     stored = list(names)
     root = next((root for root in _ROOTS if f"{root}embed_tokens.weight" in stored), "model.")
     if root == "":
@@ -55,7 +51,7 @@ def text_names(names: Iterable[str]) -> TextNames:
 
 
 def text_module(name: str) -> str:
-    """Return the text model's own name of a module, given that name or the name in the whole
+    """Return a module's name in the text model. `name` may be this or the one in the whole
     model.
     """
     for root in _COMPOSITE_ROOTS:

@@ -1,7 +1,6 @@
-"""Makes tokenizer.json for a model with other tokenizer files only: older ones, or Mistral's
-tekken.json.
+"""Makes tokenizer.json for a model that has only older tokenizer files, or Mistral's tekken.json.
 
-transformers does the conversion. The result is checked on sample strings, because the router only
+transformers makes the conversion. The result is checked on sample strings, because the router only
 uses the converted file.
 """
 
@@ -35,8 +34,8 @@ _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 def make_tokenizer_files(model_dir: Path, trust_remote_code: bool) -> dict[str, bytes]:
-    """Make tokenizer.json for a directory without one, and other files for routers that only the
-    tokenizer's own file can give.
+    """Make tokenizer.json for a directory without one, and other files that routers need from the
+    tokenizer's own file.
 
     Raises ModelError if there is no tokenizer, transformers cannot convert it, or the result gives
     other ids than the original.
@@ -47,8 +46,8 @@ def make_tokenizer_files(model_dir: Path, trust_remote_code: bool) -> dict[str, 
 
 
 def _convert_tekken(path: Path) -> dict[str, bytes]:
-    """Convert Mistral's file to the tokenizer, its special tokens and, if mistral-common is
-    installed and makes one, the chat template.
+    """Make the tokenizer, its special tokens and, if mistral-common is installed and has one, the
+    chat template.
     """
     try:
         tokenizer = convert_tekken_tokenizer(str(path))
@@ -87,7 +86,7 @@ def _check_tekken(path: Path, converted: Tokenizer) -> None:
 
 
 def _merge(word: bytes, ranks: Mapping[bytes, int]) -> list[int]:
-    """Return the ranks of a word's tokens: adjacent parts that form a token are merged, the lowest
+    """Return the ranks of a word's tokens. Adjacent parts that form a token are merged, the lowest
     rank first.
     """
     parts = [bytes([byte]) for byte in word]
@@ -118,9 +117,7 @@ def _convert_older(model_dir: Path, trust_remote_code: bool) -> bytes:
 
 
 def _checked(model_dir: Path, tokenizer: Any) -> bytes:
-    """Return the tokenizer.json of transformers' tokenizer. Raises ModelError if it gives other
-    ids.
-    """
+    """Return tokenizer.json. Raises ModelError if it gives other ids than the tokenizer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ModelError(

@@ -19,8 +19,8 @@ _FILES = (
 )
 # Templates besides the default one, such as `tool_use`, each in a file of its name.
 _MORE_TEMPLATES = "additional_chat_templates"
-# Files of a model that sees images, which give an image's number of tokens. They are not read for
-# other models, whose hash would then depend on settings that no router reads.
+# Files that give an image's number of tokens. Other models do not need them, and their hash must
+# not depend on them.
 _IMAGE_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
 
 
@@ -29,7 +29,7 @@ def read_tokenizer_files(model_dir: Path, chat_template: Path | None = None) -> 
 
     Raises:
         OSError: a file exists and cannot be read.
-        ModelError: a file is too large, or leads out of the directory; config.json or
+        ModelError: a file is too large or leads out of the directory, or config.json or
             chat_template.json is no JSON object.
     """
     check_files(model_dir)
@@ -67,7 +67,7 @@ def _template_of_processor(model_dir: Path, files: Mapping[str, bytes]) -> str |
 
 
 def tokenizer_hash(files: Mapping[str, bytes]) -> str:
-    """Return a hash that is equal for shards with equal tokenizers and templates."""
+    """Return a hash that is equal for equal tokenizers and templates."""
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(files):
         digest.update(f"{name}\0{len(files[name])}\0".encode())

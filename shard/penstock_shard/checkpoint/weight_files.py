@@ -19,19 +19,19 @@ from penstock_shard.errors import ModelError, first_line
 from penstock_shard.ipc.runner_info import ModelShape
 
 WEIGHTS = "model.safetensors"
-# The link to a GGUF file, in a directory made by `unfold`.
+# The link to a GGUF file that `unfold` makes.
 GGUF = "model.gguf"
 INDEX = "model.safetensors.index.json"
 
 _PICKLES = (".bin", ".pt", ".pth")
 _PART = re.compile(r"(.+)-(\d{1,6})-of-(\d{1,6})\.safetensors")
 _MOST_PARTS = 10_000
-# Prefixes of the names of weights without an index; the first prefix that a file has applies.
+# Prefixes of weights without an index. The first prefix that a file has applies.
 _NAMES = ("model", "weights", "")
-# Weights of an adapter, copies of the weights under other names, and training state.
+# Adapters, copies of the weights under other names, and training state.
 _BESIDE = re.compile(r"adapter_|consolidated|(.*_)?(optimizer|scheduler|ema)(?![a-z])")
 
-# Upper bound on the bytes of a header; the largest models have a quarter of this in one file.
+# Bound on a header's bytes. The largest models have a quarter of this in one file.
 _MOST_HEADER_BYTES = 32 * 2**20
 _MOST_DIMENSIONS = 16
 
@@ -39,7 +39,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class StoredTensor(msgspec.Struct):
-    """The entry of a safetensors header for one tensor; offsets count from the header's end."""
+    """The entry of a safetensors header for one tensor. Offsets count from the header's end."""
 
     dtype: str
     shape: Annotated[list[_Size], msgspec.Meta(max_length=_MOST_DIMENSIONS)]
@@ -52,7 +52,7 @@ _STORED_TENSORS = msgspec.json.Decoder(StoredTensor)
 
 def weight_files(directory: Path) -> list[Path]:
     """Return the one file, else the files of the index, as transformers chooses them, else the GGUF
-    file, else all weights without an index; [] if there are none.
+    file, else all weights without an index, else [].
 
     Raises ModelError for an index that cannot be read, OSError if the system refuses.
     """
@@ -75,7 +75,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _is_beside(name: str) -> bool:
-    """Tell whether a name in an index can only be a file beside it."""
+    """Tell whether a name can only be a file beside the index."""
     return name.isprintable() and not {"/", "\\"} & set(name) and name not in ("", ".", "..")
 
 
@@ -84,9 +84,9 @@ def has_index(directory: Path) -> bool:
 
 
 def unlisted(names: Iterable[str]) -> list[str]:
-    """Return the weights without an index, among the names of files: those that begin with "model",
-    if any, else with "weights", else all others except adapters, copies and training state. A set
-    with one existing part is returned with all its parts, so that a missing part is noticed.
+    """Choose the weights without an index among file names: those that begin with "model", else
+    with "weights", else all except adapters, copies and training state. If one part of a set
+    exists, all its parts are returned, so that a missing part is noticed.
     """
     files = [name for name in names if name.endswith(".safetensors") and "/" not in name]
     own = [name for name in files if not _BESIDE.match(name)]
@@ -96,9 +96,7 @@ def unlisted(names: Iterable[str]) -> list[str]:
 
 
 def _set_of(name: str, files: Sequence[str]) -> list[str]:
-    """Return the parts of the set to which this file belongs; only the name itself if it is no
-    part.
-    """
+    """Return the parts of this file's set, or the name itself."""
     part = _PART.fullmatch(name)
     if part is None or int(part[3]) > _MOST_PARTS:
         return [name]
@@ -113,9 +111,8 @@ def _set_of(name: str, files: Sequence[str]) -> list[str]:
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return by name the tensors in a safetensors file's header.
 
-    Format: 8 bytes little-endian length, that many bytes of JSON, then the tensors' bytes.
-
-    Raises ModelError if the header is invalid, or the file is shorter than it says.
+    Format: 8 bytes little-endian length, that many bytes of JSON, then the tensors' bytes. Raises
+    ModelError if the header is invalid, or the file is shorter than it says.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -143,9 +140,8 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def model_shape(directory: Path) -> ModelShape:
-    """Return the size of the model in a directory.
-
-    Raises ModelError for files that cannot be understood, OSError if the system refuses.
+    """Return a model's size. Raises ModelError for files that cannot be understood, OSError if the
+    system refuses.
     """
     config = read_object(directory / "config.json")
     text = config.get("text_config")
@@ -166,14 +162,14 @@ def model_shape(directory: Path) -> ModelShape:
 
 
 def _kv_heads(config: dict[str, Any], heads: int) -> int:
-    """Return the number of key heads: as many as query heads, unless the configuration differs."""
+    """Return the number of key heads; by default it is the number of query heads."""
     names = ("num_key_value_heads", "num_kv_heads", "multi_query")
     stated = [config[name] for name in names if config.get(name) not in (None, False)]
     return _count_in(config, *names) if stated else heads
 
 
 def _count_in(config: dict[str, Any], *names: str) -> int:
-    """Return the number under the first of these names that has one; 0 if none has."""
+    """Return the first number under these names; 0 if there is none."""
     values = (config.get(name) for name in names)
     return next((each for each in values if type(each) is int and 0 < each < 2**31), 0)
 
@@ -189,7 +185,7 @@ def _count_weights(directory: Path) -> tuple[int, int]:
 
 
 def why_no_weights(names: Sequence[str]) -> str:
-    """Return a line that says why the files hold no usable weights."""
+    """Say in one line why the files hold no usable weights."""
     pickles = sorted(name for name in names if name.endswith(_PICKLES))
     if pickles:
         return (

@@ -1,8 +1,8 @@
 """A hash of a model's weights: equal hashes mean equal bytes.
 
-It covers the names and contents of config.json, of every *.safetensors file or of the GGUF file,
-and, if the model's own code runs, of every *.py file. Pieces of files are hashed on several threads
-(hashlib releases the interpreter lock); the result is a hash of the pieces' hashes.
+It covers the names and contents of config.json, of every *.safetensors file or the GGUF file, and,
+if the model's own code runs, of every *.py file. Several threads hash pieces of files, because
+hashlib releases the interpreter lock. The result is a hash of these hashes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def hash_weights(
     stop: threading.Event | None = None,
 ) -> str:
     """Return 32 hex digits (blake2b-128). `config_only` is for models without weights on disk,
-    `with_code` for models whose own code is trusted and run.
+    `with_code` for models whose own code runs.
 
     Raises OSError if a file cannot be read, CancelledError soon after `stop` is set.
     """

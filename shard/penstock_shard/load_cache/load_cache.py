@@ -1,7 +1,7 @@
 """Results of loads, in files of a directory that is bounded in bytes.
 
-The files are torch's. Reading a file makes only tensors and objects of named types. A file that
-other users may have written is ignored.
+torch writes the files. Reading one makes only tensors and objects of named types. A file that other
+users may have written is ignored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _ABANDONED_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class LoadCache:
-    """Kept values in a directory of at most `max_bytes`; the least recently used are removed.
+    """Kept values in a directory of at most `max_bytes`. The least recently used are removed.
+
     `types` has the classes that values may consist of, and functions that make such objects.
     `progress` gets a line if a file cannot be used.
     """
@@ -48,8 +49,8 @@ class LoadCache:
     progress: Callable[[str], None]
 
     def read(self, key: str) -> Any:
-        """Read the value of a key; None if there is no usable value. Raises what making the value
-        raises, for example if kernels cannot be built.
+        """Read the value of a key; None if there is no usable value. Raises errors from making the
+        value, for example if kernels cannot be built.
         """
         path = self._path(key)
         try:
@@ -73,7 +74,7 @@ class LoadCache:
         return value
 
     def write(self, key: str, value: object, nbytes: int) -> None:
-        """Keep a value of about `nbytes` bytes, if there is room for it."""
+        """Keep a value of about `nbytes` bytes, if it fits."""
         if nbytes > self.max_bytes:
             self.progress(f"{_NOT_KEPT}: its {nbytes} bytes are more than --load-cache")
             return

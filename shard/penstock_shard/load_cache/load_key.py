@@ -1,7 +1,7 @@
-"""A key of all that a load depends on, so that a value kept under it can replace the load.
+"""A key of all that a load depends on, so that a kept value can replace the load.
 
-The key has the system's description of a file, not its bytes. A changed file has a new time of
-change, and reading a whole model takes as long as loading it.
+The key has the system's description of a file, not its bytes, because reading a whole model takes
+as long as loading it. A changed file has a new time of change.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _flags(config: ShardConfig) -> Iterator[str]:
 
 
 def _processor() -> str:
-    """Describe the processor, on which torch's rounding may depend."""
+    """torch's rounding may depend on the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -20,13 +20,13 @@ from penstock_shard.worker.base import ReadAdapter
 
 
 class ModelAdapters:
-    """An `AdapterStore`: see `penstock_shard.worker.base`."""
+    """An `AdapterStore` (`penstock_shard.worker.base`)."""
 
     def __init__(
         self, bank: LoraBank, find: Callable[[str], Path], whole: MirroredModel | None = None
     ) -> None:
         """`find` returns the directory of a source. With several ranks, `bank` belongs to this
-        rank, and `whole` passes changes to the other ranks.
+        rank, and `whole` passes changes to the others.
         """
         self._bank = bank
         self._find = find

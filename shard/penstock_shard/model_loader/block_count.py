@@ -17,25 +17,25 @@ _CPU_SHARE = 0.5
 # take 512 bytes, and a block without layers takes nothing else.
 _MOST_BLOCKS = 2**20
 RECORD_BYTES = 512
-# Pools are sized for an equal number of sequences, each this many times as long as the widest
-# window. With longer ones, short sequences would run out of blocks first; with shorter ones, long
-# sequences would. A state counts as a window of only the step's own tokens.
+# Pools are sized for equally many sequences, each this many times as long as the widest window.
+# With longer ones, short sequences would run out of blocks first; with shorter ones, long sequences
+# would. A state's window is only the step's own tokens.
 _REFERENCE_WINDOWS = 4
-# For each such sequence there is room for its own state and this many kept states.
+# Each such sequence has room for its own state and this many kept states.
 KEPT_STATES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The size of a KV block of each pool, and the blocks that sequences need."""
+    """The size of a KV block in each pool, and the blocks that sequences need."""
 
     block_size: int
-    # A block's bytes in each pool.
+    # The bytes of a block in each pool.
     block_bytes: tuple[int, ...]
     max_model_len: int
     groups: tuple[CacheGroup, ...] = (CacheGroup(),)
     max_chunk_tokens: int = 2**31
-    # If layers have states: the number of states to make before memory goes to further blocks.
+    # If layers have states: the states to make before memory goes to more KV blocks.
     num_states: int = 1
 
     def blocks_for(self, num_tokens: int) -> list[int]:
@@ -53,16 +53,16 @@ class KVShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in all groups."""
+        """The bytes of one token in all groups."""
         return self.bytes_of(pools_for(1, self.groups)) // self.block_size
 
     @property
     def bytes_per_sequence(self) -> int:
-        """Bytes of a sequence of full length."""
+        """The bytes of a sequence of full length."""
         return self.bytes_of(self.blocks_for(self.max_model_len))
 
     def sequences_in(self, pools: Sequence[int]) -> int:
-        """Return the number of sequences of full length in pools of these sizes."""
+        """Return how many sequences of full length fit into pools of these sizes."""
         one = self.blocks_for(self.max_model_len)
         return min(size // count for size, count in zip(pools, one, strict=True))
 
@@ -79,7 +79,7 @@ class KVShape:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one sequence's states."""
+        """The bytes of one sequence's states."""
         return self.bytes_of([0 if count else 1 for count in pools_for(1, self.groups)])
 
     def divide(self, num_bytes: int, *, only_blocks: bool = False) -> list[int]:
@@ -104,12 +104,12 @@ class KVShape:
 
 
 def choose_pools(shape: KVShape, config: ShardConfig, free_bytes: int, on_cpu: bool) -> list[int]:
-    """Return the number of KV blocks of each pool: by the flags, else by memory. Blocks that no
-    request needs keep prefixes.
+    """Return the number of KV blocks of each pool, from the flags or else from memory. Blocks that
+    no request needs keep prefixes.
 
-    `free_bytes` is the most that KV blocks may take. Raises ModelError if not even one sequence of
-    max_model_len fits, or on cpu if the flags ask for more than is free: the system commits memory
-    only on the first write, and would kill the process later.
+    KV blocks may take at most `free_bytes`. Raises ModelError if not even one sequence of
+    max_model_len fits. On cpu it also raises if the flags ask for more than is free, because the
+    system commits memory only on the first write and would kill the process then.
     """
     one = shape.bytes_per_sequence
     more_states = max(0, shape.num_states - 1) * shape.state_bytes

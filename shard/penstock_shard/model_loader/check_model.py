@@ -25,19 +25,17 @@ _CHECK_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class CheckResults:
-    """Results of the checks of a model that may be served."""
-
     # The number of tokens of a KV block.
     block_size: int
     batch_invariant: bool
-    # Estimated duration of the largest step.
+    # The estimated duration of the largest step.
     worst_step_s: float
 
 
 def check_model(
     config: ShardConfig, loaded: LoadedModel, progress: Callable[[str], None]
 ) -> CheckResults:
-    """Check the model. Raises ModelError if it computes wrongly, or does not fit the flags."""
+    """Raises ModelError if the model computes wrongly, or does not fit the flags."""
     block_size = _block_size(config, loaded)
     checks = _Checks(config, loaded, block_size, progress)
     checks.attention()
@@ -77,8 +75,6 @@ def _block_size(config: ShardConfig, loaded: LoadedModel) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Checks:
-    """Self-checks of what a model computes."""
-
     config: ShardConfig
     loaded: LoadedModel
     block_size: int
@@ -119,7 +115,8 @@ class _Checks:
         return dtype_name(self.loaded.ops.dtype)
 
     def numbers(self) -> float:
-        """Check that random tokens give finite logits: half precision may overflow in some models.
+        """Check that random tokens give finite logits, because half precision overflows in some
+        models.
 
         Returns the time of the largest step, estimated from the time of these tokens.
         """
@@ -128,7 +125,7 @@ class _Checks:
         with self._steps(1, length, self.loaded.kv_dtype) as steps:
             rows = [(steps.sequence(length), 0, length)]
             if device.type != "cpu":
-                # Warm up, because a step does not allocate and compile as the first run does.
+                # Warm up, because only the first run allocates and compiles.
                 torch.isfinite(steps.run(rows)).all().item()
             started_s = time.perf_counter()
             logits = steps.run(rows)
@@ -160,7 +157,7 @@ class _Checks:
         return " and ".join(changes)
 
     def invariance(self) -> bool:
-        """True if results do not depend on how steps are divided; tested only for exact ops."""
+        """True if results do not depend on how steps are divided. Tested only for exact ops."""
         loaded = self.loaded
         if not loaded.ops.exact:
             return False

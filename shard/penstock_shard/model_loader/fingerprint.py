@@ -1,10 +1,10 @@
 """A hash of everything that the bits of logits and drawn tokens depend on. Shards with the same
 fingerprint give the same bits.
 
-The sources of kernels are hashed, because any change may change a rounding. For Triton, so is the
-code that launches them. MODEL_REVISION and SAMPLER_REVISION stand for our other Python code, so
-that shards of two versions may continue each other's requests; `tests/comparison` finds results
-that differ without a new revision. Libraries are hashed by their versions.
+It covers the sources of kernels and of the code that launches Triton's, because any change may
+change a rounding. MODEL_REVISION and SAMPLER_REVISION stand for our other Python code, so that
+shards of two versions may continue each other's requests. `tests/comparison` finds results that
+differ without a new revision. Libraries are hashed by their versions.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _NUM_VALUES = 4099
 _PACKAGE = Path(__file__).parents[__name__.count(".") - 1]
 _HAS_KERNELS = re.compile(r"^\s*@triton\.", re.MULTILINE)
 # Functions of the sampler, rotary tables and modelling code whose rounding depends on the
-# processor. For some, torch calls a library that chooses code by vendor, so torch's report of the
-# instruction set is not enough.
+# processor. torch's report of the instruction set is not enough, because some of its libraries
+# choose code by vendor.
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": torch.exp,
     "log": lambda x: torch.log(x.abs() + 1),
@@ -66,8 +66,8 @@ def fingerprint(
     parallel_size: int = 1,
     images: str = "",
 ) -> str:
-    """Return 32 hex digits (blake2b-128). `parallel_size` is included, because sums over several
-    ranks round differently; `images` is the fingerprint of the image encoder, if any.
+    """Return 32 hex digits (blake2b-128). `parallel_size` is included because sums over several
+    ranks round differently. `images` is the image encoder's fingerprint, if any.
     """
     parts = (
         weights_hash,
@@ -90,9 +90,7 @@ def fingerprint(
 
 
 def _kernels(ops: Ops) -> tuple[str, ...]:
-    """Return a hash of the kernels, and for Triton's kernels also Triton's version and the
-    device.
-    """
+    """Return a hash of the kernels; for Triton also its version and the device."""
     if isinstance(ops, CpuOps) and ops.weights == "bfloat16" and ops.kernels.uses_tiles:
         return (kernel_hash(), "tiles")
     # On a GPU, Triton's kernels compute the layers with any attention backend.
@@ -145,7 +143,7 @@ def torch_bits(device: torch.device | None = None) -> str:
 
 @functools.cache
 def _fixed_values() -> tuple[Tensor, Tensor]:
-    """Return values between -8 and 8, in float32 and in float64, because we use both dtypes."""
+    """Return values between -8 and 8 in both dtypes that we use."""
     generator = random.Random(1)
     values = [generator.uniform(-8, 8) for _ in range(_NUM_VALUES)]
     return torch.tensor(values, dtype=torch.float32), torch.tensor(values, dtype=torch.float64)

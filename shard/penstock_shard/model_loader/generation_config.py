@@ -20,8 +20,7 @@ def generation_defaults(
     """Return the model's eos ids, and its default sampling values. `stated` are the eos ids of its
     configuration, or None.
 
-    A line of `progress` names each value that cannot be served. Raises ModelError if the file
-    cannot be read.
+    A line of `progress` names each unsupported value. Raises ModelError if the file cannot be read.
     """
     generation = _read(model_dir)
     eos_token_ids, outside = _eos_token_ids(generation, stated, vocab_size)
@@ -36,8 +35,8 @@ def generation_defaults(
 def _eos_token_ids(
     generation: dict[str, Any], configured: tuple[int, ...] | None, vocab_size: int
 ) -> tuple[tuple[int, ...], list[int]]:
-    """Return eos ids from generation_config.json, else from the configuration, else (); and
-    separately the ids outside the vocabulary, which would be out of range when they are banned.
+    """Return eos ids from generation_config.json, else from the configuration, else (). Return
+    separately the ids outside the vocabulary, because banning them would be out of range.
     """
     stated = as_ids(generation.get("eos_token_id"))
     if stated is None:
@@ -47,7 +46,7 @@ def _eos_token_ids(
 
 
 def as_ids(value: Any) -> tuple[int, ...] | None:
-    """Return the ids of a configuration's list or single value; None if there is none. Raises
+    """Return a configuration's ids, a list or a single value; None if there are none. Raises
     ModelError for values that are no ids.
     """
     if value is None:
@@ -60,16 +59,12 @@ def as_ids(value: Any) -> tuple[int, ...] | None:
 
 
 def _stated_sampling(generation: dict[str, Any]) -> dict[str, object]:
-    """Return the sampling values in generation_config.json that this runner supports."""
     names = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
     return {name: generation[name] for name in names if generation.get(name) is not None}
 
 
 def _read(model_dir: Path) -> dict[str, Any]:
-    """Read generation_config.json; {} if there is none.
-
-    Raises ModelError if it is not a JSON object.
-    """
+    """Raises ModelError if the file is not a JSON object."""
     path = model_dir / "generation_config.json"
     if not path.exists():
         return {}

@@ -1,8 +1,8 @@
 """Loads and checks a model, or takes the kept results of an earlier start.
 
-Results are kept only for models of our decoder on one CPU: weights in the kernels' layout, facts,
-and the results of checks. A start that takes them imports no transformers, reads no weights and
-repeats no check.
+Weights in the kernels' layout, facts and the results of checks are kept only for models of our
+decoder on one CPU. A start that takes them imports no transformers, reads no weights and repeats no
+check.
 """
 
 from __future__ import annotations
@@ -54,12 +54,10 @@ _OF_LOADS = (
 
 @dataclass(frozen=True, slots=True)
 class CheckedLoad:
-    """A model that may be served."""
-
     loaded: LoadedModel
     weights_hash: str
     checks: CheckResults
-    # Lines of progress that the next start repeats.
+    # The lines of progress that the next start repeats.
     lines: tuple[str, ...] = ()
 
 
@@ -96,7 +94,6 @@ def load_checked(
 
 
 def _kept_types() -> list[Callable[..., object]]:
-    """Return all classes of a kept load, and the functions that make it."""
     classes = [
         value
         for module in _OF_LOADS
@@ -121,7 +118,7 @@ def _may_keep(config: ShardConfig) -> bool:
 
 
 def _key(config: ShardConfig, model_dir: Path) -> str:
-    """Return the key of the load; '' if there is none, and then the load will report the reason."""
+    """Return the load's key, or ''. Without a key, the load will report the reason."""
     try:
         return load_key(config, model_dir)
     except (OSError, ModelError, KernelBuildError):
@@ -129,9 +126,7 @@ def _key(config: ShardConfig, model_dir: Path) -> str:
 
 
 def _read(cache: LoadCache, key: str) -> CheckedLoad | None:
-    """Return the kept load; None if there is none, or no kernels for it, which the load will
-    report.
-    """
+    """Return the kept load, or None. Without kernels for it, the load will report the reason."""
     try:
         kept = cache.read(key)
     except KernelBuildError:

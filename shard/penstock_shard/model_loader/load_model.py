@@ -1,9 +1,8 @@
 """Turns a model directory into a model that computes: our decoder if it fits, else transformers'
 code.
 
-For our decoder, the attention backend is chosen before weights are read, because the configuration
-describes the layers. A transformers module must be loaded first: one token run through it shows the
-attention parameters of its layers.
+For our decoder, the attention backend is chosen before weights are read. A transformers module must
+be loaded first, because only one token run through it shows the attention parameters of its layers.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ _BEST = AttentionOptions()
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The model to load: a directory, its configuration, and how to read it."""
+    """The model to load, and how to read it."""
 
     path: Path
     config: PreTrainedConfig
@@ -85,7 +84,7 @@ class ModelPart:
     model: Decoder | TransformersModel
     # This rank's share of each divided linear layer.
     shares: Shares = field(default_factory=dict)
-    # All ranks call this check after each has loaded its part. Raises ModelError.
+    # All ranks call this after each has loaded its part. Raises ModelError.
     check: Callable[[], None] = no_check
 
 
@@ -96,9 +95,9 @@ def load_model(
     wish: AttentionOptions = _BEST,
     ranks: Ranks | None = None,
 ) -> ModelPart:
-    """Load the weights, and set the ops' attention backend to one that serves the model; `progress`
-    gets lines. With `ranks`, load this rank's part. Raises ModelError, with one line, if the load
-    fails.
+    """Load the weights, and set the ops' attention backend to one that serves the model. With
+    `ranks`, load this rank's part. `progress` gets lines. Raises ModelError, with one line, if the
+    load fails.
     """
     checkpoint = None if files.dummy else _open(files, ops, progress)
     # From here on, the model is a text model with ordinary weights. `_open` has handled
@@ -147,8 +146,7 @@ def _checkpoint(files: ModelFiles, ops: Ops, progress: Callable[[str], None]) ->
 
 def _check_not_exact(ops: Ops, reason: Exception) -> None:
     """Raise ModelError if transformers' code would break the promise of exact ops."""
-    # Its products are our exact products only if weights are packed. On tensors, torch computes
-    # them.
+    # Only products of packed weights are our exact products. On tensors, torch computes them.
     if ops.exact and ops.keeps_tensors:
         raise ModelError(
             f"--exact: this model runs through transformers' code ({reason}), whose results on "
@@ -158,8 +156,6 @@ def _check_not_exact(ops: Ops, reason: Exception) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Loading:
-    """The inputs of a load, for both kinds of model."""
-
     files: ModelFiles
     # None for random weights.
     checkpoint: Checkpoint | None
@@ -257,8 +253,8 @@ class _Loading:
     def _probed(
         self, module: PreTrainedModel, latent: Mapping[int, LatentHeads]
     ) -> TransformersModel:
-        """Return the module as a model, after running one token through it to find its layers'
-        parameters.
+        """Run one token through the module to find its layers' parameters, and return it as a
+        model.
         """
         alone = contextlib.nullcontext() if self.ranks is None else self.ranks.apart()
         try:
@@ -282,7 +278,7 @@ class _Loading:
 
 def _as_stored(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
     """Return the spec with the checkpoint's facts. As in transformers, a head that differs from the
-    embedding is not tied to it, and the embedding's scale is rounded to the dtype of the weights.
+    embedding is not tied to it, and the embedding's scale is rounded to the weights' dtype.
     """
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
     tied = spec.tied and (head not in checkpoint.shapes or checkpoint.equal(embedding, head))

@@ -1,8 +1,4 @@
-"""Turns a model directory into a `ModelRunner` that is ready.
-
-First load and check the model, or take the kept results of an earlier start. Then load the image
-encoder, allocate memory, and describe the model.
-"""
+"""Turns a model directory into a `ModelRunner` that is ready."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ from penstock_shard.worker.logits_processors.order import every_processor
 from penstock_shard.worker.model_runner import ModelRunner
 from penstock_shard.worker.outputs.all_outputs import every_output
 
-# Bytes of logits that a step keeps for prompt log-probabilities; and the least number of rows.
+# Bytes of logits that a step keeps for prompt log-probabilities, and the least number of rows.
 _SCORED_BYTES = 64 * 2**20
 _LEAST_SCORED = 16
 
@@ -43,7 +39,7 @@ _LEAST_SCORED = 16
 def load_model_runner(
     config: ShardConfig, model_dir: Path, *, progress: Callable[[str], None]
 ) -> ModelRunner:
-    """Load the model of a directory and make it ready to serve.
+    """Load a model and make it ready to serve.
 
     `progress` gets one line for each stage. Raises ModelError, with one line that says what to do,
     if the model cannot be loaded, would be served wrongly, or does not fit.
@@ -93,7 +89,7 @@ def _encoder_errors() -> Iterator[None]:
 def _image_encoder(
     config: ShardConfig, model_dir: Path, loaded: LoadedModel, progress: Callable[[str], None]
 ) -> ImageEncoder | None:
-    """Load the image encoder; None if images are not served, with a line that says why."""
+    """Load the image encoder. If images are not served, return None and report why."""
     is_dummy, model_type = config.load_format == "dummy", type_that_sees(model_dir)
     if config.image_cache_bytes == 0 or is_dummy or model_type is None:
         return None
@@ -121,7 +117,7 @@ def _info(
     prepared: PreparedModel,
     progress: Callable[[str], None],
 ) -> RunnerInfo:
-    """Return the runner's info. Raises ModelError if files cannot be read."""
+    """Raises ModelError if files cannot be read."""
     loaded, checks, weights_hash = load.loaded, load.checks, load.weights_hash
     model, ops = loaded.model, loaded.ops
     eos_token_ids, defaults = generation_defaults(

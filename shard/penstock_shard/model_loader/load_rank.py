@@ -1,4 +1,4 @@
-"""Loads a model directory, or one rank's part of it, in the same way on every rank."""
+"""Loads a model, or one rank's part of it, in the same way on every rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from penstock_shard.ops.base import Ops
 def load_part(
     config: ShardConfig, model_dir: Path, ranks: Ranks | None, progress: Callable[[str], None]
 ) -> LoadedModel:
-    """Load the model of a directory, or with several ranks this rank's part of it; without graphs.
+    """Load a model, or with several ranks this rank's part of it, without graphs.
 
     Raises ModelError if it cannot be loaded or would be served wrongly.
     """
@@ -87,9 +87,8 @@ def _facts(config: PreTrainedConfig) -> ModelFacts:
 def _open_bank(
     config: ShardConfig, loaded: ModelPart, ops: Ops, progress: Callable[[str], None]
 ) -> LoraBank | None:
-    """Allocate memory for adapters in a loaded model; None if the configuration serves none.
-
-    Raises ModelError if the model cannot have adapters.
+    """Allocate memory for adapters in a loaded model; None if none are served. Raises ModelError if
+    the model cannot have adapters.
     """
     if not config.serves_adapters:
         return None
@@ -102,7 +101,8 @@ def _open_bank(
 
 
 def rank_device(config: ShardConfig, index: int) -> torch.device:
-    """Return the device of the rank with this index on its machine; make it torch's current device.
+    """Return the device of the rank with this index on its machine, and make it torch's current
+    device.
 
     Raises ModelError if the machine has too few devices.
     """

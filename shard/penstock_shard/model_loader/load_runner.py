@@ -1,6 +1,5 @@
-"""Loads a runner from a configuration, and the tokenizer files that a router needs.
-
-Imports torch only if a real model is asked for.
+"""Loads a runner, and the tokenizer files that a router needs. Imports torch only for a real
+model.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _MOST_TOKENS = 2**22
 
 @dataclass(frozen=True, slots=True)
 class LoadedRunner:
-    """A runner and its tokenizer files. `revision` is the commit of a hub model, else empty."""
+    """`revision` is the commit of a hub model, else empty."""
 
     runner: Runner
     tokenizer_files: dict[str, bytes]
@@ -81,7 +80,7 @@ def load_runner(config: ShardConfig, progress: Callable[[str], None]) -> LoadedR
 
 
 def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) -> FakeRunner:
-    """Return a runner that generates the tokenizer's ordinary ids and no special tokens."""
+    """Return a runner that generates only the tokenizer's ordinary ids."""
     model_config = read_object(model_dir / "config.json")
     try:
         # A model of images and text has a configuration for each part.
@@ -166,6 +165,5 @@ def _fake_adapters(config: ShardConfig) -> FakeAdapters | None:
 
 
 def _fake_embedding(config: ShardConfig) -> EmbeddingDefaults:
-    """Return the fake runner's embeddings, which it serves for any model."""
     pooling = Pooling.LAST if config.embeddings == "auto" else Pooling(config.embeddings)
     return EmbeddingDefaults(pooling, normalize=True, size=EMBEDDING_SIZE)

@@ -1,6 +1,5 @@
-"""Loads the whole model of a directory, over all its ranks, and computes its weights' hash.
-
-Imports transformers, which a kept load does not need.
+"""Loads a model over all its ranks, and computes its weights' hash. Imports transformers, which a
+kept load does not need.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from penstock_shard.models.loaded_model import LoadedModel
 def load_whole(
     config: ShardConfig, model_dir: Path, progress: Callable[[str], None]
 ) -> tuple[LoadedModel, str]:
-    """Load the model over all its ranks; return it and its weights' hash."""
+    """Return the model and its weights' hash."""
     group = None
     if config.tensor_parallel_size > 1:
         group = gather_group(config, model_dir, rank_device(config, 0), progress)

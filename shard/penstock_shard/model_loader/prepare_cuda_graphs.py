@@ -1,7 +1,7 @@
 """Graphs of a loaded model: measures their memory, records them and checks their replays.
 
-Steps are launched kernel by kernel if the model cannot be recorded, or if a replay's logits differ
-from the model's. A log line then reports it.
+If the model cannot be recorded, or a replay's logits differ from the model's, steps are launched
+kernel by kernel, and a log line says so.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _LEAST_GRAPH_BYTES = 2 * 2**20
 _CHECK_LENGTHS = (300, 40, 7, 23)
 # CPU kernels read a sequence of any length in one way.
 _CHECK_LENGTHS_ON_DEMAND = (20, 17, 7, 3)
-# Largest difference of a replay's logits from the model's, in standard deviations. They differ
+# The largest difference of a replay's logits from the model's, in standard deviations. They differ
 # because other kernels multiply another number of rows.
 _TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.15, torch.bfloat16: 0.5}
 
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """Sequences, and the logits of their last tokens: without an adapter and, if adapters are
-    served, with an adapter.
+    """Sequences, and the logits of their last tokens, without an adapter and, if adapters are
+    served, with one.
     """
 
     sequences: list[RandomSequence]
@@ -43,8 +43,6 @@ class _Decodes:
 
 @dataclass(frozen=True, slots=True)
 class GraphPreparation:
-    """Records the graphs of a model over its cache."""
-
     graphs: Graphs
     kv_dtype: torch.dtype
     vocab_size: int
@@ -57,12 +55,11 @@ class GraphPreparation:
 
     @property
     def what(self) -> str:
-        """The name of the graphs in log lines."""
         return "recorded decode steps" if self.on_demand else "CUDA graphs"
 
     def measure(self, block_size: int) -> int | None:
-        """Estimate the bytes of all graphs; None if the model cannot be recorded. It allocates a
-        cache and frees it again.
+        """Estimate the bytes of all graphs; None if the model cannot be recorded. Allocates a cache
+        and frees it again.
 
         Raises ModelError if there is too little memory for one graph.
         """
@@ -96,8 +93,8 @@ class GraphPreparation:
         return used_bytes(self.graphs.device) - before
 
     def capture(self, block_size: int, pools: abc.Sequence[int]) -> bool:
-        """Record all graphs; true if that succeeded. The cache has one block of each pool, for
-        padding, besides `pools`.
+        """Record all graphs. True if that succeeded. Besides `pools`, the cache has one block of
+        each pool for padding.
         """
         num_blocks = blocks_each(pools, self.graphs.cache_layout.groups)
         shapes = self.graphs.shapes(block_size)

@@ -38,15 +38,13 @@ from penstock_shard.worker.sampling.sampler import Sampler, SampleRows
 # Sequences whose states are reserved before memory is divided between states and blocks.
 _MOST_STATES = 16
 _COSTLY = SamplingParams(top_k=2000, top_p=0.9, min_p=0.01, typical_p=0.9, presence_penalty=0.1)
-# Parameters that use our own kernels on a device, so that these are compiled at load: for the
-# model's logits, and for a row's changed copy of them.
+# Parameters whose kernels are compiled at load: for the model's logits, and for changed copies of
+# rows.
 _BY_KERNELS = (SamplingParams(top_p=0.9), SamplingParams(), SamplingParams(presence_penalty=0.1))
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPreparation:
-    """Allocates a model's KV cache."""
-
     config: ShardConfig
     loaded: LoadedModel
     block_size: int
@@ -54,8 +52,8 @@ class MemoryPreparation:
     def allocate(
         self, graph_bytes: int | None, beside_bytes: int, progress: Callable[[str], None]
     ) -> list[int]:
-        """Allocate the memory that the largest step leaves, less `beside_bytes`, and with graphs
-        less `graph_bytes` and a padding block of each pool. Return the blocks of each pool;
+        """Allocate the memory that the largest step leaves, less `beside_bytes`. With graphs, also
+        less `graph_bytes` and a padding block of each pool. Return the blocks of each pool.
         `progress` gets a line with their size.
 
         Raises ModelError if there is too little memory.
@@ -77,7 +75,6 @@ class MemoryPreparation:
         return pools
 
     def shape(self) -> KVShape:
-        """Return the bytes of a block and the needs of a sequence."""
         layout, itemsize = self.loaded.model.cache_layout, self.loaded.kv_dtype.itemsize
         return KVShape(
             block_size=self.block_size,
@@ -149,8 +146,7 @@ class MemoryPreparation:
             torch.softmax(logits, dim=-1, dtype=torch.float64)
             return
         one_token = RandomSequence([0], [])
-        # First sample each row with penalties, all filters and log-probabilities, then with the
-        # cheaper parameters.
+        # First with penalties, all filters and log-probabilities, then with cheaper parameters.
         for sampling in (_COSTLY, *_BY_KERNELS):
             sampler = Sampler(every_processor())
             for slot in range(len(logits)):

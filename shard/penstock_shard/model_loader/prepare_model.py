@@ -1,4 +1,4 @@
-"""Gives a checked model its KV memory and graphs, so that it may serve."""
+"""Gives a checked model its KV memory and graphs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from penstock_shard.ops.cpu_ops import CpuOps
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """The memory and graphs of a model that may serve."""
-
-    # KV blocks of each pool, and their shape.
+    # The number of KV blocks of each pool.
     pools: list[int]
     kv_shape: KVShape
     # True if decode steps replay graphs.
@@ -33,11 +31,12 @@ def prepare_model(
     progress: Callable[[str], None],
 ) -> PreparedModel:
     """Measure, allocate, record. `beside_bytes` of memory are reserved for other work than steps.
+
     Raises ModelError if the model does not fit.
     """
     block_size = checks.block_size
     graphs = _graph_preparation(loaded, progress, is_exact=checks.batch_invariant)
-    # Measure graphs before KV blocks are allocated, so that memory for graphs is left.
+    # Measure graphs before KV blocks take the memory.
     graph_bytes = graphs.measure(block_size) if graphs else None
     memory = MemoryPreparation(config, loaded, block_size)
     pools = memory.allocate(graph_bytes, beside_bytes, progress)

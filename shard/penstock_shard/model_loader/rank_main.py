@@ -47,7 +47,7 @@ def main() -> int:
     """Run until rank 0 is gone. The arguments are rank 0's address and port, and the numbers of a
     `RankSpec`.
     """
-    # Service managers signal all processes at once; rank 0 decides when we end.
+    # Service managers signal all processes at once. Rank 0 decides when we end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     address, port, *numbers = sys.argv[1:]
@@ -77,7 +77,7 @@ def _serve_or_say(
     place: RankSpec,
     address: str,
 ) -> int:
-    """Run `_serve`; if this rank fails, the last line of the log says why."""
+    """Run `_serve`. If this rank fails, the last line of the log says why."""
     try:
         return _serve(line, inbox, join, place, address)
     except ModelError as error:
@@ -102,8 +102,7 @@ def _serve(
 
             loaded, ranks = _load(line, join, place, address)
     except ModelError as error:
-        # Sent before the connection closes, so that rank 0 gets the reason. Rank 0 reads this
-        # message only while it loads. After that, an error only ends this process.
+        # Sent before the connection closes. Rank 0 reads this message only while it loads.
         with contextlib.suppress(OSError):
             line.send(Failed(str(error)))
         return 1
@@ -137,7 +136,7 @@ def _load(
 
 
 def _model_dir(join: Join) -> Path:
-    """Return the model's directory: rank 0's directory or, on another machine, a local one."""
+    """Return rank 0's directory or, on another machine, a local one."""
     path = Path(join.model_dir)
     return path if path.is_dir() else resolve_model(join.config, progress=_say_nothing).path
 
@@ -147,7 +146,7 @@ def _say_nothing(text: str) -> None:
 
 
 def _connect(address: str, port: int, *, patiently: bool) -> socket.socket | None:
-    """Connect; return None if no process listens. With `patiently`, retry until one listens."""
+    """Return None if no process listens. With `patiently`, retry until one listens."""
     while True:
         try:
             connection = socket.create_connection((address, port), timeout=10)

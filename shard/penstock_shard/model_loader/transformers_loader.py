@@ -29,9 +29,7 @@ _LEFTOVERS = re.compile(r"(inv_freq|attn\.bias|attention\.bias|masked_bias|posit
 
 
 def load_config(model_dir: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
-    """Read the configuration of the text model. Raises ModelError if transformers cannot read
-    it.
-    """
+    """Raises ModelError if transformers cannot read the configuration."""
     what = f"{model_dir}: transformers {transformers.__version__} cannot read the configuration"
     with report_faults(what), _own_code(what):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
@@ -64,24 +62,21 @@ def resolve_dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Options of `load_module`."""
-
     device: torch.device
     dtype: torch.dtype
     trust_remote_code: bool = False
     # Random weights; only the configuration is read.
     dummy: bool = False
-    # Sources that replace the directory's files: tensors by name, or objects that give a tensor
-    # when they are sliced with an ellipsis, as transformers slices each tensor.
+    # Replacements of the directory's files: tensors by name, or objects that give a tensor when
+    # transformers slices them with an ellipsis.
     tensors: Mapping[str, object] | None = None
     # Names among `tensors` that need not be read.
     needless: frozenset[str] = frozenset()
-    # The names of the text model's tensors in the files.
     names: TextNames = field(default_factory=TextNames)
 
 
 def load_module(model_dir: Path, config: PreTrainedConfig, options: LoadOptions) -> PreTrainedModel:
-    """Load the causal LM of a directory in eval mode, on its device.
+    """Load a directory's causal LM in eval mode, on its device.
 
     Raises ModelError if weights are missing, or do not fit the configuration or the memory.
     """
@@ -157,9 +152,8 @@ def _class_of(config: PreTrainedConfig, options: LoadOptions) -> type[PreTrained
 
 
 def _is_of_model(name: str, module: PreTrainedModel, options: LoadOptions) -> bool:
-    """Tell whether an unread tensor belongs to a layer of the model. Other unread tensors belong to
-    parts that the model does not need, such as heads for training, unless these parts are left out
-    already.
+    """Tell whether an unread tensor belongs to a layer of the model. Others belong to parts that
+    the model does not need, such as heads for training, unless these parts are left out already.
     """
     if _LEFTOVERS.search(name):
         return False

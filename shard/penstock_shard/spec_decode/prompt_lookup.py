@@ -16,7 +16,7 @@ from penstock_shard.sequence import Sequence
 
 # The largest number of trailing tokens that a match compares.
 _LONGEST_MATCH = 3
-# The number of tokens searched for matches, which bounds a look-up to some 20 microseconds.
+# The number of tokens searched for matches. It bounds a look-up to some 20 microseconds.
 _WINDOW = 32_768
 # After n wrong drafts in a row, the next draft waits for 2 ** n tokens. This is the largest n.
 _MOST_MISSES = 6
@@ -31,7 +31,7 @@ class _History:
     def __init__(self, limit: int) -> None:
         self._ids: NDArray[np.int32] = np.empty(0, dtype=np.int32)
         self.size = 0
-        # The longest draft worth trying, judged by the accepted tokens of recent drafts.
+        # The longest draft worth trying, judged by how many tokens of recent drafts were accepted.
         self.limit = limit
         # The number of drafts in a row without an accepted token.
         self.misses = 0
@@ -41,7 +41,7 @@ class _History:
         self.waited = False
 
     def read(self, token_ids: abc.Sequence[int]) -> NDArray[np.int32]:
-        """Return all tokens as an array; only new ones are copied."""
+        """Return all tokens as an array. Only new ones are copied."""
         count = len(token_ids)
         if count > len(self._ids):
             grown = np.empty(count + max(_SPARE, count // 4), dtype=np.int32)
@@ -67,7 +67,7 @@ class Drafter:
         self.accepted_total = 0
 
     def expects(self, sequence: Sequence) -> bool:
-        """Tell whether waiting for the pending tokens may help, because a draft may follow them."""
+        """Tell whether to wait for the pending tokens, because a draft may follow them."""
         history = self._history(sequence)
         if sequence.num_tokens < history.quiet_until:
             return False
@@ -86,7 +86,7 @@ class Drafter:
         return found
 
     def learn(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
-        """Note how many tokens of a draft were accepted; the sequence may have ended."""
+        """Note how many tokens of a draft were accepted. The sequence may have ended."""
         self.proposed_total += num_proposed
         self.accepted_total += num_accepted
         history = self._histories.get(sequence)
@@ -117,7 +117,7 @@ def look_up(token_ids: NDArray[np.int32], most: int) -> list[int]:
     latest. If fewer than `most` tokens follow it, the draft repeats them.
     """
     ids = token_ids[-_WINDOW:]
-    # The end of each match, which is an earlier place of the last token.
+    # A match ends at an earlier place of the last token.
     ends = np.flatnonzero(ids[:-1] == ids[-1]) if len(ids) > 1 else ids[:0]
     if not len(ends):
         return []

@@ -1,8 +1,7 @@
 """The interface between the engine loop and the runner that computes tokens.
 
 A runner turns batches of plain integers into sampled tokens. It owns weights, KV memory and the
-sampler; it knows nothing of queues, block accounting or the wire. Importing this module must not
-import torch.
+sampler. This module must not import torch.
 """
 
 from __future__ import annotations
@@ -22,11 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The facts about a sequence that a runner is told once, when it gives the sequence a slot.
+    """What a runner needs to know about a sequence that gets a slot.
 
-    `token_ids` are the prompt and the output so far. `adapter_index` is the runner's index of the
-    LoRA adapter; 0 without one. `constraint` is the state of the sequence's constraint, if it has
-    one.
+    `token_ids` are the prompt and the output so far. `adapter_index` is 0 without a LoRA adapter.
     """
 
     slot: int
@@ -38,28 +35,27 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Everything one step computes, in columns with one value for each row.
+    """Everything that one step computes, in columns with one value for each row.
 
     A row computes tokens [start, start + count) of the sequence in its slot. `new_blocks` has a
-    column for each cache group: the KV blocks that the sequence got since its last row. With these
-    blocks it has enough for all tokens of the row. Block 0 stands for a block that no later token
-    sees.
+    column for each cache group: the KV blocks that the sequence got since its last row, so that it
+    has enough for this row. Block 0 replaces a block that no later token sees.
 
-    If the range ends with the sequence's last token (`samples`), the row samples the next token. A
-    request with `pooling` gets the vector of its prompt instead. The previous step, if not
-    collected yet, may still have to sample the last token of the range. The first `scored` tokens
-    of the range predict prompt tokens whose log-probabilities are wanted.
+    If the range ends with the sequence's last token (`samples`), the row samples the next token, or
+    returns the vector of the prompt if the request has `pooling`. The previous step may not have
+    sampled the last token of the range yet. The first `scored` tokens of the range predict prompt
+    tokens whose log-probabilities are wanted.
 
-    A row with `drafts` computes its sequence's last known token and the draft tokens after it. A
-    token is sampled at each of these positions, up to the first that differs from its draft or ends
-    the sequence. So the row gives 1 to `count` tokens. No other step may be launched for its slot
-    until this step is collected.
+    A row with `drafts` computes its sequence's last known token and the draft tokens after it. It
+    samples a token at each of these positions, up to the first that differs from its draft or ends
+    the sequence: 1 to `count` tokens. No other step may be launched for its slot until this step is
+    collected.
 
-    If layers have recurrent states, the step begins with `state_copies`, in order: pairs of source
-    block and target block.
+    The step begins with `state_copies` of recurrent states, in order: pairs of source block and
+    target block.
 
     Decode rows (`count` 1, sampling) come first, then rows with drafts, then other chunks. A slot
-    is given to another sequence (`admitted`) only after all steps with a row of it were collected.
+    gets another sequence (`admitted`) only after all steps with the slot were collected.
     """
 
     slots: abc.Sequence[int] = ()
@@ -86,10 +82,8 @@ class RowResult:
     """The result of one row of a step.
 
     `token_id` is None for a row that did not sample. `prompt_logprobs` covers the prompt tokens at
-    indices start + 1 .. start + count (bounded by the prompt's end), which the row's logits
-    predict. `error` ends the sequence (NaN logits, for example); the rest of the step is not
-    affected. `is_callers` is true if the request itself caused the error by asking for something
-    impossible.
+    indices start + 1 .. start + count (bounded by the prompt's end). `error` ends the sequence, but
+    not the rest of the step. `is_callers` is true if the request asked for something impossible.
 
     For a row with drafts, `more_token_ids` are the tokens after `token_id`, and `logprobs` covers
     all of them. An error after the first token is not reported: the next step will raise it again.
@@ -100,14 +94,14 @@ class RowResult:
     prompt_logprobs: Logprobs | None = None
     error: str | None = None
     is_callers: bool = False
-    # The prompt's pooled final hidden states, not truncated or normalized: float32, little-endian.
+    # The prompt's mean or last hidden state, not truncated or normalized: float32, little-endian.
     embedding: bytes | None = None
     more_token_ids: abc.Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ReadAdapter:
-    """An adapter that was read and fits the model; only the store looks into `weights`."""
+    """An adapter that was read and fits the model. `weights` are private to the store."""
 
     content_hash: str
     rank: int
@@ -115,36 +109,36 @@ class ReadAdapter:
 
 
 class AdapterStore(Protocol):
-    """The adapters of a runner, under indices from 1 on that the caller assigns."""
+    """A runner's adapters. The caller assigns their indices, from 1 on."""
 
     def read(self, source: str) -> ReadAdapter:
-        """Find, read and check an adapter. Slow; may be called from any thread.
+        """Find, read and check an adapter. Slow; any thread may call it.
 
         Raises:
             ModelError: one line that says what is wrong with the adapter.
         """
 
     def discard(self, adapter: ReadAdapter) -> None:
-        """Forget an adapter that was read and is not placed."""
+        """Forget an adapter that was read but not placed."""
 
     def place(self, index: int, adapter: ReadAdapter) -> None:
-        """Put an adapter under an index that no sequence uses."""
+        """Put an adapter at an index that no sequence uses."""
 
     def drop(self, index: int) -> None:
         """Remove the adapter of an index that no sequence uses any more."""
 
 
 class ImageEncoder(Protocol):
-    """Pixels of requests' images, and the features that the model's encoder computes from them.
+    """The images of requests, and the features that the model's encoder computes from their pixels.
 
-    Called between steps. Features serve only requests with the `salt` of the request for which they
-    were encoded. With salt None, a request gets only the positions of an image, because the KV
-    cache has all of its tokens: positions need no encoder and serve every request.
+    Called between steps. Only requests with the same `salt` share features. If `salt` is None, the
+    KV cache has all of an image's tokens. Then only the image's positions are needed, which take no
+    encoder and are the same for every request.
     """
 
-    # The id of the tokens in a prompt that stand for parts of an image.
+    # The token id that stands for a part of an image in a prompt.
     token_id: int
-    # Number of images encoded so far, and the total seconds.
+    # The number of images encoded so far, and the total seconds.
     num_encoded: int
     encode_s: float
 
@@ -152,7 +146,7 @@ class ImageEncoder(Protocol):
         """Keep the pixels of an image, RGB8 in rows."""
 
     def drop(self, digest: bytes) -> None:
-        """Forget the pixels of an image that no request names any more."""
+        """Forget an image's pixels, because no request names it any more."""
 
     def num_rows(self, digest: bytes) -> int | None:
         """Return how many tokens stand for an image; None if it was never encoded."""
@@ -161,7 +155,7 @@ class ImageEncoder(Protocol):
         """Tell whether the image is encoded."""
 
     def encode(self, salt: str | None, image: PlacedImage) -> bool:
-        """Start to encode the image, beside the steps; true if it is encoded. Raises
+        """Start to encode the image, in parallel with steps. True if it is encoded. Raises
         `ImageUnusable`.
         """
 
@@ -170,46 +164,44 @@ class ImageEncoder(Protocol):
 
 
 class StepOutOfMemory(Exception):
-    """A step ran out of device memory. All its results are void. The state of its sequences is as
+    """A step ran out of device memory. All its results are void. The state of each sequence is as
     before or as after the step, never in between. The text gives the size of the allocation.
 
-    All other steps launched before this was raised are void too. The caller still collects them and
-    drops their results. They may raise only this error again, though tokens that they need were
-    never sampled. Steps launched later run as usual.
+    All steps launched before this was raised are void too. The caller still collects them, and they
+    may raise only this error. Steps launched later run as usual.
     """
 
 
 class Runner(Protocol):
-    """Computes steps, in the order they were launched."""
+    """Computes steps in the order in which they are launched."""
 
     @property
     def info(self) -> RunnerInfo: ...
 
     @property
     def adapters(self) -> AdapterStore | None:
-        """None if sequences with adapters are not served."""
+        """None if the runner does not serve adapters."""
 
     @property
     def images(self) -> ImageEncoder | None:
-        """None if sequences with images are not served."""
+        """None if the runner does not serve images."""
 
     def launch(self, batch: Batch) -> None:
-        """Start a step. Returns before the step is over if the runner can."""
+        """Start a step, and return before the step is over if the runner can."""
 
     def collect(self) -> abc.Sequence[RowResult]:
-        """Wait for the oldest launched step; one result a row, in the batch's order.
+        """Wait for the oldest launched step, and return one result for each row, in the batch's
+        order.
 
         Raises:
-            StepOutOfMemory: that step is over, without results.
+            StepOutOfMemory: the step is over, without results.
         """
 
     def release(self, slot: int) -> None:
-        """Drop all state of the sequence in this slot: it has ended, or will be admitted again
-        before its next row.
-        """
+        """Drop all state of the sequence in this slot. It has ended or will be admitted again."""
 
     def copy_states(self, copies: abc.Sequence[tuple[int, int]]) -> None:
-        """Copy states while no step is launched, like the copies at the start of a step."""
+        """Copy states while no step is running, like `Batch.state_copies`."""
 
     def read_block(self, group: int, block_id: int, into: memoryview) -> None:
         """Copy the `RunnerInfo.block_bytes` bytes of a group's block, as the finished steps left
@@ -217,6 +209,4 @@ class Runner(Protocol):
         """
 
     def write_block(self, group: int, block_id: int, data: memoryview) -> None:
-        """Replace the bytes of a block before any later step. No launched step may use the
-        block.
-        """
+        """Replace the bytes of a block that no launched step uses."""

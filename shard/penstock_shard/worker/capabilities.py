@@ -1,5 +1,5 @@
-"""The request features that every runner supports, by their names in GetInfo; see
-`server/validation.py`.
+"""The request features that every runner supports, by their names in GetInfo (see
+`server/validation.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Images for a runner without a model: an image whose pixels are missing cannot be encoded."""
+"""Images for a runner without a model."""
 
 from __future__ import annotations
 
@@ -36,4 +36,4 @@ class FakeImages:
         return True
 
     def cancel(self, salt: str | None, image: PlacedImage) -> None:
-        """Do nothing, because no encoding ever waits."""
+        """Do nothing: no encoding ever waits."""

@@ -1,7 +1,7 @@
 """The KV memory of the fake runner: 8 bytes for each token, a hash of all tokens up to it.
 
-A row writes its tokens and then checks what it reads from its blocks, as in a model's memory. So
-the reader notices a block that is stale, torn, of other tokens or of another cache group.
+A row writes its tokens and then checks what it reads from its blocks. So a sequence notices a block
+that is stale, torn, of other tokens or of another cache group.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 class FakeKv:
-    """Memory in the pools of a runner, and the block tables of its slots.
+    """The memory of a runner's pools, and the block tables of its slots.
 
-    A token writes the sum, over all tokens up to it, of a hash of the token and its position. So
-    the expected values of a whole sequence are computed at once and compared with the memory.
+    A token's value is the sum, over all tokens up to it, of a hash of the token and its position.
+    So all values of a sequence are computed at once and compared with the memory.
     """
 
     def __init__(self, info: RunnerInfo) -> None:
@@ -45,8 +45,8 @@ class FakeKv:
             np.zeros((count, 1 if pool in states else info.block_size), dtype=np.uint64)
             for pool, count in enumerate(info.pools)
         ]
-        # For the sequence in each slot: the hash before its first token, the hash up to the last
-        # written token, the number of written tokens, and whether it ever read a wrong value.
+        # For each slot: the hash before its sequence's first token, the hash up to the last written
+        # token, the number of written tokens, and whether the sequence ever read a wrong value.
         self._roots: Names = np.zeros(_FIRST_CAPACITY, dtype=np.uint64)
         self._last: Names = np.zeros(_FIRST_CAPACITY, dtype=np.uint64)
         self._num_written = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
@@ -57,11 +57,10 @@ class FakeKv:
         return tuple(self._memory[group.pool].shape[1] * _NAME_BYTES for group in self._groups)
 
     def admit(self, admission: Admission) -> None:
-        """Register the sequence that now has this slot."""
         slot = admission.slot
         if slot >= len(self._roots):
             self._grow(max(2 * len(self._roots), slot + 1))
-        # The hash includes the salt, so that reading a block of another salt is noticed too.
+        # The hash includes the salt, so that a sequence notices a block of another salt.
         request = admission.request
         named = repr((self._weights, request.adapter_hash, request.cache_salt)).encode()
         digest = hashlib.blake2b(named, digest_size=_NAME_BYTES).digest()
@@ -78,11 +77,11 @@ class FakeKv:
                     table.append(slot, block_ids)
 
     def run(self, batch: Batch, tokens_of: Callable[[int], abc.Sequence[int]]) -> None:
-        """Do what the layers do in a step: copy states, write the tokens of each row, then read.
-        `tokens_of` gives the known tokens of the sequence in a slot.
+        """Copy states, write the tokens of each row, then read the rows' blocks.
 
-        A decode row that continues in a block that was already read skips the read: reading for
-        many such rows would dominate the time of the step.
+        `tokens_of` gives the known tokens of the sequence in a slot. A decode row that goes on
+        without a new block does not read, because many such reads would take most of the step's
+        time.
         """
         self.copy_states(batch.state_copies)
         going_on: list[int] = []
@@ -105,7 +104,6 @@ class FakeKv:
             self._read_row(batch, row, names)
 
     def copy_states(self, copies: abc.Iterable[tuple[int, int]]) -> None:
-        """Copy states in this order: pairs of source block and target block."""
         for source, target in copies:
             for pool in {group.pool for group in self._groups if group.has_state}:
                 self._memory[pool][target] = self._memory[pool][source]
@@ -172,7 +170,7 @@ class FakeKv:
                 self.misread[slot] = True
 
     def _names(self, slot: int, token_ids: abc.Sequence[int]) -> Names:
-        """Return the value of each token of a sequence, before the group's salt is applied."""
+        """Return each token's value, before the group's salt is applied."""
         ids = np.asarray(token_ids, dtype=np.uint64)
         names: Names = np.cumsum(_hashes(ids, np.arange(len(ids))), dtype=np.uint64)
         names += self._roots[slot]
@@ -186,12 +184,12 @@ class FakeKv:
 
 
 def _salt(group: int) -> np.uint64:
-    """Return the number that distinguishes a cache group's memory from that of other groups."""
+    """Return a number that differs between cache groups."""
     return np.uint64((group * 0xD6E8FEB86659FD93) % 2**64)
 
 
 def _hashes(token_ids: NDArray[Any], positions: NDArray[Any]) -> Names:
-    """A hash of each token and its position (splitmix64, Steele and others, 2014)."""
+    """Hash each token and its position (splitmix64, Steele and others, 2014)."""
     mixed: Names = (
         token_ids.astype(np.uint64) + (positions.astype(np.uint64) + np.uint64(1)) * _STEP
     )

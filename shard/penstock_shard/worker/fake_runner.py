@@ -2,14 +2,14 @@
 model.
 
 A token is a hash of the weights' name, the prompt, all output so far, every sampling parameter, the
-seed and the position, so code that loses or mixes up one of them gets other tokens. Constraints,
+seed and the position. So code that loses or mixes up one of them gets other tokens. Constraints,
 spent thinking budgets, allowed ids, bad words and min_tokens are honoured; a penalty or a bias only
 changes the hash. Log-probabilities come from the same hash. An embedding is a hash of the weights'
 name, the prompt and the pooling.
 
-With a `FakeKv`, all of these change once a sequence reads a KV block with wrong content. A sequence
-ends early only at `eos_rate`. A step takes `step_s` seconds, as on a device stream: from its launch
-or from the end of the previous step, whichever is later.
+With a `FakeKv`, all of these change once a sequence reads a wrong KV block. A sequence ends early
+at `eos_rate`. A step takes `step_s` seconds from its launch or from the end of the previous step,
+whichever is later.
 """
 
 from __future__ import annotations
@@ -47,21 +47,18 @@ from penstock_shard.worker.fake_kv import FakeKv
 from penstock_shard.worker.token_state import BadWords, Thinking
 
 FAKE_CAPABILITIES = CAPABILITIES | {"embed"}
-# Number of values in an embedding.
 EMBEDDING_SIZE = 64
 
 
 USUAL_WEIGHTS = "fake"
 
-# The output position at which a sequence with `crash_on` ends the process.
+# The output position, counted from 0, at which `crash_on` ends the process.
 _CRASH_POSITION = 9
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """The sequence in a slot: its tokens so far, the chained hash of the first `num_hashed` tokens,
-    and other state that depends on its output.
-    """
+    """The sequence in a slot. `digest` is the chained hash of its first `num_hashed` tokens."""
 
     request: Request
     token_ids: list[int]
@@ -70,7 +67,7 @@ class _Sequence:
     constraint: ConstraintState | None
     thinking: Thinking | None
     num_hashed: int = 0
-    # Part of all hashes after the sequence has read a wrong KV block.
+    # Added to all hashes once the sequence has read a wrong KV block.
     misread: bytes = b""
 
     @property
@@ -83,8 +80,8 @@ def _exit() -> None:
 
 
 class FakeAdapters:
-    """An `AdapterStore` that checks adapter files as far as possible without a model. It keeps
-    nothing: a sequence carries its adapter's content hash.
+    """An `AdapterStore` that checks adapter files as far as it can without a model, and keeps
+    nothing.
     """
 
     def __init__(self, find: Callable[[str], Path]) -> None:
@@ -108,8 +105,7 @@ class FakeAdapters:
 class FakeRunner:
     """A `Runner`. It generates `ordinary_ids`, and eos ids at `eos_rate`.
 
-    If the prompt of a sequence has the id `crash_on`, its tenth token ends the process; so does the
-    embedding of such a prompt.
+    If a prompt has the id `crash_on`, its tenth output token or its embedding ends the process.
     """
 
     def __init__(
@@ -136,7 +132,7 @@ class FakeRunner:
         self._eos_rate = eos_rate
         self._crash_on = crash_on
         self._clock, self._sleep, self._crash = clock, sleep, crash
-        # The default name adds no salt, so that its tokens are the same as before salts existed.
+        # The default name adds no salt, which keeps tokens as they were before salts existed.
         named = hashlib.blake2b(info.weights_hash.encode(), digest_size=16).digest()
         self._salt = b"" if info.weights_hash == USUAL_WEIGHTS else named
         self._sequences: dict[int, _Sequence] = {}
@@ -248,7 +244,6 @@ class FakeRunner:
         result.more_token_ids = more
 
     def _sample(self, sequence: _Sequence, result: RowResult) -> None:
-        """Sample the next token of the sequence, and append it."""
         request, position = sequence.request, len(sequence.token_ids) - sequence.num_prompt_tokens
         if position == _CRASH_POSITION:
             self._crash_if_told(sequence)
@@ -273,8 +268,8 @@ class FakeRunner:
             self._crash()
 
     def _draw(self, sequence: _Sequence, position: int) -> bytes:
-        """Hash everything that a token may depend on: 32 bytes."""
-        # One token at a time, so that a prompt and an output of the same ids hash alike.
+        """Hash everything that a token may depend on."""
+        # Hash token by token, so that only the ids matter, not which of them are output.
         start = sequence.num_hashed
         for index, token_id in enumerate(sequence.token_ids[start:], start):
             if sequence.thinking is not None and index >= sequence.num_prompt_tokens:
@@ -287,7 +282,6 @@ class FakeRunner:
         return hashlib.blake2b(hashed, digest_size=32).digest()
 
     def _token(self, sequence: _Sequence, draw: bytes, position: int) -> int | None:
-        """Choose the token; None if all are banned."""
         forced = None if sequence.thinking is None else sequence.thinking.forced_id
         banned = _banned(sequence, position)
         if sequence.constraint is not None:
@@ -313,14 +307,14 @@ class FakeRunner:
         banned: set[int],
         only: abc.Sequence[int],
     ) -> int | None:
-        """Return a token that the constraint allows and that is in `only`, unless `only` is empty.
-        The sequence ends at `eos_rate`, or if no other token is allowed.
+        """Return an allowed token, from `only` if that is not empty. It is a stop id at `eos_rate`,
+        or if no other token is allowed.
         """
         constraint.move_to(sequence.token_ids[sequence.num_prompt_tokens :])
         self._masks.fill([constraint])
         if constraint.mask is None:
             return None
-        # Use arrays, because a mask may have 100,000 ids.
+        # Use arrays, because a mask may allow 100,000 ids.
         ids = allowed_ids(constraint.mask)
         if only:
             ids = ids[np.isin(ids, only)]
@@ -353,7 +347,7 @@ class FakeRunner:
 
     def _add_logprobs(self, columns: Logprobs, draw: bytes, token_id: int, top_n: int) -> None:
         """Add the log-probabilities. The chosen token is the most likely; the others follow in
-        steps of 0.25: first the ordinary ids, starting where the draw says, then all other ids.
+        steps of 0.25: first the ordinary ids, starting at `_second(draw)`, then all other ids.
         """
         chosen = _chosen_logprob(draw)
         columns.chosen.append(chosen)
@@ -365,7 +359,6 @@ class FakeRunner:
         columns.add_best(ids, self._logprobs_of(draw, token_id, ids))
 
     def _logprobs_of(self, draw: bytes, token_id: int, ids: abc.Iterable[int]) -> list[float]:
-        """Log-probabilities of `ids` if `token_id` was drawn."""
         chosen, chosen_place = _chosen_logprob(draw), self._place(draw, token_id)
         logprobs = list[float]()
         for other_id in ids:
@@ -375,9 +368,7 @@ class FakeRunner:
         return logprobs
 
     def _place(self, draw: bytes, token_id: int) -> int:
-        """Return an id's place among the ordinary ids, counted from where the draw starts. Other
-        ids follow.
-        """
+        """Return an id's place in the order of likely tokens."""
         count = len(self._ordinary_ids)
         index = bisect_left(self._ordinary_ids, token_id)
         if index < count and self._ordinary_ids[index] == token_id:
@@ -386,12 +377,12 @@ class FakeRunner:
 
 
 def _parameters(request: Request) -> bytes:
-    """Gather everything that tokens depend on besides the prompt and the output."""
+    """Gather what tokens depend on besides the prompt and the output."""
     *sampling, penalty_window_tokens = astuple(request.sampling)
     parameters = [tuple(sampling), request.min_tokens]
     images = tuple((image.digest, image.offset) for image in request.images)
     others = (request.constraint, request.thinking_budget, request.adapter_hash, images)
-    # Unset fields are left out, so that tokens are the same as before these fields existed.
+    # Unset fields are left out, which keeps tokens as they were before these fields existed.
     parameters += [part for part in (*others, penalty_window_tokens) if part]
     return repr(tuple(parameters)).encode()
 
@@ -410,5 +401,5 @@ def _chosen_logprob(draw: bytes) -> float:
 
 
 def _second(draw: bytes) -> int:
-    """Return the place in the ordinary ids where the list of likely tokens continues."""
+    """Return the place of the second most likely token in the ordinary ids."""
     return int.from_bytes(draw[17:21], "little")

@@ -21,7 +21,7 @@ from penstock_shard.worker.base import Admission, Batch, ImageEncoder
 class FeatureSource(ImageEncoder, Protocol):
     """The encoder interface that a model's runner needs. All methods raise `ImageUnusable`."""
 
-    # The axis of positions that each rotary frequency follows; empty if there is one axis.
+    # The axis of positions for each rotary frequency; empty if there is one axis.
     axis_of_frequencies: tuple[int, ...]
 
     def features(self, salt: str, image: PlacedImage) -> ImageFeatures:
@@ -33,16 +33,14 @@ class FeatureSource(ImageEncoder, Protocol):
 
 @dataclass(slots=True)
 class _Placed:
-    """An image of the sequence in a slot."""
-
     image: PlacedImage
     salt: str
-    # For each token of the image, the number of features before it; the last value is their total.
+    # For each token of the image, the number of features before it; then the total.
     num_before: Integers
     features: ImageFeatures | None = None
 
     def runs(self) -> list[tuple[int, int]]:
-        """Return the runs of tokens that have features: first and end of each, in the sequence."""
+        """Return the runs of tokens that have features: first and end, in the sequence."""
         has_row = np.pad(np.diff(self.num_before), 1)
         edges = np.flatnonzero(np.diff(has_row)) + self.image.offset
         return [(int(first), int(end)) for first, end in edges.reshape(-1, 2)]
@@ -50,7 +48,7 @@ class _Placed:
 
 @dataclass(slots=True)
 class _Seeing:
-    """The images of the sequence in a slot. `error` tells why the sequence's rows are void."""
+    """If `error` is set, the sequence's rows are void."""
 
     placed: list[_Placed]
     positions: PromptPositions | None = None
@@ -63,7 +61,7 @@ class _Seeing:
 
 @dataclass(slots=True)
 class _Found:
-    """The features that the rows of a step need, row after row."""
+    """The features that a step's rows need, row after row."""
 
     places: list[Tensor] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)
@@ -71,7 +69,7 @@ class _Found:
     errors: dict[int, str] = field(default_factory=dict)
 
     def add(self, first: int, own: Integers, begin: int, features: ImageFeatures) -> None:
-        """Add the features from `begin` on for tokens `own` of a sequence; their indices in the
+        """Add the features from `begin` on, for a sequence's tokens `own`. Their indices in the
         step are `own + first`.
         """
         end = begin + len(own)
@@ -81,7 +79,7 @@ class _Found:
 
 
 class ImageRows:
-    """Features of the sequences in slots, from the first step that needs them to the last."""
+    """Image features by slot, from the first step that needs them to the last."""
 
     def __init__(self, source: FeatureSource, device: torch.device) -> None:
         self._source = source
@@ -113,9 +111,7 @@ class ImageRows:
         self._seeing.pop(slot, None)
 
     def shifts(self, slots: Integers) -> Integers | None:
-        """Return, for each slot, the difference between position and index of a token after all
-        images; None if all are 0.
-        """
+        """See `input_batch.ImagePlaces`."""
         if not (self._seeing and len(self._axes)):
             return None
         found = (self._seeing.get(slot) for slot in slots.tolist())
@@ -123,7 +119,7 @@ class ImageRows:
         return np.array([0 if each is None else each.shift for each in positions])
 
     def spans(self, batch: Batch) -> list[tuple[int, int]]:
-        """Return the runs of image tokens in a batch; see `input_batch.ImagePlaces`."""
+        """See `input_batch.ImagePlaces`."""
         found, offset = [], 0
         for slot, start, count in zip(batch.slots, batch.starts, batch.counts, strict=True):
             seeing = self._seeing.get(slot) if count > 1 else None
@@ -135,18 +131,14 @@ class ImageRows:
         return found
 
     def are_in(self, batch: Batch) -> bool:
-        """Tell whether `inputs` returns image inputs for this batch; see
-        `input_batch.ImagePlaces`.
-        """
+        """See `input_batch.ImagePlaces`. True if `inputs` returns image inputs."""
         if not self._seeing:
             return False
         rows = zip(batch.slots, batch.starts, strict=True)
         return any(start < seeing.end for slot, start in rows if (seeing := self._seeing.get(slot)))
 
     def inputs(self, batch: Batch) -> tuple[ImageInputs | None, dict[int, str]]:
-        """Return the model's image inputs for a batch, or None, and the reasons why rows are
-        void.
-        """
+        """Return the image inputs for a batch, if any, and the reasons why rows are void."""
         found = _Found()
         if not self._seeing:
             return None, found.errors
@@ -204,9 +196,7 @@ class ImageRows:
         return placed.features
 
     def _angles(self, batch: Batch) -> Integers:
-        """Return int64 [T, rotary_dim / 2]: for each token the position of each rotary
-        frequency.
-        """
+        """Return int64 [T, rotary_dim / 2]: each token's position for each rotary frequency."""
         parts = []
         for slot, start, count in zip(batch.slots, batch.starts, batch.counts, strict=True):
             seeing = self._seeing.get(slot)

@@ -1,10 +1,10 @@
 """A batch -> the tensors of a forward pass.
 
-This runs between steps of the device, for hundreds of rows. So numpy handles all rows at once where
-it can, and Python loops only over rows with new blocks, chunks of prompts or drafts.
+This runs between steps, for hundreds of rows. So Python loops only over rows with new blocks,
+chunks of prompts or drafts.
 
-A step computed by a CUDA graph has an attention row for each token: a draft token is a row of its
-own, which attends to the tokens before it as a decode does.
+In a CUDA graph, each token is an attention row. So a draft token has its own row, which attends to
+the tokens before it as a decode does.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from penstock_shard.worker.slot_state import MEAN, Integers, Slots
 
 Array: TypeAlias = NDArray[Any]
 
-# In a graph, each draft token is an attention row and reads all earlier keys again. If these extra
-# reads exceed this number of keys, the step's kernels are launched one by one. A layer has about
-# ten launches of a few microseconds each; by its data sheet an H200 reads 1,000 keys of 4 kB (8
-# heads of 128 in bfloat16, and their values) in one microsecond. The bound is an estimate.
+# In a graph, each draft token is an attention row and reads all earlier keys again. If it reads
+# more extra keys than this, the step's kernels are launched one by one. This is an estimate: a
+# layer has about ten launches of a few microseconds each, and an H200 reads 1,000 keys of 4 kB (8
+# heads of 128 in bfloat16, and their values) in one microsecond.
 _MOST_KEYS_AGAIN = 2**15
 _NONE: Integers = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """The rows that sample, in columns: their slots, on the host and on the device (int64), the
-    output positions, and their indices in the batch.
+    """The rows that sample: their slots, on the host and on the device (int64), output positions,
+    and indices in the batch.
     """
 
     slots: Integers
@@ -51,8 +51,8 @@ class SamplingInputs:
 
 @dataclass(frozen=True, slots=True)
 class PendingTokens:
-    """Input tokens that the previous step has yet to sample: their slots, int64 [G] on the device,
-    and their `places` in `input_ids`, int64 [G]; None for the first G places.
+    """Input tokens that the previous step has not sampled yet: their slots, int64 [G] on the
+    device, and their `places` in `input_ids`, int64 [G]; None for the first G places.
     """
 
     slots: Tensor
@@ -63,16 +63,17 @@ class PendingTokens:
 class Inputs:
     """The inputs of a forward pass.
 
-    `logit_rows` int64 [N] are the tokens whose logits are wanted, row by row: for prompt
-    log-probabilities, to verify drafts, or to sample from. `hidden_rows` int64 [M] are the tokens
-    whose hidden states are pooled, or None. `sampled_logits` are the indices in `logit_rows` to
-    sample from, or None for all. `places` are the indices of each row's first logits in
-    `logit_rows`; they are not set if the batch only samples tokens (`is_plain`).
+    - `logit_rows`, int64 [N]: the tokens whose logits are wanted, row by row, for prompt
+      log-probabilities, to verify drafts, or to sample.
+    - `hidden_rows`, int64 [M]: the tokens whose hidden states are pooled, or None.
+    - `sampled_logits`: the indices in `logit_rows` to sample from, or None for all.
+    - `places`: the index of each row's first logits in `logit_rows`; not set if `is_plain`.
+    - `is_plain`: the batch only samples tokens.
     """
 
     input_ids: Tensor
     positions: Tensor
-    # One attention batch for each cache group.
+    # One for each cache group.
     attention: tuple[AttentionBatch, ...]
     batch: Batch
     logit_rows: Tensor
@@ -90,8 +91,6 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """The columns of a batch, as arrays."""
-
     slots: Integers
     starts: Integers
     counts: Integers
@@ -101,7 +100,6 @@ class _Columns:
     scored: Integers
     verified: Integers
     pooled: Integers
-    # True if only sampled tokens are wanted.
     is_plain: bool
 
     @classmethod
@@ -127,27 +125,25 @@ class _Columns:
 
 
 class ImagePlaces(Protocol):
-    """The facts about images in sequences that an input builder needs."""
+    """The facts about images that an input builder needs."""
 
     def shifts(self, slots: Integers) -> Integers | None:
-        """Return, for each slot, the difference between position and index of a token after all
-        images; None if all are 0.
+        """Return, for each slot, position minus index of a token after all images; None if all are
+        0.
         """
 
     def spans(self, batch: Batch) -> abc.Sequence[tuple[int, int]]:
-        """Return the runs of image tokens in a batch, in order: first and end of each. Images of
-        which the batch has only a part are left out.
+        """Return the runs of image tokens in a batch, in order: first and end of each. Images that
+        are only partly in the batch are left out.
         """
 
     def are_in(self, batch: Batch) -> bool:
-        """Tell whether a batch has tokens of images, or tokens before an image, so that the model
-        needs more than ids.
+        """Tell whether a batch has tokens of images, or before an image, and so needs more than
+        ids.
         """
 
 
 class InputBuilder:
-    """Turns batches into inputs."""
-
     def __init__(
         self,
         block_size: int,
@@ -157,9 +153,7 @@ class InputBuilder:
         graphs: Graphs | None = None,
         images: ImagePlaces | None = None,
     ) -> None:
-        """Use the static inputs of `graphs`, if given, for steps with only decodes and drafts.
-        `images` is given if the model takes images.
-        """
+        """`graphs` gives static inputs for steps with only decodes and drafts."""
         self._images = images
         self._sees_ahead = any(group.bidirectional_images for group in groups)
         self._block_size = block_size
@@ -169,7 +163,6 @@ class InputBuilder:
         self._graphs = graphs
 
     def build(self, batch: Batch) -> Inputs:
-        """Return the inputs for a batch, and record its admitted sequences and new blocks."""
         for admission in batch.admitted:
             self._slots.admit(admission)
         for table, new_blocks in zip(self._slots.tables, batch.new_blocks, strict=True):
@@ -240,8 +233,8 @@ class InputBuilder:
         lengths: Integers,
         has_adapters: bool,
     ) -> StaticInputs | None:
-        """Return the static inputs of the graph for these tokens; None if there is no graph. A
-        graph computes the logits of every token, so each token must be sampled or verify a draft.
+        """Return the static inputs of the graph for these tokens, or None. A graph computes the
+        logits of every token, so each token must be sampled or verify a draft.
         """
         if self._graphs is None or len(wanted.logit_rows) != tokens.total:
             return None
@@ -268,7 +261,6 @@ class InputBuilder:
         return rows
 
     def _width(self, lengths: Integers) -> int:
-        """The width of the block table: the largest number of blocks of a row."""
         return -(-int(lengths.max()) // self._block_size)
 
     def _fill(
@@ -278,9 +270,7 @@ class InputBuilder:
         tokens: _Tokens,
         rows: _AttentionRows,
     ) -> None:
-        """Fill the inputs of attention, from each token's slot and the attention rows. If a graph
-        has more rows, they are padding.
-        """
+        """Fill the inputs of attention. If a graph has more rows, pad them."""
         count, total, size = len(rows.slots), tokens.total, self._block_size
         arrays.positions[:total] = tokens.positions
         if self._images is not None and (shifts := self._images.shifts(own_slots)) is not None:
@@ -316,23 +306,19 @@ class InputBuilder:
         )
 
 
-# Decode steps reuse the same layouts, and it takes microseconds to make one.
+# Decode steps reuse the same layouts, and making one takes microseconds.
 _layout = lru_cache(maxsize=256)(InputLayout)
 
 
 def _num_visible(group: CacheGroup, lengths: Integers) -> Integers:
-    """Return the number of each row's keys that attention sees: the keys in the row's chunk, which
-    has all tokens of the row.
-    """
+    """Return how many of each row's keys attention sees: those in the row's attention chunk."""
     return lengths if group.chunk is None else (lengths - 1) % group.chunk + 1
 
 
 def _fill_table(
     table: Array, blocks: NDArray[np.int32], slots: Integers, first_blocks: Integers | None
 ) -> None:
-    """Fill table [rows, width] with the blocks of the rows' slots, from each row's first block if
-    `first_blocks` is given.
-    """
+    """Fill table [rows, width] with the blocks of the rows' slots, from `first_blocks` on."""
     width = min(table.shape[1], blocks.shape[1])
     table[:, width:] = 0
     if first_blocks is None:
@@ -344,9 +330,7 @@ def _fill_table(
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The tokens of a pass: each token's row and position, and the index of each row's first
-    token.
-    """
+    """Each token's row and position, and each row's first token."""
 
     rows: Integers
     positions: Integers
@@ -370,9 +354,7 @@ class _Tokens:
         return cls(rows, positions, offsets, False)
 
     def keys_again(self, lengths: Integers) -> int:
-        """Return the number of keys that attention reads again if each token is a row of its
-        own.
-        """
+        """Return how many more keys attention reads if each token is a row of its own."""
         if self.is_decode:
             return 0
         return int(self.positions.sum()) + self.total - int(lengths.sum())
@@ -380,15 +362,15 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class _AttentionRows:
-    """The attention rows: for each its slot, its number of tokens, the index of its first token,
-    and its number of keys, including the last token's key.
+    """For each attention row: its slot, number of tokens, first token, and number of keys,
+    including the last token's.
     """
 
     slots: Integers
     counts: Integers
     offsets: Integers
     lengths: Integers
-    # Rows that consist of exactly one image, whose tokens may see all of the image.
+    # Rows that are exactly one image, whose tokens may see all of the image.
     bidirectional: frozenset[int] = frozenset()
 
     def of_tokens(self, tokens: _Tokens) -> _AttentionRows:
@@ -396,7 +378,7 @@ class _AttentionRows:
         return _AttentionRows(slots, np.ones_like(slots), offsets, tokens.positions + 1)
 
     def cut(self, chunk: int) -> _AttentionRows:
-        """Split rows at the borders of attention chunks, so that each row is within one chunk."""
+        """Split rows at the borders of attention chunks."""
         starts = self.lengths - self.counts
         first = starts // chunk
         counts = (self.lengths - 1) // chunk - first + 1
@@ -410,7 +392,7 @@ class _AttentionRows:
         return _AttentionRows(self.slots[rows], sizes, offsets, lengths)
 
     def cut_spans(self, spans: abc.Sequence[tuple[int, int]]) -> _AttentionRows:
-        """Split rows so that the tokens of each span have a row of their own."""
+        """Split rows so that each span is a row of its own."""
         if not spans:
             return self
         firsts = [first for first, _ in spans]
@@ -424,7 +406,7 @@ class _AttentionRows:
 
 @dataclass(frozen=True, slots=True)
 class _OutputRows:
-    """The wanted outputs of a pass (see `Inputs`), and the index of each row's first logits."""
+    """The wanted outputs of a pass, as in `Inputs`."""
 
     logit_rows: Integers
     sampled_logits: Integers | None
@@ -436,7 +418,7 @@ def _output_rows(columns: _Columns, offsets: Integers) -> _OutputRows:
     last = offsets[1:] - 1
     if columns.is_plain:
         return _OutputRows(last[columns.samples], None, _NONE, _NONE)
-    # The tokens of each row: its first `first` tokens, then its last token if it samples.
+    # A row has logits for its first `first` tokens, and for its last if it samples.
     first = columns.scored + columns.verified
     counts = first + columns.samples
     places = np.cumsum(counts) - counts
@@ -451,7 +433,7 @@ def _output_rows(columns: _Columns, offsets: Integers) -> _OutputRows:
 
 
 def _runs(starts: Integers, counts: Integers) -> Integers:
-    """The ranges [start, start + count) of all pairs, concatenated."""
+    """Concatenate the ranges [start, start + count) of all pairs."""
     begins = np.cumsum(counts) - counts
     numbers: Integers = np.repeat(starts - begins, counts)
     return numbers + np.arange(len(numbers))
@@ -463,15 +445,15 @@ def _adapters(columns: _Columns, tokens: _Tokens, slots: Slots) -> Integers:
 
 
 def _pending_tokens(columns: _Columns, lengths: Integers, slots: Slots) -> Integers:
-    """Return the rows whose last token is still to be sampled. In a row with drafts the host knows
-    all tokens before the drafts.
+    """Return the rows whose last token is not sampled yet. In a row with drafts the host knows all
+    tokens before the drafts.
     """
     is_missing = lengths > slots.num_known[columns.slots]
     return np.flatnonzero(is_missing & (columns.verified == 0))
 
 
 def _token_ids(batch: Batch, columns: _Columns, tokens: _Tokens, slots: Slots) -> Integers:
-    """Return the tokens of all rows, with arbitrary ids for tokens that are still to be sampled."""
+    """Return the tokens of all rows, with arbitrary ids for tokens that are not sampled yet."""
     own, starts = columns.slots, columns.starts
     ids: Integers = slots.last_token[own][tokens.rows]
     for i in np.flatnonzero(starts < slots.num_admitted[own]).tolist():

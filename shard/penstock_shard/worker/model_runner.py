@@ -1,4 +1,4 @@
-"""The runner that computes tokens with a model and a sampler."""
+"""Computes tokens with a model and a sampler."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MakeOutputs = Callable[[Slots, Sampler], abc.Sequence[RowOutput]]
 
 @dataclass(slots=True)
 class _Pass:
-    """A step's forward pass, from which its results are made."""
+    """A step's forward pass."""
 
     inputs: Inputs
     # The logits to sample from, until they are sampled.
@@ -43,7 +43,7 @@ class _Pass:
     enqueued: PendingSamples | None = None
     # Outputs of rows besides sampled tokens.
     outputs: abc.Sequence[PendingOutput] = ()
-    # Inputs from images, and for rows without the images that they need, the reason.
+    # Inputs from images, and the error of each row that lacks an image.
     images: ImageInputs | None = None
     void_rows: dict[int, str] = field(default_factory=dict)
 
@@ -52,7 +52,7 @@ class _Pass:
         return self.inputs.sampled is not None and self.enqueued is None
 
     def gives_all_and_nothing_else(self, num_rows: int) -> bool:
-        """Tell whether the sampled tokens are the results of all rows, in order."""
+        """Tell whether the sampled tokens are the results of all rows."""
         sampled = self.inputs.sampled
         has_others = self.outputs or self.void_rows
         return sampled is not None and len(sampled.rows) == num_rows and not has_others
@@ -60,24 +60,24 @@ class _Pass:
 
 @dataclass(slots=True)
 class _Step:
-    """A launched step: its forward pass until it is finished, then its results."""
+    """A launched step. It has `results` once it is finished."""
 
     num_rows: int
     forward: _Pass | None = None
     # Waits until the device has finished the step.
     wait: Callable[[], None] | None = None
     results: list[RowResult] | None = None
-    # The out-of-memory error that makes the step void; empty without one.
+    # The out-of-memory error that makes the step void, or empty.
     failure: str = ""
 
 
 class ModelRunner:
-    """A `Runner`: see `penstock_shard.worker.base`.
+    """A `Runner` (`penstock_shard.worker.base`).
 
-    `launch` gives all work of a step to the device and waits for none of it: input tokens that the
-    previous step samples are read from a table on the device. If a row's sampling state (penalties,
-    constraints) needs that token on the host, only the forward pass is launched. Sampling then
-    follows as soon as the previous step is finished, while the pass runs.
+    `launch` gives all work of a step to the device and waits for none of it. The device keeps a
+    table of sampled tokens for the next step. If a row's sampling state (penalties, constraints)
+    needs such a token on the host, only the forward pass is launched. Sampling follows as soon as
+    the previous step is finished, while the pass runs.
     """
 
     def __init__(
@@ -91,10 +91,9 @@ class ModelRunner:
         adapters: AdapterStore | None = None,
         images: FeatureSource | None = None,
     ) -> None:
-        """`shaping` has the logits processors; `make_outputs` makes the outputs of rows besides
-        sampled tokens. By default there are no processors and no such outputs. `graphs` and
-        `adapters` are the model's CUDA graphs and LoRA adapters, if any; `images` is given if the
-        model sees images.
+        """`make_outputs` makes the outputs of rows besides sampled tokens. By default there are
+        none, and no logits processors. `graphs`, `adapters` and `images` are the model's, if it has
+        any.
         """
         self.model = model
         self._adapters = adapters
@@ -109,7 +108,7 @@ class ModelRunner:
         )
         self._sampler = Sampler(shaping)
         self._outputs = () if make_outputs is None else make_outputs(self._slots, self._sampler)
-        # The last sampled token of the sequence in each slot; the host may not know it yet.
+        # The last sampled token in each slot, which the host may not know yet.
         self._last_tokens = torch.zeros(0, dtype=torch.int64, device=model.device)
 
     @property
@@ -126,15 +125,14 @@ class ModelRunner:
 
     def launch(self, batch: Batch) -> None:
         step = _Step(batch.num_rows)
-        # This step reads the tokens of deferred steps, so sample them now.
+        # Sample deferred steps now, because this step reads their tokens.
         self._sample_deferred(len(self._launched))
         failure = next((earlier.failure for earlier in self._launched if earlier.failure), "")
         if failure:
-            # Tokens that this step needs were never sampled.
             step.failure = failure
         else:
             self._guarded(step, partial(self._launch, step, batch))
-        # Append last: a launch that raises leaves nothing to collect.
+        # Append last, so that a launch that raises leaves nothing to collect.
         self._launched.append(step)
 
     def collect(self) -> abc.Sequence[RowResult]:
@@ -178,9 +176,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _guarded(self, step: _Step, work: Callable[[], None]) -> None:
-        """Do the work. If it runs out of memory, free the step's memory and mark the step as
-        void.
-        """
+        """If the work runs out of memory, free the step's memory and mark the step as void."""
         try:
             work()
         except RuntimeError as error:
@@ -188,7 +184,7 @@ class ModelRunner:
                 raise
             step.failure = first_line(error)
         if step.failure:
-            # Outside `except`: inside it, the error's traceback keeps tensors of the step alive.
+            # Not in `except`, where the error's traceback keeps tensors of the step alive.
             step.forward = None
             self._sampler.abandon()
             empty_caches(self.model.device)
@@ -215,13 +211,12 @@ class ModelRunner:
         step.wait = mark(self.model.device)
 
     def _defers(self, inputs: Inputs) -> bool:
-        """Tell whether a row's sampling depends on tokens that are not on the host yet."""
+        """Tell whether sampling depends on tokens that are not on the host yet."""
         if inputs.sampled is None or all(step.results is not None for step in self._launched):
             return False
         return self._sampler.needs_tokens(_sample_rows(inputs.sampled))
 
     def _forward(self, forward: _Pass, *, prepares: bool) -> tuple[Tensor, Tensor]:
-        """Run the model; return all its logits and hidden states."""
         inputs = forward.inputs
         if inputs.pending is not None:
             self._fill(inputs, inputs.pending)
@@ -263,7 +258,7 @@ class ModelRunner:
         self._last_tokens.index_copy_(0, sampled.device_slots, forward.enqueued.tokens)
 
     def _sample_deferred(self, count: int) -> None:
-        """Sample the launched steps, in order, among the first `count` that are not sampled yet."""
+        """Sample those of the first `count` launched steps that are not sampled yet."""
         for step in list(self._launched)[:count]:
             if step.failure:
                 return
@@ -278,7 +273,6 @@ class ModelRunner:
     # ---- the host's part ----
 
     def _finish_before(self, step: _Step) -> None:
-        """Finish all steps launched before this one (all steps, while it is being launched)."""
         for earlier in self._launched:
             if earlier is step:
                 return

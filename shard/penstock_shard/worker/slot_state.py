@@ -48,12 +48,12 @@ class BlockTable:
 
 
 class Slots:
-    """The arrays have one entry for each slot below `capacity`, which grows."""
+    """Arrays with one entry for each slot below `capacity`, which grows."""
 
     def __init__(self, num_groups: int = 1) -> None:
         self.num_prompt_tokens = _zeros()
-        # The number of tokens at admission, the number of tokens that the host knows now, and the
-        # last known token.
+        # The number of tokens at admission, the number that the host knows now, and the last known
+        # token.
         self.num_admitted = _zeros()
         self.num_known = _zeros()
         self.last_token = _zeros()
@@ -88,7 +88,7 @@ class Slots:
         self.token_ids.pop(slot, None)
 
     def append(self, slots: Integers, token_ids: Integers) -> None:
-        """Record one more known token of each sequence; no slot occurs twice."""
+        """Record one more known token of each sequence. No slot may occur twice."""
         self.num_known[slots] += 1
         self.last_token[slots] = token_ids
 

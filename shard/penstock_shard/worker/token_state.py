@@ -1,5 +1,5 @@
-"""State of a sequence's tokens, position by position: counts of tokens, progress of bad words,
-number of reasoning tokens.
+"""State of a sequence's tokens: counts of tokens, progress of bad words, number of reasoning
+tokens.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class WindowCounts:
         recent = np.concatenate([recent_prompt, recent_output])
         known, places, totals = np.unique(recent, return_inverse=True, return_counts=True)
         generated = np.bincount(places[len(recent_prompt) :], minlength=len(known))
-        # Columns: a token, its count in the output's part, its count in the whole window.
+        # Columns: token, count in the output's part, count in the whole window.
         self._columns = np.stack([known, generated, totals])
         self._num_distinct = len(known)
         self._places = {token_id: place for place, token_id in enumerate(known.tolist())}
@@ -160,7 +160,7 @@ class BadWords:
 
 
 class Thinking:
-    """The number of reasoning tokens in an output, and its present state."""
+    """Counts the reasoning tokens in an output, and tracks whether it is inside reasoning."""
 
     def __init__(self, budget: ThinkingBudget, output: Iterable[int] = ()) -> None:
         self._budget = budget

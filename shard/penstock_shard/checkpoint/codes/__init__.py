@@ -1,1 +1,1 @@
-"""Weights as small integers with scales, and file layouts that are read as such integers."""
+"""Weights as small integers with scales, and the file layouts of such weights."""

@@ -1,4 +1,4 @@
-"""A weight as the small integers of a quantized checkpoint: the common form of all formats."""
+"""The common form of quantized weights: small integers with scales."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Codes:
     values: Tensor
     # float32 [N, ceil(K / group)].
     scales: Tensor
-    # float32 like the scales; None without minimums.
+    # float32 like the scales, or None.
     minimums: Tensor | None
     bits: Literal[4, 8]
     # Columns that share a scale.
     group: int
     zero: int
-    # The input that each column is multiplied by, int64 [K]; None if it is the column's own.
+    # int64 [K]: the input that each column is multiplied by; None if it is the column's own.
     order: Tensor | None = None
 
     def dense(self) -> Tensor:
@@ -46,7 +46,6 @@ class Codes:
         )
 
     def _spread(self, values: Tensor) -> Tensor:
-        """Turn a number for each group into a number for each column."""
         if values.shape[1] == 1:
             return values
         return values.repeat_interleave(self.group, dim=1)[:, : self.values.shape[1]]
@@ -55,7 +54,7 @@ class Codes:
 def with_zeros(
     values: Tensor, scales: Tensor, zeros: Tensor | int, bits: Literal[4, 8], group: int
 ) -> Codes:
-    """Make codes [N, K] for scale * (code - zero), with zeros [N, groups] or one zero for all."""
+    """Make codes [N, K] for scale * (code - zero), with zeros [N, groups] or one for all."""
     if isinstance(zeros, Tensor):
         first = int(zeros.flatten()[0])
         if bool((zeros == first).all()):

@@ -1,7 +1,7 @@
 """Blocks of a GGUF file -> codes with scales. ggml's `ggml-common.h` defines the layouts.
 
-A row of a matrix is a row of blocks. Each type has a function from blocks uint8 [B, bytes] to codes
-uint8 [B, columns], scales float32 [B, groups], and minimums alike, if the type has any.
+For each type, a function turns blocks uint8 [B, bytes] into codes uint8 [B, columns], scales
+float32 [B, groups], and minimums of the same shape or None. A row of a matrix is a row of blocks.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ class _Type:
 
 
 def read_codes(data: _Bytes, name: str) -> Codes | None:
-    """Read the rows uint8 [N, bytes] of a matrix of this type; None for a type that is not
-    supported.
-    """
+    """Read the rows uint8 [N, bytes] of a matrix; None if its type is not supported."""
     kind = _TYPES.get(name)
     if kind is None:
         return None
@@ -104,9 +102,7 @@ def _q4_k(blocks: _Bytes) -> _Parts:
 
 
 def _q4_k_codes(packed: _Bytes) -> _Bytes:
-    """Return codes: each 32 bytes have 32 codes in their lower halves and the next 32 in the higher
-    halves.
-    """
+    """Return codes: the lower halves of 32 bytes are 32 codes, the higher halves the next 32."""
     return _halves(packed.reshape(-1, 32)).reshape(len(packed), -1)
 
 

@@ -11,7 +11,7 @@ from penstock_shard.checkpoint.codes.codes import Codes
 
 # Columns that share a scale.
 GROUP = 32
-# Twice the value of each 4-bit number from 0 to 7; numbers from 8 on are the negative values.
+# Twice the value of the 4-bit numbers 0 to 7. Numbers from 8 on are the negative values.
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
 _ZERO = 12
 _CODES = torch.tensor(

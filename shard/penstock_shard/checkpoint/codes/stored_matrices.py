@@ -1,7 +1,7 @@
-"""Layouts of quantized matrices in checkpoints: read as codes, and dequantized to float32 [N, K].
+"""Layouts of quantized matrices in checkpoints: read as codes, or dequantized to float32 [N, K].
 
-The layouts are defined by the sources of compressed-tensors 0.20 (`pack_quantized`,
-`naive_quantized`), transformers' `finegrained_fp8`, AutoGPTQ and AutoAWQ's GEMM version.
+The sources of compressed-tensors 0.20 (`pack_quantized`, `naive_quantized`), transformers'
+`finegrained_fp8`, AutoGPTQ and AutoAWQ's GEMM version define the layouts.
 """
 
 from __future__ import annotations
@@ -22,23 +22,21 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class StoredMatrix(Protocol):
-    """A quantized matrix in a checkpoint."""
-
     @property
     def shape(self) -> tuple[int, int]:
         """N and K of the dequantized matrix."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the matrix's tensors, in the order of the `parts` of `dense` and `codes`."""
+        """The names of the matrix's tensors, in the order of `parts`."""
 
     def dense(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the dequantized matrix, float32 [N, K]. Raises ValueError for tensors that do not
-        fit together, with a message that can follow a tensor's name.
+        fit together; its message can follow a tensor's name.
         """
 
     def codes(self, parts: Sequence[Tensor]) -> Codes | None:
-        """Return the matrix as codes; None if it is not integers with scales for groups of columns.
+        """Return the matrix as codes; None if it has no integers with scales for groups of columns.
         Raises ValueError like `dense`.
         """
 
@@ -49,12 +47,11 @@ class ScaledMatrix:
 
     names: tuple[str, ...]
     shape: tuple[int, int]
-    # Rows and columns that share a scale.
     block: tuple[int, int]
 
     def dense(self, parts: Sequence[Tensor]) -> Tensor:
-        """Dequantize parts: the numbers; scales, one for each block, in any shape; and zero points
-        in the same form, if there are any.
+        """Dequantize parts: the numbers; one scale for each block, in any shape; and zero points in
+        the same form, if any.
         """
         weight = parts[0].float()
         if len(parts) > 2:
@@ -69,7 +66,7 @@ class ScaledMatrix:
         return with_zeros(values, scales, zeros[0] + 128 if zeros else 128, 8, self.block[1])
 
     def _by_rows(self, values: Tensor) -> Tensor:
-        """Turn a number for each block into a number for each row and group of columns, float32 [N,
+        """Turn a number for each block into one for each row and group of columns, float32 [N,
         groups].
         """
         rows, columns = self.shape
@@ -77,7 +74,7 @@ class ScaledMatrix:
         return values.float().reshape(counts).repeat_interleave(self.block[0], dim=0)[:rows]
 
     def _spread(self, values: Tensor) -> Tensor:
-        """Repeat a number for each block so that it broadcasts to [N, K]."""
+        """Repeat a number for each block to broadcast to [N, K]."""
         counts = tuple(-(-size // each) for size, each in zip(self.shape, self.block, strict=True))
         spread = values.float().reshape(counts)
         for dim, size in enumerate(self.shape):
@@ -88,8 +85,8 @@ class ScaledMatrix:
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A matrix of compressed-tensors: integers [N, K], offset to be positive, packed along the rows
-    into words, lowest bits first; and scales [N, G].
+    """A matrix of compressed-tensors: scales [N, G], and integers [N, K], offset to be positive and
+    packed along the rows into words, lowest bits first.
     """
 
     names: tuple[str, ...]
@@ -97,7 +94,7 @@ class PackedMatrix:
     bits: int
     group: int
     has_zeros: bool
-    # True if a further tensor [K] has the group of each column.
+    # True if another tensor [K] has the group of each column.
     has_order: bool
 
     def dense(self, parts: Sequence[Tensor]) -> Tensor:
@@ -106,7 +103,6 @@ class PackedMatrix:
     def codes(self, parts: Sequence[Tensor]) -> Codes:
         packed, scales, *others = parts
         rows, columns = self.shape
-        # Words hold the bits of numbers that were offset to be positive.
         values = unpack(packed, self.bits, 1)[:, :columns].to(torch.uint8)
         order = others.pop() if self.has_order else None
         zeros: Tensor | int = 1 << (self.bits - 1)
@@ -126,7 +122,7 @@ class GptqMatrix:
     shape: tuple[int, int]
     bits: int
     group: int
-    # The number to add to stored zero points: the first version of the format stores them minus 1.
+    # Added to stored zero points, because the first version of the format stores them minus 1.
     zero_offset: int
     has_order: bool
 
@@ -167,7 +163,7 @@ class AwqMatrix:
 
 
 def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
-    """Unpack int32 words to int32 numbers from 0 to 2^bits - 1; `dim` grows by the factor 32 /
+    """Unpack int32 words to int32 numbers from 0 to 2^bits - 1. `dim` grows by the factor 32 /
     bits.
     """
     if words.dtype is not torch.int32:
@@ -192,9 +188,7 @@ def _bits(bits: int) -> Literal[4, 8]:
 
 
 def _in_groups(codes: Codes, groups: Tensor | None) -> Codes:
-    """Sort the columns of codes by `groups`, int [K], so that the columns of a group are
-    adjacent.
-    """
+    """Sort the columns of codes by `groups`, int [K], so that a group's columns are adjacent."""
     # Negative entries mean that the columns have no order.
     if groups is None or bool((groups < 0).any()):
         return codes

@@ -1,5 +1,5 @@
 """Bounds of the numbers in a model's configuration. They are far above every model's numbers, but
-low enough that objects of these sizes take little memory.
+objects of these sizes take little memory.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from typing import Any
 
 from penstock_shard.errors import ModelError
 
-# Patterns in names of counts and sizes, with an upper bound; the first pattern that matches
-# applies.
+# Patterns in names of counts and sizes, with an upper bound. The first matching pattern applies.
 _BOUNDS = (
     (re.compile(r"vocab_size"), 2**24),
     (re.compile(r"position|length|seq_len|max_seq"), 2**28),
     (re.compile(r"layers?$|depths?$|^block_count$"), 1024),
     (re.compile(r"experts|heads?(_count)?(_kv)?$"), 2**16),
-    # transformers makes lists of this length, with a name for each label.
+    # transformers makes a list of this length, with a name for each label.
     (re.compile(r"labels?$|_types?$|_replace$"), 2**16),
     (re.compile(r"(size|dim|dims|rank|channels|n_embd|d_model|n_inner)$"), 2**24),
 )
@@ -39,7 +38,7 @@ def check_config(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield all whole numbers with the names of their fields, also from lists and objects."""
+    """Yield all whole numbers with their fields' names, also from lists and objects."""
     left: list[tuple[str, Any]] = list(config.items())
     while left:
         name, value = left.pop()

@@ -1,5 +1,5 @@
-"""Reads files that a model's or an adapter's author made: regular files of a bounded size that lead
-to no file of the host.
+"""Reads files that a model's or an adapter's author made. They must be regular files of a bounded
+size.
 
 Routers and messages publish their content. So a link may lead only within the directory or into the
 blobs of a hub's cache. Weights are not published, so they may be anywhere.
@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from penstock_shard.errors import ModelError
 
-# Bounds on the bytes of a file. The largest models' files have a third of this.
+# Bounds on a file's bytes. The largest models' files have a third of this.
 _MOST_BYTES = 16 * 2**20
 _MOST_OF_LARGE_BYTES = 64 * 2**20
 _LARGE = ("tokenizer.json", "tekken.json", "model.safetensors.index.json")
@@ -34,14 +34,13 @@ _WEIGHTS = (
     ".onnx",
     ".onnx_data",
 )
-# Layout of a hub's cache: models--OWNER--NAME/snapshots/REVISION with links to files in
-# models--OWNER--NAME/blobs.
+# A hub's cache: models--OWNER--NAME/snapshots/REVISION has links to models--OWNER--NAME/blobs.
 _SNAPSHOTS, _BLOBS, _OF_HUB = "snapshots", "blobs", "models--"
 
 
 def check_files(directory: Path) -> None:
     """Check the directory and its subdirectories. Raises ModelError, with the path, for a file that
-    is not regular, and for one other than weights that leads out of the directory.
+    is not regular, or is no weights and leads out of the directory.
     """
     for path in _files(directory):
         check_file(directory, path)
@@ -62,8 +61,8 @@ def check_file(directory: Path, path: Path) -> None:
 
 
 def check_names(directory: Path, name: str) -> None:
-    """Raise ModelError if a string in a JSON file names a file outside of the model: libraries open
-    the files that settings name, and publish their content.
+    """Raise ModelError if a string in a JSON file names a file outside of the model, because
+    libraries open the files that settings name, and publish their content.
     """
     if not (directory / name).exists():
         return
@@ -79,7 +78,6 @@ def check_names(directory: Path, name: str) -> None:
 
 
 def _texts(value: Any) -> set[str]:
-    """Return all strings in a value, without names of fields."""
     found, left = set(), [value]
     while left:
         each = left.pop()
@@ -98,7 +96,7 @@ def _allowed(directory: Path) -> list[Path]:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    """Yield all files in a directory and in its subdirectories that are not hidden."""
+    """Yield all files in a directory and in its visible subdirectories."""
     for path in sorted(directory.iterdir()):
         if not path.is_dir():
             yield path
@@ -154,9 +152,7 @@ def _within(value: Any) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ModelError if the file holds none, OSError if it cannot be
-    read.
-    """
+    """Read a JSON object. Raises ModelError if it is none, OSError if it cannot be read."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise ModelError(f"{path}: is not a JSON object")

@@ -17,20 +17,20 @@ from penstock_shard.checkpoint.untrusted.files import open_regular
 from penstock_shard.errors import ModelError
 
 _MAGIC = b"GGUF"
-# Bytes of a number, by the type of a field.
+# Bytes of a number, by its type.
 _NUMBERS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
 # The smallest size in bytes of a field and of a tensor's entry.
 _FIELD_BYTES, _TENSOR_BYTES = 13, 32
 # The longest name of a field or a tensor.
 _NAME_BYTES = 400
-# The longest string in an array, and the total of a file. They are bounded because transformers
-# splits a token at each place and copies both parts.
+# Strings in arrays are bounded, each and in total, because transformers splits a token at each
+# place and copies both parts.
 _ELEMENT_BYTES = 2048
 _MOST_ELEMENT_BYTES = 2**25
 _DIMENSIONS = 4
 # The largest number of elements of all arrays. gguf makes two objects for each, which takes 10 s in
-# all. A vocabulary of 262,144 tokens, with types and merges, has three quarters of this number.
+# all. A vocabulary of 262,144 tokens, with types and merges, has three quarters of this.
 _MOST_ELEMENTS = 2**20
 _MOST_FIELDS, _MOST_TENSORS = 4096, 65_536
 # No code is shorter than an eighth of a bit.
@@ -57,8 +57,6 @@ def check_gguf(path: Path) -> None:
 
 
 class _Layout:
-    """Walks a file from its beginning."""
-
     def __init__(self, mapped: mmap.mmap, size: int) -> None:
         self._mapped = mapped
         self._size = size

@@ -1,8 +1,8 @@
 """Finds the value that an adapter states for a module, by patterns of the adapter's author.
 
-peft takes the patterns as regular expressions. Here our own matcher reads a pattern in a time that
-grows only with the length of the name. It supports characters, classes, repeats of these,
-alternatives, and groups that are not repeated. Other expressions are refused.
+peft takes the patterns as regular expressions. Our own matcher's time grows only with the length of
+the name. It supports characters, classes, repeats of these, alternatives, and groups that are not
+repeated.
 """
 
 from __future__ import annotations
@@ -31,16 +31,14 @@ _Step = Callable[["_Name", int], int]
 
 
 class PatternUnreadable(Exception):
-    """A pattern is not supported; the message has the pattern and the reason."""
+    """A pattern is not supported. The message has the pattern and the reason."""
 
 
 class ModulePatterns:
-    """Values by patterns; the first pattern that matches the end of a module's name applies."""
+    """Values by patterns. The first one that matches the end of a module's name applies."""
 
     def __init__(self, stated: Mapping[str, Any], num_modules: int) -> None:
-        """Read the patterns. Raises PatternUnreadable, for example if matching the names of
-        `num_modules` modules would take long.
-        """
+        """Raises PatternUnreadable, for example if matching `num_modules` names would take long."""
         # Plain names are in a table, because adapters have one for each module.
         self._names: dict[str, tuple[int, Any]] = {}
         self._expressions: list[tuple[int, _Step, Any]] = []
@@ -59,7 +57,7 @@ class ModulePatterns:
             self._expressions.append((order, _read(pattern), value))
 
     def value(self, module: str, default: Any) -> Any:
-        """Return the value for a module, or `default` if no pattern fits."""
+        """Return a module's value, or `default` if no pattern fits."""
         parts = module.split(".")
         endings = (".".join(parts[start:]) for start in range(len(parts)))
         found = [self._names[ending] for ending in endings if ending in self._names]
@@ -71,8 +69,8 @@ class ModulePatterns:
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """A module's name: the places of each character, as bits, and the places where an ending of the
-    name begins.
+    """A module's name. `places` maps each character to its places, as bits. `begins` are the places
+    where an ending of the name begins.
     """
 
     length: int
@@ -97,7 +95,7 @@ class _Name:
 
 
 def _read(pattern: str) -> _Step:
-    """Compile a pattern. Raises PatternUnreadable."""
+    """Raises PatternUnreadable."""
     if len(pattern) > _LONGEST:
         raise PatternUnreadable(
             f"{_short(pattern)} has {len(pattern)} characters; {_LONGEST} are served"
@@ -177,7 +175,7 @@ def _characters(meant: frozenset[str] | None, repeat: str) -> _Step:
 
 
 def _run_on(starts: int, fits: int) -> int:
-    """Return the places that are reached through fitting characters, in steps that double."""
+    """Return the places that fitting characters reach, in steps that double."""
     length = 1
     while fits:
         starts |= (starts & fits) << length

@@ -1,8 +1,7 @@
 """Chooses a model's attention backend: the first that serves the model's layers and computes
 correctly on the device.
 
-To check that, the results of a few steps of random tokens are compared with the reference, sdpa in
-float32.
+The check compares a few steps of random tokens with the reference, sdpa in float32.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from penstock_shard.errors import (
 from penstock_shard.ops.base import Ops
 from penstock_shard.selfcheck.attention import make_case
 
-# The largest difference from float32 over the same rounded keys, values and queries, relative to 1
-# + |expected|.
+# The largest difference from float32 over the same rounded keys, values and queries. It is relative
+# to 1 + |expected|.
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 # The largest number of queries of a sequence: on cuda several tiles of a kernel; on cpu few,
 # because Triton's interpreter is slow.
@@ -41,9 +40,7 @@ _MOST_QUERIES = {"cuda": 300, "cpu": 24}
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """The flags that concern attention."""
-
-    # --attention-backend: a name, or "auto".
+    # A name, or "auto".
     backend: str = "auto"
     # The dtype of cached keys and values; None for the activations' dtype.
     kv_dtype: torch.dtype | None = None
@@ -51,9 +48,7 @@ class AttentionOptions:
 
 
 def serves_latents(ops: Ops, wish: AttentionOptions) -> bool:
-    """Tell whether a backend that the flags allow takes values from keys, as layers of latents
-    need.
-    """
+    """Tell whether an allowed backend takes values from keys, as latent layers need."""
     layer = LayerSpec(0, 1, 1, 24, 16, 1.0, values_in_keys=True)
     return any(backend.refusal(layer, ops.dtype) is None for backend in _backends(ops, wish, []))
 
@@ -64,7 +59,7 @@ def choose_backend(
     """Return the best backend that serves all layers. If better backends were skipped, one line of
     progress says why.
 
-    Raises ModelError if no backend that the flags allow serves them.
+    Raises ModelError if no allowed backend serves them.
     """
     reasons: list[str] = []
     for backend in _backends(ops, wish, reasons):
@@ -79,9 +74,9 @@ def choose_backend(
 
 
 def _backends(ops: Ops, wish: AttentionOptions, reasons: list[str]) -> Iterator[AttentionBackend]:
-    """Yield the backends to try. Reasons why others cannot be made are added to `reasons`."""
+    """Yield the backends to try. Add to `reasons` why others cannot be made."""
     if ops.exact:
-        # One backend is exact: that of the exact ops.
+        # Only the backend of the exact ops is exact.
         yield ops.backend
         return
     for candidate in candidates(wish.backend, ops.device):
@@ -165,7 +160,7 @@ def _difference(
     kv_dtype: torch.dtype,
     block_size: int,
 ) -> str | None:
-    """Return a difference from the reference that rounding does not explain; None without one."""
+    """Return a difference from the reference that rounding does not explain, or None."""
     most = _MOST_QUERIES.get(ops.device.type, max(_MOST_QUERIES.values()))
     trial = make_case(layer, ops.dtype, kv_dtype, ops.device, most)
     full = torch.float32

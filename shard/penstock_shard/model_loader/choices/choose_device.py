@@ -8,7 +8,7 @@ from penstock_shard.errors import ModelError
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the torch device of --device. Raises ModelError if there is no CUDA device."""
+    """Raises ModelError if there is no CUDA device."""
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
         raise ModelError("--device cuda: torch finds no CUDA device here")

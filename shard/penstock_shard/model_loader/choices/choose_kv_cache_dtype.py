@@ -16,7 +16,7 @@ _KV_DTYPES = {"float32": torch.float32, "float16": torch.float16, "fp8": FP8}
 
 
 def choose_kv_cache_dtype(config: ShardConfig, ops: Ops) -> torch.dtype:
-    """Return the dtype of cached keys and values. Raises ModelError if it is not supported here."""
+    """Raises ModelError if the dtype is not supported here."""
     wanted = _KV_DTYPES.get(config.kv_cache_dtype)
     if isinstance(ops, CpuOps):
         if wanted is FP8:
@@ -27,7 +27,7 @@ def choose_kv_cache_dtype(config: ShardConfig, ops: Ops) -> torch.dtype:
         return wanted or (torch.float32 if ops.weights == "float32" else torch.float16)
     if wanted is FP8 and ops.device.type == "cuda" and not multiplies_fp8(ops.device):
         raise ModelError("--kv-cache-dtype fp8: needs a GPU of compute capability 8.9 or later")
-    # "auto" is resolved later, with this dtype in mind.
+    # "auto" is resolved later, and then takes this dtype into account.
     named = config.attention_backend
     if wanted not in (None, ops.dtype) and named != "auto" and named not in READS_ANY_CACHE:
         raise ModelError(

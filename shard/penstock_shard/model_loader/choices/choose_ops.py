@@ -1,6 +1,5 @@
 """Chooses the ops that compute a model, from the flags and this machine's devices and libraries.
-
-The attention backend is chosen once the model's layers are known: see `choose_attention.py`.
+`choose_attention.py` chooses the attention backend later.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def choose_ops(
     device: torch.device,
     progress: Callable[[str], None],
 ) -> Ops:
-    """Return the best ops that the flags allow; a line of progress says which kernels are missing.
+    """Return the best ops that the flags allow. A line of progress says which kernels are missing.
 
     Raises ModelError if this machine cannot do what the flags ask.
     """
@@ -98,7 +97,6 @@ def _choose(
 
 
 def _check_exact_backend(config: ShardConfig, device: torch.device) -> None:
-    """Raise ModelError if --exact is combined with an attention backend that is not exact."""
     exact = (
         ("auto", "cpu") if device.type == "cpu" and not _interprets(config) else ("auto", "triton")
     )

@@ -1,5 +1,5 @@
-"""Restricts tokens to allowed_token_ids. Once a thinking budget is spent, allows only the token
-that ends the reasoning.
+"""Restricts tokens to allowed_token_ids. Once a thinking budget is spent, only the token that ends
+the reasoning is allowed.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ class _Allowed(LogitsState):
 
 
 class AllowedIds(LogitsProcessor[_Allowed]):
-    """Restricts tokens to allowed_token_ids and enforces thinking_budget."""
-
     def wants(self, request: Request) -> bool:
         return bool(request.sampling.allowed_token_ids) or request.thinking_budget is not None
 

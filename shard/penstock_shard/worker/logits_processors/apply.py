@@ -19,7 +19,7 @@ _Index = NDArray[np.intp]
 
 
 class _SlotState:
-    """The processors' states of one sequence, at one position of its output."""
+    """The processors' states of one sequence, at one output position."""
 
     __slots__ = ("parts", "position")
 
@@ -51,7 +51,7 @@ _Processor = LogitsProcessor[Any]
 
 @dataclass(frozen=True, slots=True)
 class PreparedShaping:
-    """The next rows to sample whose sequences have a state, and the processors that change them."""
+    """The rows to sample next that have a state, and the changes to them."""
 
     rows: _Index
     states: abc.Sequence[_SlotState]
@@ -59,7 +59,7 @@ class PreparedShaping:
     changes: abc.Sequence[abc.Sequence[tuple[int, LogitsState]]]
 
     def problem(self, row: int) -> str:
-        """Return the reason why no token can be drawn for a row, if a processor knows one."""
+        """Return why no token can be drawn for a row, if a processor knows."""
         states = (state for changed in self.changes for other, state in changed if other == row)
         return next((state.problem for state in states if state.problem), "")
 
@@ -70,22 +70,20 @@ class PreparedShaping:
 
 @dataclass(slots=True)
 class ShapedLogits:
-    """Rows whose logits were changed, and their copies: float32 [n, V]."""
+    """Rows with changed logits, and copies of these logits: float32 [n, V]."""
 
     rows: Integers
     logits: Tensor
 
 
 class LogitsShaping:
-    """The processors, in the order in which they apply; none by default."""
-
     def __init__(self, processors: abc.Sequence[_Processor] = ()) -> None:
         self._processors = processors
         self._admitted: dict[int, Admission] = {}
         self._states: dict[int, _SlotState] = {}
 
     def admit(self, admission: Admission) -> bool:
-        """Register the sequence that now has this slot; true if it has a state."""
+        """Register the sequence that now has this slot. True if it has a state."""
         slot = admission.slot
         self.release(slot)
         wants = any(processor.wants(admission.request) for processor in self._processors)
@@ -98,7 +96,7 @@ class LogitsShaping:
         self._states.pop(slot, None)
 
     def repeat(self, slot: int) -> None:
-        """Go back one position, because no token could be drawn for the sequence in this slot."""
+        """Go back one position, because no token could be drawn."""
         if slot in self._states:
             self._states[slot].repeat()
 
@@ -120,9 +118,7 @@ class LogitsShaping:
         return PreparedShaping(rows, states, changes)
 
     def apply(self, logits: Tensor, prepared: PreparedShaping) -> ShapedLogits | None:
-        """Return copies of the rows of logits [N, V] that a processor changes, with these
-        changes.
-        """
+        """Return changed copies of the rows of logits [N, V] that a processor changes."""
         changed = sorted({row for changes in prepared.changes for row, _ in changes})
         if not changed:
             return None
@@ -139,7 +135,6 @@ class LogitsShaping:
             processor.abandon()
 
     def _state(self, slot: int, position: int) -> _SlotState:
-        """Return the state of the sequence in a slot, at the position that is drawn next."""
         state = self._states.get(slot)
         if state is None:
             state = self._states[slot] = _SlotState(self._admitted[slot], self._processors)

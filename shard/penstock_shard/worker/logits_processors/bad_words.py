@@ -30,8 +30,6 @@ class _Tail(LogitsState):
 
 
 class BadWords(LogitsProcessor[_Tail]):
-    """Applies bad_words."""
-
     def wants(self, request: Request) -> bool:
         return bool(request.sampling.bad_words)
 

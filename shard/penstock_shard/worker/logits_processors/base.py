@@ -1,8 +1,8 @@
-"""The interface of a logits processor: one way to change logits before a token is drawn.
+"""The interface of a logits processor, which changes logits before a token is drawn.
 
 A processor says which requests want it, keeps its state of each sequence, and changes the logits of
-all rows that want it in one pass. An element is computed from its own row alone, with operations
-that round the same way everywhere.
+all rows that want it in one pass. It computes an element from the element's own row alone, with
+operations that round the same way everywhere.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from penstock_shard.worker.base import Admission
 
 
 class LogitsState:
-    """A processor's state of one sequence, at one position of its output. The first position is the
-    one after the admission's tokens. This base class is for a change that is the same at all
+    """A processor's state of one sequence, at one position of its output. The first position
+    follows the admission's tokens. This base class is for a change that is the same at all
     positions.
     """
 
@@ -32,7 +32,7 @@ class LogitsState:
         return ""
 
     def choose(self) -> bool:
-        """Compute the change at this position; true if there is one."""
+        """Compute the change at this position. True if there is one."""
         return True
 
     def append(self, token_id: int) -> None:
@@ -51,38 +51,34 @@ State = TypeVar("State", bound=LogitsState)
 
 
 class LogitsProcessor(ABC, Generic[State]):
-    """A change that `order` lists."""
-
     @abstractmethod
     def wants(self, request: Request) -> bool:
         """Tell whether the request asks for this change."""
 
     @abstractmethod
     def begin(self, admission: Admission) -> State:
-        """Return the state for a sequence whose request wants this change."""
+        """Return the state for a sequence."""
 
     def prepare(self, states: abc.Sequence[State]) -> None:
-        """Begin the work that needs no logits, for the states that `apply` gets next."""
+        """Begin the work that needs no logits. `apply` gets these states next."""
 
     @abstractmethod
     def apply(self, logits: Tensor, rows: abc.Sequence[tuple[int, State]]) -> None:
-        """Change logits float32 [n, V], contiguous, in place: each given row according to its
-        state.
-        """
+        """Change logits float32 [n, V], contiguous, in place, in the given rows."""
 
     def abandon(self) -> None:
         """Drop what was prepared; it will not be applied."""
 
 
 def elements(logits: Tensor, rows: abc.Sequence[tuple[int, NDArray[np.int64]]]) -> Tensor:
-    """The indices in the flat logits of each row's ids, row after row."""
+    """Return the indices of each row's ids in the flat logits."""
     vocabulary = logits.shape[1]
     places = np.concatenate([i * vocabulary + ids for i, ids in rows])
     return to_device(places, logits.device)
 
 
 def index(rows: abc.Sequence[int], logits: Tensor) -> Tensor:
-    """Row numbers on the device of the logits."""
+    """Copy row numbers to the device of the logits."""
     return to_device(np.array(rows, dtype=np.int64), logits.device)
 
 

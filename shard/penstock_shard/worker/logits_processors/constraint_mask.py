@@ -44,9 +44,8 @@ class ConstraintMask(LogitsProcessor[_Constrained]):
     """Fills masks in threads while the forward pass runs."""
 
     def __init__(self, masks: MaskFiller | None) -> None:
-        """Without `masks` no request may have a constraint."""
         self._masks = masks
-        # The call that waits until the masks are filled.
+        # Waits until the masks are filled.
         self._finish: Callable[[], None] | None = None
 
     def wants(self, request: Request) -> bool:
@@ -70,8 +69,8 @@ class ConstraintMask(LogitsProcessor[_Constrained]):
 
 
 def mask_rows(logits: Tensor, rows: abc.Sequence[tuple[int, NDArray[np.int32] | None]]) -> None:
-    """Ban the ids that the masks do not allow. A row without a mask, whose constraint failed, has
-    all ids banned.
+    """Ban the ids that the masks do not allow. If a constraint failed, its row has no mask, and all
+    ids are banned.
     """
     for i, mask in rows:
         if mask is None:
@@ -81,7 +80,7 @@ def mask_rows(logits: Tensor, rows: abc.Sequence[tuple[int, NDArray[np.int32] | 
         return
     masks = np.stack([mask for _, mask in masked])
     if is_host(logits):
-        # Row by row on this thread: torch's thread pool is busy computing.
+        # Row by row on this thread, because torch's thread pool is busy computing.
         values, forbidden = logits.numpy(), unpacked(~masks, logits.shape[1])
         for (i, _), row in zip(masked, forbidden, strict=True):
             np.copyto(values[i], -np.inf, where=row)
@@ -99,8 +98,6 @@ def unpacked(masks: NDArray[np.int32], vocab_size: int) -> NDArray[np.bool_]:
 
 
 def forbidden_bits(packed: Tensor, vocabulary: int) -> Tensor:
-    """Return bool [n, vocabulary]: the ids that masks int32 [n, words] do not allow, on their
-    device.
-    """
+    """Return bool [n, vocabulary]: the ids that masks int32 [n, words] do not allow."""
     ids = torch.arange(vocabulary, device=packed.device)
     return (packed[:, ids >> 5] >> (ids & 31)) & 1 == 0

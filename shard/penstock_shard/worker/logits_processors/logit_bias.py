@@ -21,8 +21,6 @@ class _Biased(LogitsState):
 
 
 class Bias(LogitsProcessor[_Biased]):
-    """Applies logit_bias."""
-
     def wants(self, request: Request) -> bool:
         return bool(request.sampling.logit_bias)
 

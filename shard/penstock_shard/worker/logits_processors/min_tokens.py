@@ -1,4 +1,4 @@
-"""min_tokens: bans stop ids while the output has fewer tokens."""
+"""min_tokens: bans stop ids until the output has this many tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Short(LogitsState):
 
 
 class MinTokens(LogitsProcessor[_Short]):
-    """Applies min_tokens. If there is a constraint, it decides where stop ids may be drawn."""
+    """If there is a constraint, it decides where stop ids may be drawn."""
 
     def wants(self, request: Request) -> bool:
         return request.min_tokens > 0 and request.constraint is None

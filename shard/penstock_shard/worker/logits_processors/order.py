@@ -1,4 +1,4 @@
-"""Every logits processor, in the order in which they apply."""
+"""All logits processors, in the order in which they apply."""
 
 from __future__ import annotations
 

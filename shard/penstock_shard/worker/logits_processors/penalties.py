@@ -1,9 +1,9 @@
 """Penalties on tokens that occurred before.
 
-repetition_penalty, for tokens of the prompt and the output, divides positive logits and multiplies
-others (Keskar et al., "CTRL", 2019). Then, for tokens of the output, presence_penalty is subtracted
-once and frequency_penalty once for each occurrence. With penalty_window_tokens = w, only the last w
-tokens of prompt and output count.
+For tokens of prompt and output, repetition_penalty divides positive logits and multiplies others
+(Keskar et al., "CTRL", 2019). Then, for tokens of the output, presence_penalty is subtracted once
+and frequency_penalty once for each occurrence. With penalty_window_tokens = w, only the last w
+tokens count.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Counted(LogitsState):
         if self.sampling.penalty_window_tokens is not None:
             self.counts = WindowCounts(self.sampling.penalty_window_tokens, prompt, output)
         else:
-            # Counts tokens of the output and, with a repetition penalty, of the prompt.
+            # Without a repetition penalty, tokens of the prompt do not count.
             repeats = self.sampling.repetition_penalty != 1.0
             self.counts = TokenCounts(prompt if repeats else (), output)
 
@@ -50,8 +50,6 @@ class _Counted(LogitsState):
 
 
 class Penalties(LogitsProcessor[_Counted]):
-    """Applies repetition_penalty, presence_penalty and frequency_penalty."""
-
     def wants(self, request: Request) -> bool:
         sampling = request.sampling
         return (

@@ -1,6 +1,5 @@
 """Outputs of rows besides sampled tokens: log-probabilities of a prompt, an embedding, accepted
-drafts. Each kind is a file in this folder; `all_outputs.py` lists them. A runner has none by
-default.
+drafts. `all_outputs.py` lists them. A runner has none by default.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from penstock_shard.worker.input_batch import Inputs
 
 
 class PendingOutput(Protocol):
-    """An output that a device is computing from a forward pass."""
+    """An output that a device is computing."""
 
     def finish(self, results: list[RowResult]) -> None:
         """Put the output into the results of the batch's rows. Called once, in the order of the
-        steps, after the device has finished all its work.
+        steps, after the device has finished the step.
         """
 
 

@@ -1,11 +1,8 @@
 """Verifies drafts: samples a token at each position, up to the first that differs from its draft.
 
-Each token is drawn exactly as it would be without drafts, by its sequence's parameters at its
-position. Drafts change the speed, never the tokens.
-
-If tokens depend only on logits and position, all positions are drawn at once. If they depend on
-earlier tokens too (penalties, constraints, budgets), positions are drawn one after the other, for
-the sequences whose drafts have been accepted so far.
+Each token is drawn exactly as it would be without drafts. If tokens depend only on logits and
+position, all positions are drawn at once. If they also depend on earlier tokens (penalties,
+constraints, budgets), positions are drawn one after the other, while drafts are accepted.
 """
 
 from __future__ import annotations
@@ -26,9 +23,9 @@ from penstock_shard.worker.slot_state import Slots
 
 @dataclass(frozen=True, slots=True)
 class DraftRow:
-    """Row `row` of the batch, which has drafts. `position` is the output position of the first
-    token to be sampled, which verifies the first draft. Its logits are row `place`; the logits
-    after each draft token follow.
+    """Row `row` of the batch, which has drafts. Its first token to sample has output position
+    `position` and logits row `place`, and verifies the first draft. The logits after each draft
+    follow.
     """
 
     row: int
@@ -40,7 +37,7 @@ class DraftRow:
 
 @dataclass(slots=True)
 class _Answer:
-    """A row with drafts, and the tokens sampled for it so far."""
+    """The tokens sampled so far for a row with drafts."""
 
     sampler: Sampler
     draft: DraftRow
@@ -60,7 +57,7 @@ class _Answer:
         """Add the results at the next positions, up to the first that is not accepted."""
         for result in results:
             if self.results and result.error is not None:
-                # Ignore this error; the next step will raise it again.
+                # Ignore this error, because the next step will raise it again.
                 self.sampler.repeat(self.draft.slot)
                 return
             if self.results and not self.goes_on:
@@ -84,7 +81,7 @@ class Drafts:
         self._sampler = sampler
 
     def begin(self, inputs: Inputs, logits: Tensor, hidden: Tensor) -> _Pending | None:
-        """Start the verification. All tokens before the drafts are known, see `Batch`."""
+        """Start the verification. All tokens before the drafts are known (see `Batch`)."""
         rows = [self._row(inputs, row) for row, drafts in enumerate(inputs.batch.drafts) if drafts]
         if not rows:
             return None
@@ -95,7 +92,7 @@ class Drafts:
 
     def _row(self, inputs: Inputs, row: int) -> DraftRow:
         batch, slot = inputs.batch, inputs.batch.slots[row]
-        # The first token to be sampled follows the last known one, which is at `starts`.
+        # The last known token is at `starts`.
         position = batch.starts[row] + 1 - int(self._slots.num_prompt_tokens[slot])
         return DraftRow(row, slot, batch.drafts[row], position, int(inputs.places[row]))
 
@@ -118,12 +115,10 @@ class _Pending:
 
 
 class Verification:
-    """Drafts that are being verified. Rows that need only logits are enqueued at once, like a
-    step's other rows; tokens of the others are drawn in `finish`.
-    """
+    """Rows that need only logits are enqueued at once. The others are drawn in `finish`."""
 
     def __init__(self, sampler: Sampler, logits: Tensor, drafts: abc.Sequence[DraftRow]) -> None:
-        """`logits` [N, V] of any float type."""
+        """`logits` [N, V] have any float type."""
         self._sampler = sampler
         self._logits = logits
         self._answers = [_Answer(sampler, draft) for draft in drafts]
@@ -151,9 +146,7 @@ class Verification:
         return [answer.merged() for answer in self._answers]
 
     def _draw_next(self, alive: abc.Sequence[_Answer]) -> list[_Answer]:
-        """Draw one more token for each answer; return the answers whose next draft was accepted
-        too.
-        """
+        """Draw one more token for each answer. Return the answers that go on."""
         counts = [1] * len(alive)
         before = [len(answer.results) for answer in alive]
         rows, wanted = _next_rows(alive, counts)
@@ -169,7 +162,7 @@ class Verification:
 def _next_rows(
     answers: abc.Sequence[_Answer], counts: abc.Sequence[int]
 ) -> tuple[SampleRows, NDArray[np.int64]]:
-    """The next `counts[i]` rows of each answer, and the indices of their logits."""
+    """Return each answer's next `counts[i]` rows, and the indices of their logits."""
     slots: list[int] = []
     positions: list[int] = []
     places: list[int] = []

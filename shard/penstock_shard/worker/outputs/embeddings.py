@@ -1,7 +1,7 @@
 """Final hidden states -> one vector for each prompt.
 
-For a prompt computed in chunks, the sum between chunks is kept in float64, so that the mean does
-not depend on the chunks, except rarely in the last bit of a value.
+The sum of a prompt's chunks is kept in float64, so that chunks change the mean rarely, and only in
+the last bit of a value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock_shard.worker.slot_state import MEAN, Slots
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    # Results by their row of the batch.
+    # Results by their row in the batch.
     results: dict[int, RowResult]
 
     def finish(self, results: list[RowResult]) -> None:
@@ -27,14 +27,14 @@ class _Pending:
 
 
 class Embeddings:
-    """A `RowOutput`. Keeps the sums of partly computed prompts, by slot."""
+    """A `RowOutput`. Keeps the sums of partly computed prompts."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._sums: dict[int, Tensor] = {}
 
     def begin(self, inputs: Inputs, logits: Tensor, hidden: Tensor) -> _Pending | None:
-        """Pool hidden states [M, H] of the rows' pooled tokens, row by row."""
+        """Pool hidden states [M, H], row by row."""
         if inputs.hidden_rows is None:
             return None
         batch, found, start = inputs.batch, dict[int, RowResult](), 0
@@ -50,11 +50,11 @@ class Embeddings:
         return _Pending(found)
 
     def _add(self, hidden: Tensor, slot: int, adds: bool, is_last: bool) -> RowResult | None:
-        """Take hidden states [n, H] of a prompt; return its result after the last chunk. `adds` is
-        true if the prompt has an earlier sum to add to.
+        """Take hidden states [n, H] of a prompt. Return its result after the last chunk. If `adds`,
+        the prompt has an earlier sum.
         """
         total = hidden.sum(dim=0, dtype=torch.float64)
-        # Without `adds`, drop the sum that another sequence left in this slot.
+        # Without `adds`, another sequence may have left its sum in this slot.
         if adds:
             total += self._sums[slot]
         if not is_last:

@@ -18,7 +18,7 @@ from penstock_shard.worker.slot_state import Slots
 
 @dataclass(frozen=True, slots=True)
 class _RowScores:
-    """The scores of one row's prompt tokens, on their way to the host."""
+    """Scores of one row that are being copied to the host."""
 
     row: int
     is_finite: Tensor
@@ -44,7 +44,7 @@ class _Pending:
 
 
 class PromptLogprobs:
-    """A `RowOutput` of log-probabilities."""
+    """A `RowOutput`."""
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
@@ -57,9 +57,7 @@ class PromptLogprobs:
         pass
 
     def _score(self, inputs: Inputs, logits: Tensor, row: int) -> _RowScores:
-        """Score the n prompt tokens that the row's first n tokens predict; `logits` [N, V] has all
-        rows.
-        """
+        """Score the prompt tokens that this row predicts. `logits` [N, V] has all rows."""
         batch = inputs.batch
         slot, count, place = batch.slots[row], batch.scored[row], int(inputs.places[row])
         own = logits[place : place + count]

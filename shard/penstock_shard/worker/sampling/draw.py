@@ -1,10 +1,10 @@
 """Logits -> tokens drawn at random, by temperature, top-k, top-p, min-p and typical-p.
 
-One uniform number for each row is looked up in the row's cumulative distribution. The order of the
-distribution depends only on the row's own parameters. Without top-k, top-p and typical-p, tokens
-are ordered by id; with top-k or top-p, the most likely come first (`top_k_top_p.py`); with
-typical-p, the tokens nearest to the row's entropy come first (`typical_p.py`). Among equal tokens
-the lower id comes first, also at the cut-off of a filter.
+One uniform number for each row is looked up in the row's cumulative distribution. Its order depends
+only on the row's own parameters. With top-k or top-p, the most likely tokens come first
+(`top_k_top_p.py`). With typical-p, the tokens nearest to the row's entropy come first
+(`typical_p.py`). Otherwise tokens are ordered by id. Among equal tokens the lower id comes first,
+also at the cut-off of a filter.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def draw(logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
     """Draw a token for each of the rows `index` of logits [N, V]: int64 [n] on their device. `best`
     float32 [N] is the largest logit of each row. No row is greedy.
 
-    A row whose largest logit is not finite gets an arbitrary token. The host does not wait for the
-    device, except for rows with typical-p and, without Triton, rows with top-p and no top-k.
+    A row whose largest logit is not finite gets an arbitrary token. The host waits for the device
+    only for rows with typical-p and, without Triton, for rows with top-p and no top-k.
     """
     vocabulary = logits.shape[1]
     columns = columns._replace(top_k=np.where(columns.top_k < vocabulary, columns.top_k, 0.0))
@@ -61,7 +61,7 @@ def draw(logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
 
 
 def _routes(columns: Columns, *, with_kernels: bool) -> list[tuple[NDArray[np.bool_], _Route]]:
-    """Group the rows by their way of drawing: bool [n] for the group's rows, and the way."""
+    """Return each way of drawing, and bool [n]: the rows that are drawn in this way."""
     typical = columns.typical_p < 1.0
     has_k = columns.top_k > 0
     by_p = (columns.top_p < 1.0) & ~has_k
@@ -70,7 +70,8 @@ def _routes(columns: Columns, *, with_kernels: bool) -> list[tuple[NDArray[np.bo
     if with_kernels:
         return [*routes, (by_id, _draw_by_id_there), (~typical & ~by_id, _draw_by_rank_there)]
     by_rank = partial(_in_parts, draw_by_rank)
-    # Top-p without top-k is a separate group: with top-k, the host knows how many tokens are kept.
+    # Top-p without top-k is a separate group, because only top-k tells the host how many tokens are
+    # kept.
     routes += [(~typical & has_k, by_rank), (~typical & by_p, by_rank)]
     return [*routes, (by_id, partial(_in_parts, _draw_by_id))]
 
@@ -82,9 +83,7 @@ def _in_parts(
     index: NDArray[np.intp],
     columns: Columns,
 ) -> Tensor:
-    """A `_Route` that calls `route` on chunks of rows, to bound the logits that are copied at
-    once.
-    """
+    """A `_Route` that calls `route` on chunks of rows, to copy fewer logits at once."""
     most = _CHUNK_LOGITS_CPU if is_host(logits) else _CHUNK_LOGITS_DEVICE
     step = max(1, most // logits.shape[1])
     parts = [slice(start, start + step) for start in range(0, len(index), step)]
@@ -111,7 +110,7 @@ def _draw_by_rank_there(
     logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
 ) -> Tensor:
     """A `_Route` like `draw_by_rank`, with the same weights."""
-    # Imported here: Triton is not always installed, and takes long to import.
+    # Imported here, as in `_draw_by_id_there`.
     from penstock_shard.kernels.triton_rank import draw_ranked
 
     temperature = np.maximum(columns.temperature, MIN_TEMPERATURE)

@@ -1,8 +1,7 @@
 """Philox-4x32-10: one uniform number for each (seed, position).
 
-After Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). It is
-counter-based and has no state, so a position's token is the same in any batch and after any
-restart.
+After Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). It has
+no state, so a position's token is the same in any batch and after any restart.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def philox4x32(counter: abc.Sequence[Words], key: abc.Sequence[Words]) -> tuple[
 def uniforms(
     seeds: abc.Sequence[int] | Numbers, positions: abc.Sequence[int] | Numbers
 ) -> NDArray[np.float64]:
-    """A number in [0, 1) with 53 random bits for each (seed, position); both below 2**64.
+    """Return a number in [0, 1) with 53 random bits for each (seed, position), both below 2**64.
 
     The key is the seed, the counter the position (two low words; the high two are 0).
     """

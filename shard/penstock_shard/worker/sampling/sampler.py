@@ -3,20 +3,19 @@
 A token is a function of its row of logits, its position, and its sequence's parameters, seed,
 prompt and output so far. Other rows only decide which work can be skipped.
 
-First `logits_processors/` change the logits, in the order of `order.py`. Then a token is drawn by
-temperature, top-k, top-p (over what top-k left), min-p (relative to the most likely token) and
-typical-p (over what the others left): see `draw`. Greedy rows take the largest logit, and among
-equal logits the lowest id. Log-probabilities are computed from the raw logits, before all these
-changes.
+First `logits_processors/` change the logits, in the order of `order.py`. Then `draw` draws a token
+by temperature, top-k, top-p (over what top-k left), min-p (relative to the most likely token) and
+typical-p (over what the others left). Greedy rows take the largest logit, and among equal logits
+the lowest id. Log-probabilities are computed from the raw logits.
 
 Sampling has two halves, so that the device never waits for the host. `enqueue` launches all device
-work and reads none of its results. `finish` makes the results, once the device has copied its data
-to the host. If sampling depends on earlier tokens on the host, as with any processor, the previous
-token must be finished first. `enqueue` does wait for the device for typical-p in vocabularies
-larger than the first window of `draw` (and, without Triton, for top-p without top-k).
+work and reads no results. `finish` makes the results, once the device has copied its data to the
+host. With a processor, a token depends on earlier tokens, and the previous one must be finished
+first. In two cases `enqueue` waits for the device: typical-p in vocabularies larger than the first
+window of `draw`, and top-p without top-k if Triton is missing.
 
 On one thread of a server cpu, 16 greedy rows of 32k logits take 0.1 ms, 64 rows with penalties and
-every filter 11 ms (135 by sorting), 8 rows of 150k with top-p 10 to 20 ms (110 by sorting).
+every filter 11 ms, 8 rows of 150k with top-p 10 to 20 ms.
 """
 
 from __future__ import annotations
@@ -46,21 +45,21 @@ from penstock_shard.worker.slot_state import Integers, grown
 # Increment when the same logits give other tokens than before.
 SAMPLER_REVISION = 1
 
-# Codes in place of a token: the model's logits are not finite; or no token is left to draw.
+# Codes in place of a token: the model's logits are not finite, or no token is left to draw.
 _NO_LOGITS = -1
 _NO_TOKEN = -2
 # OpenAI's maximum, which few requests exceed.
 _FEW_LOGPROBS = 20
-# A sequence's uniform numbers are computed for this many positions at once.
+# Uniform numbers are computed for this many positions at once.
 _POSITIONS = 16
 _Index = NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """What each row of logits is for, in columns: row i draws output token `positions[i]` of the
-    sequence in `slots[i]`. Tokens delivered before this attempt count too. A slot may occur several
-    times if its sequence is not stateful.
+    """Row i draws output token `positions[i]` of the sequence in `slots[i]`. Positions also count
+    tokens delivered before this attempt. Only a slot whose sequence is not stateful may occur
+    several times.
     """
 
     slots: Integers
@@ -70,12 +69,11 @@ class SampleRows:
 class Sampler:
     """Draws tokens, and keeps the state that drawing depends on, by slot.
 
-    Rows are enqueued in the order of the steps, and finished in that order. `prepare` may be called
-    first, with the same rows: constraint masks are then filled while the forward pass runs.
+    Rows are enqueued and finished in the order of the steps. If `prepare` is called first,
+    constraint masks are filled while the forward pass runs.
     """
 
     def __init__(self, shaping: LogitsShaping | None = None) -> None:
-        """Without `shaping`, logits are sampled as they are."""
         self._shaping = LogitsShaping() if shaping is None else shaping
         self._requests: dict[int, Request] = {}
         self._known = _SamplingColumns()
@@ -94,18 +92,18 @@ class Sampler:
         return self._requests[slot].ends_with(token_id)
 
     def repeat(self, slot: int) -> None:
-        """Go back one position, because no token could be drawn for the sequence in this slot."""
+        """Go back one position, because no token could be drawn."""
         self._shaping.repeat(slot)
 
     def is_stateful(self, slot: int) -> bool:
         return bool(self._known.stateful[slot])
 
     def needs_tokens(self, rows: SampleRows) -> bool:
-        """Tell whether all rows enqueued earlier must be finished before these are prepared."""
+        """Tell whether all rows enqueued earlier must be finished before `prepare`."""
         return bool(self._known.stateful[rows.slots].any())
 
     def prepare(self, rows: SampleRows) -> None:
-        """Begin the work that needs no logits for these rows, which must be enqueued next."""
+        """Begin the work that needs no logits. The same rows must be enqueued next."""
         stateful = np.flatnonzero(self._known.stateful[rows.slots])
         self._prepared = self._shaping.prepare(
             stateful, rows.slots[stateful], rows.positions[stateful]
@@ -146,14 +144,14 @@ class Sampler:
     def sample(self, logits: Tensor, rows: SampleRows) -> list[RowResult]:
         """Do both halves at once: logits [N, V] -> one result for each row.
 
-        A row with NaN logits, or with no token left to draw, gets an error; other rows do not.
+        If a row has NaN logits or no token left to draw, only this row gets an error.
         """
         enqueued = self.enqueue(logits, rows)
         mark(logits.device)()
         return enqueued.finish()
 
     def _draw(self, sources: _Sources, rows: SampleRows, tokens: Tensor, codes: Tensor) -> None:
-        """Overwrite `tokens` and `codes` of rows that are not greedy with drawn tokens."""
+        """Overwrite `tokens` and `codes` of rows that are not greedy."""
         is_random = self._known.temperature[rows.slots] != 0.0
         if not is_random.any():
             return
@@ -197,9 +195,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """The logits [N, V], the changed copies of some rows, and the largest logit of each row of
-    both.
-    """
+    """The logits [N, V], changed copies of some rows, and the largest logit of each row of both."""
 
     logits: Tensor
     best: Tensor
@@ -207,8 +203,8 @@ class _Sources:
     shaped_best: Tensor
 
     def of(self, rows: _Index) -> abc.Iterator[tuple[Tensor, Tensor, _Index, _Index]]:
-        """Yield the logits for these rows, in one or two parts. A part is logits, the largest logit
-        of each row, the indices of the wanted rows in these logits, and their indices in the step.
+        """Yield the logits for these rows, in one or two parts: logits, each row's largest logit,
+        the rows' indices in these logits, and their indices in the step.
         """
         if self.shaped is None:
             yield self.logits, self.best, rows, rows
@@ -227,7 +223,7 @@ class _Scored:
 
 @dataclass(frozen=True, slots=True)
 class PendingSamples:
-    """Rows that are being sampled. `tokens` int64 [N] are on the device; a row with an error has an
+    """Rows that are being sampled. `tokens` int64 [N] are on the device. A row with an error has an
     arbitrary token.
     """
 
@@ -239,7 +235,7 @@ class PendingSamples:
 
     @property
     def known_tokens(self) -> Integers:
-        """The tokens [N], once the device has copied them; 0 for a row with an error."""
+        """The tokens [N] on the host, after the copy is done; 0 for a row with an error."""
         known: Integers = self._codes.numpy()
         return known.clip(min=0)
 
@@ -274,15 +270,15 @@ class _SamplingColumns:
     """Sampling parameters of sequences, in arrays indexed by slot."""
 
     def __init__(self) -> None:
-        # The columns of `draw.Columns` except `uniform`, which is computed here from `_seeds`.
+        # The columns of `draw.Columns` except `uniform`, which is computed from `_seeds`.
         self._parameters = np.zeros((0, len(Columns._fields) - 1))
         self._seeds = np.zeros(0, dtype=np.uint64)
         # True if a sequence's tokens depend on its earlier tokens.
         self.stateful = np.zeros(0, dtype=np.bool_)
-        # The number of wanted best log-probabilities; -1 if not even the token's own is wanted.
+        # The number of best log-probabilities wanted; -1 if the token's own is not wanted either.
         self.best_logprobs: Integers = np.zeros(0, dtype=np.int64)
-        # Uniform numbers for one run of `_POSITIONS` positions, and the number of that run; 1 is
-        # the first run, 0 means none.
+        # Uniform numbers for one run of `_POSITIONS` positions. Runs are counted from 1; 0 means
+        # none.
         self._uniforms = np.zeros((0, _POSITIONS))
         self._runs: Integers = np.zeros(0, dtype=np.int64)
 

@@ -1,8 +1,8 @@
 """Draws tokens that are ordered by likelihood: with top-k or top-p, and min-p.
 
-A token's weight is exp((logit - largest) / temperature) as an integer. Sums of integers are the
-same in any order. So a row's token has the same bits in any batch, on any number of threads, and
-with any width of the window (the most likely tokens that are sorted).
+A token's weight is exp((logit - largest) / temperature) as an integer, because sums of integers are
+the same in any order. So a row's token does not depend on the batch, the number of threads, or the
+width of the window (the most likely tokens, which are sorted).
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ from penstock_shard.device.triton_support import fault_on
 
 Floats: TypeAlias = NDArray[np.float64]
 
-# The weight of the most likely token; the sum of a million such weights fits into 63 bits. A token
+# The weight of the most likely token. The sum of a million such weights fits into 63 bits. A token
 # that is less likely by this factor is never drawn.
 ONE = 2.0**42
-# Filters other than top-k are tried on the first `_WINDOW` tokens of a row's order, then on all
-# tokens. For rows with top-k, the window is the largest k of a step, but a k above `_WINDOW` does
-# not widen it for smaller ones.
+# Filters other than top-k first try this many tokens, then all. For rows with top-k, the window is
+# the largest k of a step up to this; rows with a larger k form another group.
 _WINDOW = 1024
-# Smaller temperatures give infinity when float32 is divided by them. At this temperature the
-# largest logit always wins unless another is within 3e-5.
+# Dividing float32 by a smaller temperature gives infinity. At this temperature the largest logit
+# always wins unless another is within 3e-5.
 MIN_TEMPERATURE = 1e-6
 
 
 class Columns(NamedTuple):
-    """Parameters of rows, float64 [n] each, and their uniform numbers."""
+    """Parameters of rows, and their uniform numbers, float64 [n] each."""
 
     temperature: Floats
     top_k: Floats
@@ -52,12 +51,12 @@ class Columns(NamedTuple):
 
 
 class Rows:
-    """Rows of the same `_Route`, and a column [n, 1] for each parameter."""
+    """Rows of the same `_Route`, and columns [n, 1] of parameters."""
 
     def __init__(
         self, logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
     ) -> None:
-        """The rows `index` of logits float [N, V]."""
+        """Take the rows `index` of logits float [N, V]."""
         device = logits.device
         self.columns = columns
         self.vocabulary = logits.shape[1]
@@ -96,7 +95,7 @@ def weigh(scaled: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class FilteredTokens:
     """The tokens that the filters keep in `rows` (int64 [n]) of a chunk: the first `count` [n, 1]
-    of `ids` [n, w], in the order of drawing. `cumulative` [n, w] are running sums of weights.
+    of `ids` [n, w]. `cumulative` [n, w] are running sums of weights.
     """
 
     rows: Tensor
@@ -106,7 +105,7 @@ class FilteredTokens:
 
 
 # Rows of the chunk and their first ids [n, w] -> the ids that the filters keep, and bool [n, 1]:
-# true if the filters keep no id after these.
+# true if the filters keep no later id.
 Keep = Callable[[Tensor, Tensor], tuple[FilteredTokens, Tensor]]
 
 
@@ -129,9 +128,7 @@ def draw_filtered(rows: Rows, groups: Iterator[FilteredTokens]) -> Tensor:
 
 
 def pick(cumulative: Tensor, total: Tensor, uniform: Tensor) -> Tensor:
-    """Return columns [n, 1]: the first whose cumulative weight exceeds uniform [n, 1] times total
-    [n, 1].
-    """
+    """Return the first column whose cumulative weight exceeds uniform times total, all [n, 1]."""
     # A uniform number has 53 bits, so its product with a whole number rounds to less than that
     # number.
     place = torch.searchsorted(cumulative, (uniform * total).long(), right=True)
@@ -155,7 +152,7 @@ def most_likely(rows: Rows, chosen: abc.Sequence[int]) -> Iterator[FilteredToken
 def _keep_most_likely(
     rows: Rows, totals: Tensor, index: Tensor, ids: Tensor
 ) -> tuple[FilteredTokens, Tensor]:
-    """A `Keep` by top-k, top-p and min-p; `totals` int64 [n, 1] are the summed weights of all
+    """A `Keep` by top-k, top-p and min-p. `totals` int64 [n, 1] are the summed weights of all
     tokens, for rows without top-k.
     """
     weights = weigh(rows.scaled[index].gather(1, ids))
@@ -175,8 +172,8 @@ def _keep_most_likely(
 
 
 def share(share: Tensor, total: Tensor) -> Tensor:
-    """Return the smallest whole weight that is at least `share` of a total, both [n, 1]; at most
-    the total.
+    """Return the smallest whole weight that is at least `share` of a total, but not above the
+    total.
     """
     # A total may round down as a float: a share of 1 must not lose the last token.
     return torch.where(share < 1.0, (share * total).ceil().long(), total)
@@ -190,8 +187,8 @@ def widen(
 ) -> Iterator[FilteredTokens]:
     """Yield what `keep` keeps of each row of keys [N, V], largest key first.
 
-    `first` maps the wanted rows to the number of keys known to be enough; 0 if unknown. An unknown
-    row is tried on the first window, and if that is too small, on all keys.
+    `first` gives how many keys are enough for each wanted row. If this is 0 (unknown), the row is
+    tried on the first window, and if that is too small, on all keys.
     """
 
     def kept(rows: abc.Sequence[int], window: int) -> tuple[FilteredTokens, Tensor]:
@@ -207,7 +204,7 @@ def widen(
     vocabulary = keys.shape[1]
     window = min(_WINDOW, vocabulary)
     found, settled = kept(unsure, window)
-    # Reading this waits for the device.
+    # This waits for the device.
     is_enough = [True] if window == vocabulary else settled.squeeze(1).tolist()
     yield found if all(is_enough) else _only(found, settled.squeeze(1))
     if not all(is_enough):
@@ -222,11 +219,11 @@ def _only(kept: FilteredTokens, chosen: Tensor) -> FilteredTokens:
 
 def ordered_topk(values: Tensor, k: int) -> Tensor:
     """Return indices int64 [n, k] of the k largest of values float32 [n, V]: larger first, then
-    lower index. No value may be above 0 or NaN, and V not above 2**29.
+    lower index. No value may be NaN or above 0; V is at most 2**29.
     """
-    # The bits of positive floats, as integers, are in the order of their values, and a double made
-    # from a float ends in 29 zero bits. The index goes into these bits, so an integer key holds
-    # value and index, and all keys differ.
+    # The bits of positive floats, as integers, are in the order of their values. A double made from
+    # a float ends in 29 zero bits, which take the index. So an integer key holds value and index,
+    # and all keys differ.
     keys = (0.0 - values).double().view(torch.int64)
     keys += torch.arange(values.shape[1], device=keys.device)
     return _smallest(keys, k) & (2**29 - 1)

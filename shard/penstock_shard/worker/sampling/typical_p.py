@@ -33,11 +33,10 @@ def draw_typical(rows: Rows) -> Tensor:
 
 
 def _nearest_to_entropy(rows: Rows, weights: Tensor) -> Iterator[FilteredTokens]:
-    """Yield the tokens that typical-p keeps of those with a weight. Their log-probabilities are
-    nearest to the mean (minus the entropy), and together they have `typical_p` of the mass.
+    """Yield the tokens that typical-p keeps, of the tokens with a weight. Their log-probabilities
+    are nearest to the mean (minus the entropy), and together they have `typical_p` of the mass.
 
-    Log-probabilities are scaled logits minus a constant, so distances are the same between scaled
-    logits.
+    Scaled logits have the same distances as log-probabilities.
     """
     scaled = rows.scaled
     total = weights.sum(dim=1, keepdim=True)
