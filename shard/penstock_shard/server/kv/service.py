@@ -1,4 +1,4 @@
-"""The call by which other shards fetch KV blocks."""
+"""The RPC by which other shards fetch KV blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock_shard.server.kv.transfers import BlockTransfers, TooManyExports
 
 
 class KvTransferServicer:
-    """Answers peers. `KeyCheck` has checked their key."""
+    """Answers peers, whose key `KeyCheck` has checked."""
 
     def __init__(self, transfers: BlockTransfers) -> None:
         self._transfers = transfers
@@ -27,7 +27,7 @@ class KvTransferServicer:
         if namespace != self._transfers.namespace or not namespace:
             return
         try:
-            # Closed as soon as the caller is gone: an open export keeps slots from being reused.
+            # Close it as soon as the caller is gone: an open export keeps slots from being reused.
             async with aclosing(self._transfers.export(prefix, request.num_known)) as records:
                 async for record in records:
                     yield record
