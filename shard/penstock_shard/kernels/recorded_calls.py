@@ -35,8 +35,6 @@ class _Call(ctypes.Structure):
 
 
 class RecordedCalls:
-    """Calls, and the tensors that they use."""
-
     def __init__(self, call_again: Callable[[Any, int], int]) -> None:
         self._call_again = call_again
         self._calls: list[_Call] = []

@@ -98,7 +98,6 @@ def _queries_of(cu_queries_ptr, seq_lens_ptr, tile, decodes, rows, QUERIES: tl.c
         end = tl.load(cu_queries_ptr + row + 1)
         start = tl.load(seq_lens_ptr + row) - (end - begin)
         inner = tile - _first_tile_of(begin - decodes, row - decodes, QUERIES)
-        # Positions where this tile's part of the sequence begins and ends.
         cut = (start // QUERIES + inner) * QUERIES
         first = tl.maximum(cut, start)
         last = tl.minimum(cut + QUERIES, start + end - begin)
@@ -414,7 +413,7 @@ def rows_kernel(
         shrunk = tl.exp2(highest - raised)
         total = total * shrunk + tl.exp2(sinks - raised)
         weighted = weighted * shrunk[:, None]
-    # Padding rows may have no keys: avoid a division by 0.
+    # Padding rows may have no keys.
     total = tl.where(exists, total, 1.0)
     dims = tl.arange(0, PADDED_V)
     tl.store(

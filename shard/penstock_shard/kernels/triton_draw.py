@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Columns of a row read at once.
 _BLOCK = 4096
 
 

@@ -223,7 +223,6 @@ def _rotate_heads(
     places = head * DIM + half[None, :]
     first = tl.load(heads_ptr + places, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(heads_ptr + places + HALF, mask=inside, other=0.0).to(tl.float32)
-    # Elements not rotated.
     rest = 2 * HALF + tl.arange(0, PADDED_REST)
     in_rest = (head < COUNT) & (rest < DIM)[None, :]
     rest_places = head * DIM + rest[None, :]

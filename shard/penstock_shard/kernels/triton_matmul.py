@@ -149,8 +149,6 @@ def _grouped_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """A tile's sizes, and its program's launch options."""
-
     rows: int
     columns: int
     depth: int

@@ -13,7 +13,6 @@ from torch import Tensor
 
 _FP8_MAX = tl.constexpr(448.0)
 _SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny * 448.0)
-# Columns of a row read at once.
 _BLOCK = 2048
 
 # e4m3 values [T, K] and a scale for each row, float32 [T, 1].

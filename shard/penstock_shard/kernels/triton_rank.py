@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Columns of a row read at once.
 _BLOCK = 2048
 # Most logits of a row that are listed. If more would be listed, the row is read a few more times.
 _LISTED = 16384

@@ -38,7 +38,6 @@ class Step(NamedTuple):
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """The arguments of `_sequence`."""
         table = self.block_table
         return table, table.stride(0), self.cu_queries, self.seq_lens
 

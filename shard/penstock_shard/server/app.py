@@ -331,7 +331,6 @@ def _stop_on_signals() -> asyncio.Event:
 
 
 async def _report_health(engine: EngineSupervisor, servicer: health.aio.HealthServicer) -> None:
-    """Report NOT_SERVING while the engine loads, drains or hangs."""
     # For liveness probes, which must not kill the process while it drains or restarts the engine.
     await servicer.set(_LIVE, _Health.SERVING)
     reported = None
@@ -344,7 +343,7 @@ async def _report_health(engine: EngineSupervisor, servicer: health.aio.HealthSe
             await servicer.set("", status)
             await servicer.set(proto_codec.SERVICE_NAME, status)
             reported = serving
-        # A hang sets no event, so check at intervals too.
+        # A hang sets no event.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_HEALTH_INTERVAL_S):
                 await changed.wait()

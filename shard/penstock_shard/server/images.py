@@ -32,8 +32,6 @@ class _Kept:
 
 
 class EngineImages:
-    """Decides which images the engine gets and drops."""
-
     def __init__(self, most_bytes: int, tell: Callable[[ImagePiece | ImageDrop], None]) -> None:
         self._most_bytes = most_bytes
         self._tell = tell

@@ -17,7 +17,7 @@ Deliver = Callable[[messages.Output], None]
 
 @dataclass(eq=False, slots=True)
 class Route:
-    """A live request: where its outputs go, its token count and progress."""
+    """A live request."""
 
     request_id: str
     attempt: int
@@ -28,10 +28,9 @@ class Route:
     # True if the request may have killed engines.
     suspect: bool = False
     num_given: int = 0
-    # When the engine began to compute it.
     started_s: float | None = None
     deadline: asyncio.TimerHandle | None = None
-    # Checks the constraint before the engine gets the request.
+    # Check of the constraint, before the engine gets the request.
     checking: asyncio.Task[None] | None = None
     # Wait until its first step. None before that step, and after an output carried it.
     queue_s: float | None = None

@@ -73,7 +73,6 @@ _POOLINGS: Mapping[Pooling, pb.EmbedRequest.Pooling] = {
 
 
 def incoming(message: pb.GenerateRequest) -> IncomingRequest:
-    """Read a request without checking it."""
     sampling = message.sampling
     return IncomingRequest(
         **scalars(message),
@@ -116,7 +115,6 @@ def _thinking_budget(message: pb.GenerateRequest) -> ThinkingBudget | None:
 
 
 def incoming_embedding(message: pb.EmbedRequest) -> IncomingEmbedding:
-    """Read a request without checking it."""
     poolings = {number: pooling for pooling, number in _POOLINGS.items()}
     given = scalars(message) | {"pooling": poolings.get(message.pooling)}
     return IncomingEmbedding(**given, inputs=[_ids(each.token_ids) for each in message.inputs])

@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 
 _MIN_REPORT_INTERVAL_S = 0.1
 _MAX_REPORT_INTERVAL_S = 1.0
-# Time for an image's pixels to arrive.
 _IMAGE_TIMEOUT_S = 60.0
 # A call with this many unread outputs reads no more requests. Otherwise refusals would pile up for
 # a caller that does not read.
@@ -393,8 +392,6 @@ class ShardServicer(proto_codec.Servicer):
         except Refusal as refusal:
             await _refuse(context, refusal)
         return proto_codec.UNLOAD_ADAPTER_RESPONSE
-
-    # ---- internals ----
 
     def _check_engine(self, instance_id: str) -> None:
         """Raise `Refusal` if the request is for another engine instance; "" means any."""

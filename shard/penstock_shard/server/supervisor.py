@@ -93,9 +93,8 @@ class EngineSupervisor:
         self._listeners: dict[asyncio.Event, None] = {}
         self._beat = messages.Beat(0.0, 0.0)
         self._beat_at_s = self._clock()
-        # True if the engine gave any output. Then its death is no failed start.
+        # True if the engine gave any output; then its death is no failed start.
         self._worked = False
-        # The last engine's reason for not loading.
         self._refusal = ""
         # Id of the last engine that became ready; "" before the first.
         self.instance_id = ""
@@ -274,7 +273,6 @@ class EngineSupervisor:
         return None
 
     def live_attempt(self, request_id: str) -> int | None:
-        """Return the live attempt of a request, if any."""
         route = self._routes.get(request_id)
         return None if route is None else route.attempt
 

@@ -69,5 +69,4 @@ def _refuse(context: Any, method: str) -> None:
 
 
 def unreadable(method: str) -> str:
-    """Return the error's text for callers."""
     return f"{method}: a message cannot be read; send the one that the service's proto names"

@@ -314,7 +314,6 @@ def check_adapter(name: str, content_hash: str, loaded: abc.Sequence[Adapter]) -
 
 
 def _check_lengths(incoming: IncomingRequest, max_model_len: int) -> int:
-    """Return max_tokens."""
     num_prompt = incoming.prompt.size
     if not 1 <= num_prompt < max_model_len:
         _refuse(

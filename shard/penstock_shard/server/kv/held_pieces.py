@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from penstock_proto.prefix_hash import Tier
 
-# More pieces are ignored.
 _MOST_PIECES = 2**20
 # Pieces are kept in this many parts. Copying a part takes 0.1 ms.
 _NUM_PARTS = 256
@@ -56,8 +55,6 @@ class _Watch:
 
 
 class HeldPieces:
-    """The pieces that the present engine reports, and the callers that watch them."""
-
     def __init__(self) -> None:
         self._instance_id = ""
         self._parts: list[dict[int, int]] = [{} for _ in range(_NUM_PARTS)]

@@ -19,7 +19,6 @@ class KvTransferServicer:
         self._transfers = transfers
 
     async def fetch_blocks(self, request: Any, context: Any) -> AsyncGenerator[memoryview, None]:
-        """Yield the records of the requested prefix."""
         try:
             namespace, prefix = proto_codec.fetch_request(request)
         except ValueError as error:

@@ -111,8 +111,6 @@ class ShardMetrics:
         name = f"penstock_shard_{name}"
         return Histogram(name, text, buckets=tuple(buckets), registry=self.registry)
 
-    # ---- events ----
-
     def on_request_start(self, num_tokens: int, queue_s: float) -> None:
         self._prompt_tokens.inc(num_tokens)
         self._queue_seconds.observe(queue_s)
@@ -122,7 +120,6 @@ class ShardMetrics:
         self._cached_tokens.inc(cached_tokens)
 
     def on_request_end(self, last: Output, num_tokens: int, seconds: float) -> None:
-        """Count a request that `last` ended after `num_tokens` tokens and `seconds`."""
         outcome = _outcome(last)
         self._requests.labels(outcome).inc()
         self._request_seconds.observe(seconds)

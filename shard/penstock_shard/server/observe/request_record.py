@@ -69,8 +69,6 @@ OnEnd = Callable[[ShardRecord], None]
 
 
 class Follower:
-    """Records requests for logs and traces."""
-
     def __init__(
         self, log: OnEnd | None, trace: OnEnd | None, share: float, load: Callable[[], Load]
     ) -> None:
