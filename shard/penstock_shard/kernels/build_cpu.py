@@ -93,7 +93,7 @@ class KernelBuildError(Exception):
 
 
 def kernel_hash() -> str:
-    """Return a hash of all that determines the kernels' results: sources and arithmetic flags."""
+    """Return a hash of the sources and arithmetic flags, which determine results."""
     return _digest(*_sources(), " ".join(_ARITHMETIC_FLAGS).encode())
 
 
@@ -104,8 +104,8 @@ def supported_levels() -> tuple[str, ...]:
 
 
 def wanted_levels() -> tuple[str, ...]:
-    """Return the levels to try in turn: PENSTOCK_CPU_LEVEL if set, else all that this machine can
-    run. Raises KernelBuildError if PENSTOCK_CPU_LEVEL does not run here.
+    """Return the levels to try in turn: all that this machine can run, or only PENSTOCK_CPU_LEVEL.
+    Raises KernelBuildError if that does not run here.
     """
     supported = supported_levels()
     level = os.environ.get("PENSTOCK_CPU_LEVEL")
@@ -140,8 +140,8 @@ def libraries(level: str, progress: Callable[[str], None]) -> Iterator[Path]:
 
 
 def _library_name(level: str) -> str:
-    """Return a file name with a hash of all that the library depends on. The compiler is left out
-    because it may be gone.
+    """Return a file name with a hash of all that the library depends on, except the compiler, which
+    may be gone.
     """
     flags = " ".join(_flags(level))
     digest = _digest(*_sources(), flags.encode(), platform.machine().encode())

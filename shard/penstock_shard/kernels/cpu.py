@@ -1,5 +1,5 @@
-"""Binding of the CPU kernels in cpu.c: functions on tensors, and types for their own layouts
-(packed weights, the paged cache).
+"""Binding of the CPU kernels in cpu.c: functions on tensors, and types for packed weights and the
+paged cache.
 
 Results have the same bits for any number of rows or threads and at any level, except for bfloat16
 with tiles (`uses_tiles`). A result row depends only on its input row (in attention, also on its
@@ -479,8 +479,8 @@ _loaded: dict[str, CpuKernels] = {}
 def load_kernels(
     level: str | None = None, progress: Callable[[str], None] = lambda line: None
 ) -> CpuKernels:
-    """Return kernels with one thread, of this level or else of the best of
-    `build_cpu.wanted_levels` that loads. A process loads each level once.
+    """Return the kernels of `level`, or of the best of `build_cpu.wanted_levels` that loads, with
+    one thread. A process loads each level once.
 
     `progress` gets a line if a better level does not load or the cache cannot be used. Raises
     KernelBuildError with one line if no level loads.

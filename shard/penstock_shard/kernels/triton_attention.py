@@ -1,12 +1,12 @@
 """Attention over paged keys and values: Triton kernels.
 
-Never run on hardware: checked in Triton's interpreter and compiled for several cards.
+Not yet run on hardware: checked in Triton's interpreter and compiled for several cards.
 
 By splits (flash-decoding, Dao et al., 2023), a program takes a few queries of one sequence and KV
 head, and one split of the keys; a second kernel combines the splits in order. By rows (flash
-attention 2, Dao, 2023), a program takes many queries and loops over all their keys. The query heads
-of a KV head are adjacent in a tile, so that keys and values are read once for all of them. If a
-tile cannot hold them, several programs share them.
+attention 2, Dao, 2023), a program takes many queries and loops over all their keys. A KV head's
+query heads are adjacent in a tile, so that keys and values are read once for all of them. If a tile
+cannot hold them, several programs divide them.
 
 If values are the first elements of keys, as with latents, a tile of keys is loaded in two parts:
 the value elements, which are used twice, and the rest. A score is the sum of two products.

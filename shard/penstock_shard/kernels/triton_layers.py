@@ -1,8 +1,8 @@
 """Triton kernels of a layer besides products and attention: norms, activation, rotation, cache
 writes, sums of experts.
 
-Never run on hardware; see `triton_attention.py`. Each row is computed separately, in float32, with
-a fixed order of sums.
+Not yet run on hardware; see `triton_attention.py`. Each row is computed separately, in float32,
+with a fixed order of sums.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"

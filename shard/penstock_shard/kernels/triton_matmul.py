@@ -1,6 +1,6 @@
 """Matrix products in Triton with fixed tiles: a row's bits do not depend on other rows.
 
-Never run on hardware; see `triton_attention.py`.
+Not yet run on hardware; see `triton_attention.py`.
 
 Sums run over K from its start, without split-K, in float32. A tile has 64 rows, or 128 in a product
 of more than 64 rows. Both give the same bits, because they use the same instructions (over 64 rows

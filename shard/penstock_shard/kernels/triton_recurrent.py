@@ -1,8 +1,8 @@
 """Triton kernels of layers with a state: short convolutions, the delta rule, selective scans, as
 defined in `kernels/recurrent.h`.
 
-Never run on hardware; see `triton_attention.py`. A program keeps a part of one sequence's state in
-registers and processes token after token, in float32. So results depend neither on prompt chunks
+Not yet run on hardware; see `triton_attention.py`. A program keeps a part of one sequence's state
+in registers and processes token after token, in float32. So results depend neither on prompt chunks
 nor on other sequences.
 """
 
@@ -52,9 +52,6 @@ def _sequence(table_ptr, table_stride, cu_ptr, lens_ptr):
     end = tl.load(cu_ptr + row + 1).to(tl.int64)
     slot = tl.load(table_ptr + row * table_stride).to(tl.int64)
     return start, end, slot, end - start == tl.load(lens_ptr + row)
-
-
-# ---- short convolutions -------------------------------------------------------------------------
 
 
 @triton.jit
@@ -163,9 +160,6 @@ def short_conv(
     return out
 
 
-# ---- the delta rule -----------------------------------------------------------------------------
-
-
 @triton.jit
 def _unit_vector(ptr, index, inside):
     values = tl.load(ptr + index, mask=inside, other=0.0).to(tl.float32)
@@ -232,9 +226,6 @@ def delta_rule(qkv: Tensor, decay: Tensor, beta: Tensor, state: Tensor, step: St
         BLOCK=block,
     )
     return out
-
-
-# ---- selective scans ----------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=("table_stride",), do_not_specialize_on_alignment=_UNALIGNED)

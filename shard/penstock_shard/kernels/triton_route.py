@@ -19,8 +19,8 @@ _TOKENS = 256
 
 
 def fits(num_experts: int, groups: int) -> bool:
-    """Tell whether the kernels support these numbers. Several groups must be a power of two, as
-    must the experts, with at least 2 experts in a group.
+    """Tell whether the kernels support these numbers. With several groups, both must be powers of
+    two, and a group must have at least 2 experts.
     """
     powers = all(count & (count - 1) == 0 for count in (num_experts, groups))
     return groups == 1 or (powers and num_experts >= 2 * groups)

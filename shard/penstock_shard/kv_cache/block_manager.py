@@ -1,4 +1,4 @@
-"""The blocks of each sequence, and the prefixes cached in them. Plain integers, no torch.
+"""The blocks of each sequence, and the prefixes cached in them.
 
 A sequence has a table of blocks for each cache group. In a group with a window or chunks, a running
 sequence gives back blocks that no later token sees. A full block is cached under the prefix that it
@@ -97,8 +97,6 @@ class BlockManager:
             retained_share=retained_share,
         )
 
-    # ---- counts ----
-
     @property
     def num_blocks(self) -> int:
         """Blocks for each group in the scarcest pool."""
@@ -125,8 +123,8 @@ class BlockManager:
 
     @property
     def num_insertions(self) -> int:
-        """The number of blocks cached so far. If the next step copies states, those count only up
-        to the first one, because they are never copied if the step is lost.
+        """Counts the blocks cached so far, up to the first state that the next step copies: if that
+        step is lost, the state is never copied.
         """
         return self._num_before_copies if self._state_copies else self.prefixes.num_insertions
 
@@ -140,8 +138,6 @@ class BlockManager:
 
     def free_in(self, pool: int) -> int:
         return self._pools[pool].num_free
-
-    # ---- a sequence's blocks ----
 
     def blocks_of(self, sequence: Sequence, group: int = 0) -> abc.Sequence[int]:
         """Return the sequence's blocks in a group, in the order of its tokens."""
@@ -193,7 +189,7 @@ class BlockManager:
         return len(found) * self.block_size
 
     def acquire_copies(self, sequence: Sequence) -> None:
-        """Give a sequence that will not run its prefix's blocks, and blocks to load copies into;
+        """Give its prefix's blocks to a sequence that will not run, and blocks to load copies into;
         none if the copies would take over half of the free blocks.
         """
         found = self.acquire_prefix(sequence)
@@ -269,8 +265,8 @@ class BlockManager:
         return () if table is None else table.loads
 
     def awaits_loads(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
-        """True if a load for one of `others` is also for this sequence's prefix, so that this
-        sequence will find it cached.
+        """True if a load for one of `others` is for this sequence's prefix too, which will then be
+        cached.
         """
         table = self._table(sequence)
         for loads in map(self.loads_of, others):
@@ -389,8 +385,6 @@ class BlockManager:
         """Have a prefix's blocks copied, and reused after all blocks that are not retained."""
         self.prefixes.use(self.retention.retain(last, until_s, priority))
 
-    # ---- tables ----
-
     def _empty_table(self, hashes: list[bytes]) -> BlockTable:
         groups = [GroupBlocks() for _ in self._groups]
         return BlockTable(groups, hashes, Boundaries(self._state_spacing))
@@ -439,8 +433,6 @@ class BlockManager:
             self.prefixes.forget(cached)
         return block_id
 
-    # ---- prefixes ----
-
     def root_of(self, sequence: Sequence) -> bytes:
         return root_of(sequence, self._weights_hash)
 
@@ -458,8 +450,8 @@ class BlockManager:
         extend_hashes(table.hashes, sequence, count, self.block_size, self._weights_hash)
 
     def _find_chain(self, sequence: Sequence, table: BlockTable) -> list[Prefix]:
-        """Return the sequence's known prefixes, shortest first, up to the first block that a group
-        with full attention lacks. The last token is left to be computed.
+        """Return the sequence's known prefixes, as `PrefixCache.find` does. The last token is left
+        to be computed.
         """
         count = (sequence.num_tokens - 1) // self.block_size
         self._hash_blocks(sequence, table, count)
@@ -534,8 +526,6 @@ class BlockManager:
                 doubt = parent.doubt if is_proven(table.doubt) else table.doubt
                 self.prefixes.name(prefix, group, blocks.ids[index], doubt)
         return prefix
-
-    # ---- states ----
 
     def _mark(self, sequence: Sequence, table: BlockTable, num_known: int) -> None:
         """Keep the state after the last full block and where the known prefix ends."""

@@ -39,9 +39,8 @@ class BlockTable:
     # Chained hashes of the sequence's full blocks, computed when needed.
     hashes: list[bytes]
     boundaries: Boundaries
-    # Copies to load from host memory before the sequence runs.
     loads: list[Load] = field(default_factory=list)
-    # The number of the sequence's cached full blocks, and the prefix that they make.
+    # The number of cached full blocks of the sequence, and the prefix that they make.
     num_cached: int = 0
     prefix: Prefix | None = None
     # Doubt about cached blocks that the sequence uses.

@@ -73,8 +73,6 @@ class PrefixCache:
         # Users that pin a slot, by pool and slot.
         self._pins: Counter[tuple[int, int]] = Counter()
 
-    # ---- finding ----
-
     def find(self, root: bytes, names: Iterable[tuple[bytes, tuple[int, ...]]]) -> list[Prefix]:
         """Return the known prefixes after a root, shortest first, up to the first block that a
         group with full attention lacks. A name is a block's chained hash and tokens.
@@ -130,8 +128,6 @@ class PrefixCache:
     def is_useful(self, prefix: HasBlocks) -> bool:
         """Tell whether a prefix has its blocks of all groups that need every block."""
         return all(prefix.has(group) for group in self._whole)
-
-    # ---- naming ----
 
     def root(self, digest: bytes, *, is_salted: bool = False) -> Prefix:
         """Return the prefix without tokens at which a chain begins."""
@@ -198,8 +194,6 @@ class PrefixCache:
 
     def leave(self, prefix: Prefix) -> None:
         self._tree.leave(prefix)
-
-    # ---- copies in host memory ----
 
     @property
     def has_copies(self) -> bool:

@@ -105,9 +105,9 @@ class Retention:
         return self._ended.get(request_id)
 
     def retain(self, last: Prefix, until_s: float, priority: int) -> list[Prefix]:
-        """Retain the blocks of a prefix from its start on, while the share has room. In a group
-        with a window, retain only blocks that the next token sees. Returns the retained prefixes,
-        shortest first; none if the prefix is already retained as long at this priority.
+        """Retain a prefix's blocks from its start on, while the share has room; in a group with a
+        window, only blocks that the next token sees. Returns the retained prefixes, shortest first;
+        none if the prefix is already retained as long at this priority.
         """
         before = self._retained.get(last)
         if before is not None:

@@ -142,8 +142,6 @@ class Arena:
                 if name is not None:
                     yield slot, name
 
-    # ---- records outside the memory ----
-
     def name_of(self, header: memoryview) -> RecordName | None:
         """Return the name in a record's header; None if there is no record or the header is
         damaged.
@@ -196,8 +194,6 @@ class Arena:
         self._memory[start + 4 : end] = record[4:]
         # Written last: until now the slot has no record.
         self.mark(pool, slot, is_proven=is_proven)
-
-    # ---- slots ----
 
     def clear(self, pool: int, slot: int) -> None:
         struct.pack_into("<I", self._memory, self._start(pool, slot), _EMPTY)

@@ -50,8 +50,8 @@ class DiskTier:
         max_bytes: int = _MOST_BYTES,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Start the thread. It calls `on_done` when `take` has something new, when all records are
-        written, or when records were found or expired. At most `max_bytes` of records wait to be
+        """Start the thread. It calls `on_done` when `take` has something new, all records are
+        written, or records were found or expired. At most `max_bytes` of records wait to be
         written, and as many to be taken.
         """
         self._segments = segments
@@ -154,8 +154,6 @@ class DiskTier:
             self._is_closed = True
             self._news.notify()
         self._thread.join()
-
-    # ---- the thread ----
 
     def _run(self) -> None:
         self._busy_since_s = self._clock()

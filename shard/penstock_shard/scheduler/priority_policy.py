@@ -156,8 +156,6 @@ class PriorityPolicy(FcfsPolicy):
     def choose_victim(self, running: abc.Collection[Sequence]) -> Sequence:
         return max(running, key=preemption_key)
 
-    # ---- order ----
-
     def _have_objectives(self, sequences: abc.Iterable[Sequence]) -> bool:
         if not self._num_objectives:
             return False
@@ -198,8 +196,6 @@ class PriorityPolicy(FcfsPolicy):
         by_age = deque(sequence for key, sequence in ranked if not key[0])
         all_ = sorted((sequence for _, sequence in ranked), key=lambda each: each.request.priority)
         return by_age, deque(all_)
-
-    # ---- time ----
 
     def _time_s(self, decodes: abc.Sequence[Sequence], starts_s: float) -> float:
         """Return the seconds that the step may take to meet every limit on seconds between tokens.

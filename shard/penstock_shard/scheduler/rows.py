@@ -23,7 +23,7 @@ class Row:
 
 @dataclass(slots=True)
 class Rows:
-    """A step's rows in columns, as in a batch. Most steps have hundreds of decodes, for which
+    """A step's rows in columns, as in a batch. A step often has hundreds of decodes, for which
     columns cost much less than objects.
     """
 

@@ -69,8 +69,8 @@ class Scheduler:
         masks: SlowMasks | None = None,
     ) -> None:
         """By default, sequences run in order of arrival, with one token in a decode row. Policy and
-        speculation predict with `step_time`. Without `masks`, steps wait for the masks of
-        constraints, however slow.
+        speculation predict with `step_time`. Without `masks`, steps wait for constraints' masks,
+        however slow.
         """
         self._limits = limits
         self._blocks = blocks
@@ -344,8 +344,6 @@ class Scheduler:
         put_down, self._preempted = self._preempted, []
         return put_down
 
-    # ---- decodes ----
-
     def _decode_rows(
         self, decodes: abc.Sequence[Sequence], budget: StepBudget
     ) -> tuple[Rows, StepSize]:
@@ -389,8 +387,6 @@ class Scheduler:
             if victim is sequence:
                 return False
         return True
-
-    # ---- prompts ----
 
     def _prompt_rows(
         self, prefilling: list[Sequence], budget: StepBudget, now_s: float, *, admits: bool
@@ -526,8 +522,6 @@ class Scheduler:
         self._running[sequence] = None
         self.slots.give(sequence)
         self._admitted.append(sequence)
-
-    # ---- places ----
 
     def _enqueue(self, sequence: Sequence) -> None:
         self._waiting[sequence] = sequence.num_tokens

@@ -93,7 +93,7 @@ class ServerAdapters:
                 future.set_exception(Refusal(Code.UNAVAILABLE, "the shard's engine died"))
 
     async def load(self, name: str, source: str) -> Adapter:
-        """Load an adapter. Raises `Refusal`."""
+        """Raises `Refusal`."""
         self._check_served()
         self._check(name, source)
         if len(self._asked) >= _MAX_ASKED:
@@ -149,10 +149,8 @@ class ServerAdapters:
         self._changed(loaded)
         self._keep()
 
-    # ---- adapters of the next engine ----
-
     def _keep(self) -> None:
-        """Note the loaded adapters, for the next engine and the next process."""
+        """Note the loaded adapters for the next engine and process."""
         flags = self._config.loras
         self._wanted = [
             WantedAdapter(

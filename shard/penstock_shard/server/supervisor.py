@@ -152,8 +152,6 @@ class EngineSupervisor:
     def unlisten(self, event: asyncio.Event) -> None:
         self._listeners.pop(event, None)
 
-    # ---- requests ----
-
     def submit(
         self,
         request: Request,
@@ -339,8 +337,6 @@ class EngineSupervisor:
         inbox, self._inbox = self._inbox, messages.Inbox([], [])
         if self._process is not None:
             self._process.writer.write(encode_frame(inbox))
-
-    # ---- the process ----
 
     def drain(self, *, hand_over: bool) -> None:
         """Accept no more requests. With `hand_over`, ask clients to move theirs to other shards."""

@@ -138,8 +138,6 @@ class BlockTransfers:
                 if fetch is not None:
                     fetch.cancel()
 
-    # ---- to other shards ----
-
     async def export(self, prefix: PrefixNames, num_known: int) -> AsyncGenerator[memoryview, None]:
         """Yield the engine's records of a prefix, parents first. Each is valid until the next.
 
@@ -187,8 +185,6 @@ class BlockTransfers:
             self._exports.pop(number, None)
             if self._arena is arena:
                 self._tell(number)
-
-    # ---- from other shards ----
 
     def _begin(self, fetch: Fetch) -> None:
         if len(self._fetches) >= _MOST_FETCHES or self._arena is None:
