@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock_shard.kernels.triton_device import shared_bytes
 
-# Tiles of rows whose programs run at about the same time, to share weights in the L2 cache.
+# Tiles of rows computed at about the same time, to share weights in the L2 cache.
 _ROWS_TOGETHER = tl.constexpr(8)
 # Programs that keep a large GPU busy.
 _ENOUGH_PROGRAMS = 128

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Tokens whose experts a program reads at once.
+# Tokens that a program reads at once.
 _TOKENS = 256
 
 

@@ -20,7 +20,7 @@ _LINE = 64
 # Each layout's number; and for each, how many values of k are adjacent, and their bytes.
 _LAYOUTS = {"float32": 0, "float16": 1, "bfloat16": 2, 8: 3, 4: 4}
 _UNITS = ((1, 4), (1, 2), (2, 4), (4, 4), (8, 4))
-# The largest group of codes whose sums of products are exact in int32.
+# The largest group of codes for which sums of products are exact in int32.
 _MAX_GROUP = 1 << 17
 # Group size of int4, as in GGUF's Q4_0.
 _INT4_GROUP = 32

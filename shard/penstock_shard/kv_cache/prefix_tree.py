@@ -57,7 +57,7 @@ class Prefix:
 
 
 class PrefixTree:
-    """Owns the prefixes whose blocks are cached or copied, and their ancestors.
+    """Owns the prefixes that have cached or copied blocks, and their ancestors.
 
     A prefix outlives its blocks while a longer prefix has some: with a window, a sequence that
     continues the longer prefix does not need the early blocks.

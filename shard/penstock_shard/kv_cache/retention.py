@@ -123,7 +123,7 @@ class Retention:
             self._retain_chain(last, before.until_s, before.priority)
 
     def let_go(self, now_s: float) -> None:
-        """Release the prefixes whose time is over."""
+        """Release the prefixes that have reached their time."""
         while self._due and self._due[0][0] <= now_s:
             self._end(heapq.heappop(self._due)[-1])
 

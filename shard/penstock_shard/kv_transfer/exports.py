@@ -55,7 +55,7 @@ class Exports:
             self._prefixes.unpin(pool, slot)
 
     def advance(self) -> None:
-        """Answer the exports whose copies are made."""
+        """Answer the exports that have their copies."""
         for export in list(self._waiting.values()):
             chain = self._find(export.prefix)
             chain = chain[: self._prefixes.longest(chain)]

@@ -19,8 +19,8 @@ _SHARE = 8
 
 @dataclass(slots=True)
 class FetchProgress:
-    """`names`: the wanted blocks; the first `num_known` are not fetched. `prefix`: the longest
-    prefix of which a block arrived; it has one more user until `Fetches.end`.
+    """The shard has the first `num_known` blocks of `names` already. `prefix` is the longest prefix
+    with a block that has arrived; it has one more user until `Fetches.end`.
     """
 
     root: bytes

@@ -25,8 +25,8 @@ class ImportChecks:
     """Settles doubts about peers' blocks."""
 
     def __init__(self, arena: Arena, prefixes: PrefixCache, on_lie: Callable[[str], None]) -> None:
-        """`on_lie` gets the address of a peer whose blocks are wrong, once they and all blocks
-        computed from them are uncached.
+        """If a peer's blocks are wrong, uncache them and all blocks computed from them, then call
+        `on_lie` with its address.
         """
         self._arena = arena
         self._prefixes = prefixes

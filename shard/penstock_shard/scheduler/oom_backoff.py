@@ -38,9 +38,9 @@ class StepBounds:
         self._failed_alone: set[_Place] = set()
 
     def is_hopeless(self, failed: Batch, first: Sequence, least: int = 1) -> bool:
-        """Tell whether a failed step, whose first row is of `first`, can never fit into memory: it
-        could not be smaller (at most `least` or a few tokens, no other row), and failed before at
-        the same token.
+        """Tell whether memory will never suffice for a failed step, whose first row is of `first`.
+        True if the step could not be smaller (one row of `least` or a few tokens), and failed
+        before at the same token.
         """
         return _is_least(failed, least) and _place(first) in self._failed_alone
 

@@ -77,8 +77,8 @@ class Rows:
 
 
 def split(running: abc.Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """Split sequences into those that lack one token and those that lack more. Sequences whose
-    tokens are all known or pending are in neither, because they wait for their last step.
+    """Split sequences into those that lack one token and those that lack more. A sequence is in
+    neither if its known and pending tokens reach `max_tokens`: it waits for its last step.
     """
     decodes, prefilling = [], []
     for sequence in running:

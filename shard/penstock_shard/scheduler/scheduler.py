@@ -7,8 +7,8 @@ before the last one's results are known.
 
 A step has bounds on tokens and sequences; while sequences decode, also on prompt tokens and the
 share of long prompts. When blocks run out, a sequence is preempted: its blocks are freed once no
-launched step uses them, and it is computed again later. A sequence whose prefix has copies in host
-memory gets blocks at once, and runs when the copies are in them.
+launched step uses them, and it is computed again later. If host memory has copies of a sequence's
+prefix, the sequence gets blocks at once, and runs when the copies are in them.
 
 Optional parts: another policy (`priority_policy.py`), drafts in decode rows (`speculation.py`), and
 waiting for slow masks (`slow_masks.py`).
@@ -90,7 +90,7 @@ class Scheduler:
         self._loading: dict[Sequence, int] = {}
         # Sequences that have their blocks and copies, and wait for room in a step (an ordered set).
         self._loaded: dict[Sequence, None] = {}
-        # Ended or preempted sequences, whose blocks and slots are freed when the launched steps
+        # Ended or preempted sequences. Their blocks and slots are freed once the launched steps
         # that use them are collected.
         self._leaving: set[Sequence] = set()
         # Sequences that got a slot for the step being planned.
@@ -304,7 +304,7 @@ class Scheduler:
         return first, self._blocks.least_chunk(first, batch.starts[0])
 
     def finish_loads(self, sequence: Sequence) -> None:
-        """Let a sequence run whose blocks have their copies now."""
+        """Let a sequence run, because its blocks have their copies now."""
         del self._loading[sequence]
         self._blocks.finish_loads(sequence)
         self._loaded[sequence] = None

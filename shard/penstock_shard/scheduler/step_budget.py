@@ -31,7 +31,7 @@ class SchedulerLimits:
     # Most prompt tokens in steps with decodes. Prompts with more tokens are long: the time of the
     # decodes bounds their chunks.
     max_prefill_tokens: int = 2**31
-    # Most prompt tokens in a step whose log-probabilities are wanted.
+    # Most prompt tokens with wanted log-probabilities in a step.
     max_scored_tokens: int = 2**31
     # True if decodes do not bound prompts, because they will soon move to another shard.
     prompts_first: bool = False

@@ -12,7 +12,7 @@ from __future__ import annotations
 from penstock_shard.ipc.request import Objective
 from penstock_shard.sequence import Sequence
 
-# What `latency_sensitive` means, in seconds, if the objective gives none.
+# Seconds that `latency_sensitive` stands for if the objective gives none.
 _SENSITIVE_FIRST_TOKEN_S = 0.5
 _SENSITIVE_BETWEEN_TOKENS_S = 0.1
 

@@ -145,7 +145,7 @@ def _peers(config: ShardConfig, memory: int | None, dates: CertificateDates) -> 
     tls = None
     ca_file = config.kv_peer_ca_file
     if ca_file is not None:
-        # The client's certificate is the server's, whose dates the server notes.
+        # The client's certificate is the server's. The server notes its dates.
         tls = Tls(
             *(ca_file, config.tls_cert_file, config.tls_key_file),
             server_name=config.kv_peer_server_name,

@@ -37,7 +37,8 @@ class KeyCheck(grpc.aio.ServerInterceptor):
         """`key` None: every client may call."""
         self._expected = None if key is None else f"Bearer {key}".encode()
         self._of_peers = None if peer_key is None else f"Bearer {peer_key}".encode()
-        # Also for unary calls, because a stream's handler receives no message unless it reads one.
+        # Used for unary calls too: the handler of a stream receives no message until it asks for
+        # one.
         self._refuse: Handler = grpc.stream_stream_rpc_method_handler(_refuse)
         # Health checks being received, by address.
         self._probes: Counter[str] = Counter()

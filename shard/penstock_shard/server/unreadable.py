@@ -16,7 +16,7 @@ from penstock_shard.server.proto_codec import UnreadableMessage
 # gRPC's type is generic only for type checkers.
 Handler = Any
 
-# The function's attribute in a handler -> the maker of such handlers.
+# Makers of handlers, by the handler attribute that holds the function.
 _KINDS = {
     "unary_unary": grpc.unary_unary_rpc_method_handler,
     "unary_stream": grpc.unary_stream_rpc_method_handler,

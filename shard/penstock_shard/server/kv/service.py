@@ -13,7 +13,7 @@ from penstock_shard.server.kv.transfers import BlockTransfers, TooManyExports
 
 
 class KvTransferServicer:
-    """Answers peers, whose key `KeyCheck` has checked."""
+    """Answers peers, after `KeyCheck` has checked their key."""
 
     def __init__(self, transfers: BlockTransfers) -> None:
         self._transfers = transfers

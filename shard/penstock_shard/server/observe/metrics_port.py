@@ -64,7 +64,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """End connections whose time is up. Called twice a second."""
+        """End connections that exceed their time. Called twice a second."""
         late_s = time.monotonic() - _CALLER_TIMEOUT_S
         for request, arrived_s in list(self._arrived_s.items()):
             if arrived_s < late_s:
