@@ -1,12 +1,12 @@
-"""Compiles cpu.c for an instruction set level of this machine and caches the library.
+"""Compiles cpu.c for one of this machine's instruction set levels, and caches the library.
 
     python -m penstock_shard.kernels.build_cpu
 
 builds every level that the compiler supports, for container images. A cached library needs no
 compiler.
 
-Environment: CC (compiler), PENSTOCK_CPU_LEVEL (the level to use instead of the best), and
-PENSTOCK_CACHE (see `device/cache_directory.py`).
+Environment: CC (compiler), PENSTOCK_CPU_LEVEL (used instead of the best level), PENSTOCK_CACHE (see
+`device/cache_directory.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock_shard.device.cache_directory import (
     temporary_directory,
 )
 
-# The first file is compiled; it includes the others.
+# The first file is compiled and includes the others.
 _FILES = (
     "cpu.c",
     "attention.h",
@@ -46,12 +46,12 @@ _FILES = (
     "weights.h",
 )
 SOURCES = tuple(Path(__file__).with_name(name) for name in _FILES)
-# Best first. A machine that runs one level also runs the levels after it.
+# Best first. A machine that runs one level also runs those after it.
 TILES = "avx512_amx"
 LEVELS = (TILES, "avx512_bf16", "avx512", "avx2", "portable")
-# The best level, with tile instructions emulated by their definition, to test on any processor.
+# The best level, with its tile instructions emulated, for tests on any processor.
 MODEL_OF_TILES = "avx512_amx_model"
-# CPU features by their names in /proc/cpuinfo.
+# CPU features, named as in /proc/cpuinfo.
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx2", "fma", "f16c"}
 _NEEDED_FEATURES = {
     TILES: {*_AVX512, "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"},
@@ -60,8 +60,7 @@ _NEEDED_FEATURES = {
     "avx2": {"avx2", "fma", "f16c"},
     "portable": set[str](),
 }
-# Results depend on these flags, as they do on the source. The last flag's default differs between
-# compilers.
+# Results depend on these flags and on the source. Compilers differ in the last flag's default.
 _ARITHMETIC_FLAGS = ("-O3", "-ffp-contract=off", "-fno-fast-math")
 _COMMON_FLAGS = (
     *_ARITHMETIC_FLAGS,
@@ -90,13 +89,11 @@ _COMPILE_LIMIT_S = 120
 
 
 class KernelBuildError(Exception):
-    """The kernels cannot be built or loaded here; the message is one line."""
+    """The kernels cannot be built or loaded here. The message is one line."""
 
 
 def kernel_hash() -> str:
-    """Return a hash of everything that the kernels' results depend on: sources and arithmetic
-    flags.
-    """
+    """Return a hash of the sources and arithmetic flags, which determine results."""
     return _digest(*_sources(), " ".join(_ARITHMETIC_FLAGS).encode())
 
 
@@ -108,7 +105,7 @@ def supported_levels() -> tuple[str, ...]:
 
 def wanted_levels() -> tuple[str, ...]:
     """Return the levels to try in turn: all that this machine can run, or only PENSTOCK_CPU_LEVEL.
-    Raises KernelBuildError if that level does not run here.
+    Raises KernelBuildError if that does not run here.
     """
     supported = supported_levels()
     level = os.environ.get("PENSTOCK_CPU_LEVEL")
@@ -122,9 +119,8 @@ def wanted_levels() -> tuple[str, ...]:
 
 
 def libraries(level: str, progress: Callable[[str], None]) -> Iterator[Path]:
-    """Yield libraries of this level, to be tried in turn until one loads. First the cached one; if
-    that is damaged, one compiled into the cache; if the cache is unusable or mounted noexec, one in
-    a temporary directory.
+    """Yield libraries to try until one loads: the cached one; if that is damaged, one compiled into
+    the cache; if the cache is unusable or mounted noexec, one in a temporary directory.
 
     `progress` gets a line that says why the cache is not used. Raises KernelBuildError.
     """
@@ -135,7 +131,7 @@ def libraries(level: str, progress: Callable[[str], None]) -> Iterator[Path]:
             yield library
         yield _compile(level, library)
     except OSError as error:
-        # Reported because every start then compiles.
+        # Reported, because every start will compile again.
         progress(f"the cache of compiled kernels is not used: {error}")
     try:
         yield _compile(level, temporary_directory() / name)
@@ -144,8 +140,8 @@ def libraries(level: str, progress: Callable[[str], None]) -> Iterator[Path]:
 
 
 def _library_name(level: str) -> str:
-    """Return a file name with a hash of everything that the library depends on except the compiler,
-    which may be gone.
+    """Return a file name with a hash of all that the library depends on, except the compiler, which
+    may be gone.
     """
     flags = " ".join(_flags(level))
     digest = _digest(*_sources(), flags.encode(), platform.machine().encode())
@@ -179,8 +175,8 @@ def _features() -> set[str]:
 
 
 def _macos_features() -> set[str]:
-    """Return CPU features of an Intel Mac, in lower case. Those that we look for have the same
-    names on Linux.
+    """Return an Intel Mac's CPU features in lower case. The needed ones have the same names on
+    Linux.
     """
     if sys.platform != "darwin":
         return set()
@@ -221,7 +217,7 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _compile(level: str, library: Path) -> Path:
-    """Compile to a temporary name, then rename, so that several processes may build at once."""
+    """Compile to a temporary name, then rename it, so that several processes may build at once."""
     command = [*_compiler(), *_flags(level), str(SOURCES[0])]
     handle, name = tempfile.mkstemp(dir=library.parent, suffix=".so")
     os.close(handle)
@@ -230,7 +226,7 @@ def _compile(level: str, library: Path) -> Path:
         if result.returncode != 0:
             reason = _first_error(result.stderr or result.stdout)
             raise KernelBuildError(f"{command[0]} could not compile {SOURCES[0].name}: {reason}")
-        # Readable by other users, because an image may run as any user.
+        # Readable by others, because an image may run as any user.
         Path(name).chmod(0o755)
         replace_file(Path(name), library)
     finally:
@@ -244,7 +240,7 @@ def _first_error(output: str) -> str:
 
 
 def main() -> int:
-    """Build all levels in the cache; return 0 if at least one could be built."""
+    """Build all levels in the cache. Return 0 if at least one was built."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     built = 0
     for level in LEVELS if x86 else ("portable",):

@@ -36,7 +36,7 @@ def declare(
 
 
 def check(status: int) -> None:
-    """Raise the error that a status of the library stands for."""
+    """Raise the error for a C function's status."""
     if status == _NO_MEMORY:
         raise MemoryError("no scratch memory for the cpu kernels")
     if status:

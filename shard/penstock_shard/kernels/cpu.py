@@ -1,10 +1,10 @@
-"""Binding of the CPU kernels in cpu.c: functions on tensors, and types for the kernels' own layouts
-(packed weights, the paged cache).
+"""Binding of the CPU kernels in cpu.c: functions on tensors, and types for packed weights and the
+paged cache.
 
 Results have the same bits for any number of rows or threads and at any level, except for bfloat16
-with tiles (`uses_tiles`). A row of a result depends only on its own input row (in attention, also
-on its sequence). Activations are float32 and contiguous. A call releases the interpreter lock;
-calls run one at a time.
+with tiles (`uses_tiles`). A result row depends only on its input row (in attention, also on its
+sequence). Activations are float32 and contiguous. Calls release the interpreter lock and run one at
+a time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from penstock_shard.kernels.weight_layouts import (
 Activation = Literal["silu", "gelu_tanh", "sigmoid", "clamped_swiglu"]
 
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "sigmoid", "clamped_swiglu")
-# Block sizes are multiples of 16: 16 keys form a tile.
+# Block sizes are multiples of 16, because 16 keys form a tile.
 KEY_TILE = 16
 
 _CODES = 3
@@ -63,10 +63,10 @@ class _CacheStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvCache:
-    """The paged cache of one layer, float32 or float16; slots are those of `attention.base`.
+    """One layer's paged cache, float32 or float16. Slots are as in `attention.base`.
 
     keys [num_blocks, Hkv, block_size / 16, D, 16], values [num_blocks, Hkv, block_size, Dv]. If
-    values are the first Dv elements of the keys, `keys` is None and `values` [..., D] has both.
+    values are the first Dv elements of keys, `keys` is None and `values` [..., D] has both.
     """
 
     keys: Tensor | None
@@ -93,9 +93,9 @@ def make_cache(
     *,
     values_in_keys: bool = False,
 ) -> KvCache:
-    """Return an uninitialised cache, whose memory the system commits only on the first write;
-    attention uses nothing unwritten. With `values_in_keys` the values are the first dim_v elements
-    of the keys. Raises ValueError for an unsupported block size or dtype.
+    """Return an uninitialised cache. The system commits its memory on the first write. With
+    `values_in_keys`, values are the first dim_v elements of keys. Raises ValueError for an
+    unsupported block size or dtype.
     """
     if block_size < 1 or block_size % KEY_TILE:
         raise ValueError(f"block_size is {block_size}; it must be a multiple of {KEY_TILE}")
@@ -104,8 +104,8 @@ def make_cache(
     keys = None
     if not values_in_keys:
         keys = torch.empty(num_blocks, kv_heads, block_size // KEY_TILE, dim, KEY_TILE, dtype=dtype)
-    # The end has spare elements, because rows are read 16 elements at a time and may not be a
-    # multiple of 16.
+    # The memory has spare elements at its end, because kernels read 16 elements at a time, even
+    # past a row's end.
     shape = (num_blocks, kv_heads, block_size, dim if values_in_keys else dim_v)
     room = math.prod(shape)
     values = torch.empty(room + KEY_TILE, dtype=dtype)[:room].view(shape)
@@ -124,7 +124,7 @@ def make_cache(
 
 
 class CpuKernels:
-    """The kernels of one level. Use `load_kernels` to make it."""
+    """The kernels of one level; made by `load_kernels`."""
 
     def __init__(self, level: str, library: ctypes.CDLL) -> None:
         self.level = level
@@ -152,7 +152,7 @@ class CpuKernels:
 
     @contextmanager
     def recording(self) -> Iterator[RecordedCalls]:
-        """Record all calls inside the context, except packing and `recurrent`."""
+        """Record all calls made in the context, except packing and `recurrent`."""
         recorded = RecordedCalls(self._call_again)
         functions = {name: getattr(self, f"_{name}") for name in RECORDABLE}
         for name, function in functions.items():
@@ -167,11 +167,11 @@ class CpuKernels:
 
     @property
     def uses_tiles(self) -> bool:
-        """True if products of bfloat16 are summed like tile instructions sum them; see tiles.h."""
+        """True if bfloat16 products are summed in the order of tile instructions; see tiles.h."""
         return self.level in (TILES, MODEL_OF_TILES)
 
     def check_instructions(self) -> None:
-        """Raise KernelBuildError if this machine's instructions do not give the defined bits."""
+        """Raise KernelBuildError if this machine's instructions give other bits than defined."""
         if self._differs():
             raise KernelBuildError(f"{self.level} instructions give other bits than defined")
 
@@ -184,8 +184,8 @@ class CpuKernels:
     def pack(self, weight: Tensor | Sequence[Tensor], kind: WeightKind) -> PackedWeight:
         """Pack a weight [n, k] of float32, float16 or bfloat16, with any strides.
 
-        int8 has a scale for each row, int4 one for each 32 columns. Several weights with the same k
-        are stacked without an intermediate copy. Raises ValueError for a value that the kind cannot
+        int8 has a scale for each row, int4 one for each 32 columns. Weights with the same k are
+        stacked without an intermediate copy. Raises ValueError for a value that the kind cannot
         hold: NaN or beyond 65504 in float16, NaN or beyond 3.4e38 in bfloat16, not finite in int8
         and int4.
         """
@@ -214,7 +214,7 @@ class CpuKernels:
         self, parts: Sequence[tuple[Tensor, Tensor, Tensor | None]], layout: CodeLayout
     ) -> PackedWeight:
         """Pack stacked parts: codes uint8 [n, k], scales and minimums float32 [n, ceil(k / group)].
-        Raises ValueError for shapes that do not fit together.
+        Raises ValueError if shapes do not fit together.
         """
         n, k = sum(len(values) for values, _, _ in parts), parts[0][0].shape[1]
         packed = empty_weight(n, k, layout)
@@ -270,8 +270,8 @@ class CpuKernels:
         self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """Return x @ weight.T + bias, [T, n], for x [T, k] and bias float32 [n]. x is rounded to
-        bfloat16 if the weight is bfloat16, and quantized to int8, with a scale for each row and
-        group, if the weight has codes. Rows of `out` may have any stride.
+        bfloat16 for a bfloat16 weight, and quantized to int8, with a scale for each row and group,
+        for a weight with codes. Rows of `out` may have any stride.
 
         Raises MemoryError, like rope_and_cache and attention, if there is no scratch memory.
         """
@@ -350,11 +350,10 @@ class CpuKernels:
         """Return rotated queries [T, Hq, D] of qkv [T, (Hq + 2 Hkv) * D]; write keys and values to
         the cache.
 
-        positions and slots int64 [T]; a slot of -1 is not stored. cos and sin float32
-        [max_positions, rotary_dim / 2] rotate the first rotary_dim of D, in pairs (x[i], x[i +
-        rotary_dim / 2]); None leaves heads unrotated. q_norm and k_norm [D] are weights of an
-        RMSNorm over each head, before the rotation. Raises IndexError for a position or slot out of
-        bounds.
+        positions and slots int64 [T]; slot -1 is not stored. cos and sin float32 [max_positions,
+        rotary_dim / 2] rotate the first rotary_dim of D, in pairs (x[i], x[i + rotary_dim / 2]);
+        None: no rotation. q_norm and k_norm [D] are weights of an RMSNorm over each head, before
+        the rotation. Raises IndexError for a position or slot out of bounds.
         """
         rows = qkv.shape[0]
         heads = qkv.shape[1] // cache.dim - 2 * cache.kv_heads
@@ -433,8 +432,8 @@ class CpuKernels:
         `attention.base`.
 
         cu_queries int32 [B + 1], seq_lens int32 [B], block_table int32 [B, M], sinks float32 [Hq],
-        bidirectional int32 [B]: 1 if a sequence's queries see later keys too. Keys and values of
-        this step's tokens must be in the cache already.
+        bidirectional int32 [B]: 1 if a sequence's queries see later keys too. The cache must have
+        this step's keys and values already.
         """
         rows, heads, dim = query.shape
         if out is None:
@@ -480,8 +479,8 @@ _loaded: dict[str, CpuKernels] = {}
 def load_kernels(
     level: str | None = None, progress: Callable[[str], None] = lambda line: None
 ) -> CpuKernels:
-    """Return the kernels of this level, or of the best of `build_cpu.wanted_levels` that loads,
-    with one thread. Each level is loaded once in a process.
+    """Return the kernels of `level`, or of the best of `build_cpu.wanted_levels` that loads, with
+    one thread. A process loads each level once.
 
     `progress` gets a line if a better level does not load or the cache cannot be used. Raises
     KernelBuildError with one line if no level loads.
@@ -492,7 +491,7 @@ def load_kernels(
         try:
             kernels = _loaded.get(candidate) or _load(candidate, progress)
         except KernelBuildError as error:
-            # The next level may work, because an old compiler may not know the newest instructions.
+            # An old compiler may not know the newest instructions, so try the next level.
             failures.append(str(error))
             continue
         if failures:

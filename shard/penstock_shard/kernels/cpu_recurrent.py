@@ -10,14 +10,14 @@ from torch import Tensor
 
 from penstock_shard.kernels.c_calls import check, declare, plain, pointer, say
 
-# The largest number of inputs of a short convolution.
+# Most inputs of a short convolution.
 MOST_TAPS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
     """A step's tokens by sequence, for layers with a state: cu_queries int32 [B + 1], seq_lens
-    int32 [B], and block_table int32 [B, M], whose first column has the slot of each state.
+    int32 [B], and block_table int32 [B, M], whose first column has the states' slots.
     """
 
     cu_queries: Tensor
@@ -36,8 +36,6 @@ class Steps:
 
 
 class RecurrentKernels:
-    """The kernels of one level."""
-
     def __init__(self, library: ctypes.CDLL) -> None:
         self._short_conv = declare(library, "short_conv", "piippiipipppiip", ctypes.c_int64)
         self._delta_rule = declare(library, "delta_rule", "piiiiipippipppiip", ctypes.c_int64)
@@ -88,9 +86,9 @@ class RecurrentKernels:
     def delta_rule(
         self, qkv: Tensor, decay: Tensor, beta: Tensor, state: Tensor, step: Steps
     ) -> Tensor:
-        """Return outputs of the delta rule [T, H, Dv] for qkv [T, 2 Hk D + H Dv]; see recurrent.h.
+        """Return the delta rule's outputs [T, H, Dv] for qkv [T, 2 Hk D + H Dv]; see recurrent.h.
 
-        decay [T, H] or, for each channel, [T, H, D]; beta [T, H]; state [slots, H, D, Dv] is
+        decay [T, H], or [T, H, D] for each channel; beta [T, H]; state [slots, H, D, Dv] is
         updated.
         """
         rows, width = qkv.shape

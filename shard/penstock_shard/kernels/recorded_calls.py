@@ -1,4 +1,4 @@
-"""Recorded calls of the CPU kernels; one C call repeats them all.
+"""Recorded calls of the CPU kernels, which one C call repeats.
 
 A step of few tokens has about 100 calls, each with microseconds of Python. Their arguments stay the
 same while their tensors keep their addresses.
@@ -12,8 +12,7 @@ from typing import Any
 
 from penstock_shard.kernels.c_calls import check
 
-# The functions that can be recorded, in the order of recorded.h, and their arguments in the
-# notation of `declare`.
+# Recordable functions in the order of recorded.h, with their arguments as in `declare`.
 RECORDABLE = {
     "linear": "pipppi",
     "rows": "ppip",
@@ -36,12 +35,10 @@ class _Call(ctypes.Structure):
 
 
 class RecordedCalls:
-    """Calls, and the tensors that they use."""
-
     def __init__(self, call_again: Callable[[Any, int], int]) -> None:
         self._call_again = call_again
         self._calls: list[_Call] = []
-        # The references keep tensors at their addresses.
+        # Keeps tensors at their addresses.
         self._held: list[object] = []
         self._array: ctypes.Array[_Call] | None = None
 
@@ -55,7 +52,7 @@ class RecordedCalls:
         return hold
 
     def noting(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the function of this name, to record its calls."""
+        """Wrap the function `name`, to record its calls."""
 
         def note(*arguments: float | None) -> Any:
             letters = RECORDABLE[name]
@@ -78,7 +75,7 @@ class RecordedCalls:
         return note
 
     def make_again(self) -> None:
-        """Repeat all calls, in order. Raises the errors that they raise."""
+        """Repeat all calls in order. Raises their errors."""
         if self._array is None:
             self._array = (_Call * len(self._calls))(*self._calls)
         check(self._call_again(self._array, len(self._array)))

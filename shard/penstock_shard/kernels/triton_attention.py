@@ -1,23 +1,22 @@
 """Attention over paged keys and values: Triton kernels.
 
-They were checked in Triton's interpreter and compiled for several cards, but never ran on hardware.
+Not yet run on hardware: checked in Triton's interpreter and compiled for several cards.
 
-By splits (flash-decoding, Dao et al., 2023), a program takes a few queries of one sequence and one
-KV head, and one split of the keys; a second kernel combines the splits in order. By rows (flash
-attention 2, Dao, 2023), a program takes many queries and loops over all their keys. Query heads of
-one KV head are adjacent in a tile, so that keys and values are read once for all of them. If a tile
+By splits (flash-decoding, Dao et al., 2023), a program takes a few queries of one sequence and KV
+head, and one split of the keys; a second kernel combines the splits in order. By rows (flash
+attention 2, Dao, 2023), a program takes many queries and loops over all their keys. A KV head's
+query heads are adjacent in a tile, so that keys and values are read once for all of them. If a tile
 cannot hold them, several programs divide them.
 
 If values are the first elements of keys, as with latents, a tile of keys is loaded in two parts:
 the value elements, which are used twice, and the rest. A score is the sum of two products.
 
 By splits, a query's bits depend only on its own keys, if all launches use the same smallest split
-size. Splits and tiles of keys begin at positions that follow from the query's position, tiles have
-one shape, and unseen keys change no bit. The host needs no lengths, only the width of the block
-table, so a captured launch serves all lengths.
+size. The query's position determines where splits and tiles of keys begin, tiles have one shape,
+and unseen keys change no bit. The host needs only the width of the block table, not the lengths, so
+a captured launch serves all lengths.
 """
 
-# mypy cannot type the arguments of kernels.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
@@ -25,17 +24,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The smallest number of keys in a split. A launch chooses the size of its smallest splits, a power
-# of two. A query's size is doubled until it has at most MOST_SPLITS splits, to bound scratch memory
-# and launches.
+# Fewest keys in a split. Each launch chooses its smallest split size, a power of two. The size is
+# doubled until a query has at most MOST_SPLITS splits, to bound scratch memory and launches.
 SPLIT = 256
 MOST_SPLITS = 64
 _MOST_SPLITS = tl.constexpr(MOST_SPLITS)
-# Splits of one query that are combined at once.
+# Splits of a query that are combined at once.
 _SPLITS_TOGETHER = tl.constexpr(8)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-# Arguments that change from step to step. Kernels are not specialized on them: recompiling would
-# take time and could change bits.
+# Arguments that differ between steps. Kernels are not specialized on them, because recompiling
+# takes time and may change bits.
 _VARYING = ("decodes", "rows")
 _VARYING_SPLITS = ("low", "num_splits", "smallest")
 _UNALIGNED = ("cu_queries_ptr", "seq_lens_ptr")
@@ -57,13 +55,12 @@ def _split_size(position, smallest):
 
 @triton.jit
 def _first_key(position, WINDOW: tl.constexpr):
-    """Return the first key that the query at this position sees."""
     return tl.maximum(position - (WINDOW - 1), 0) if WINDOW > 0 else 0 * position
 
 
 @triton.jit
 def _first_tile_of(queries_before, row_index, QUERIES: tl.constexpr):
-    """Return the index of a row's first tile. Tiles are cut at multiples of QUERIES in the row's
+    """Return the index of a row's first tile. Tiles are cut at multiples of QUERIES in the
     sequence, so a row has at most two tiles more than its queries need.
     """
     return queries_before // QUERIES + 2 * row_index
@@ -71,9 +68,7 @@ def _first_tile_of(queries_before, row_index, QUERIES: tl.constexpr):
 
 @triton.jit
 def _row_of(cu_queries_ptr, tile, decodes, rows, QUERIES: tl.constexpr):
-    """Return the row, from `decodes` on, to which `tile` belongs: the last row that begins at or
-    before it.
-    """
+    """Return the row of a tile: the last row, from `decodes` on, that begins at or before it."""
     low = decodes
     high = rows
     while high - low > 1:
@@ -88,8 +83,8 @@ def _row_of(cu_queries_ptr, tile, decodes, rows, QUERIES: tl.constexpr):
 
 @triton.jit
 def _queries_of(cu_queries_ptr, seq_lens_ptr, tile, decodes, rows, QUERIES: tl.constexpr):
-    """Return row, first token, first position and number of queries of a tile; the tile is empty if
-    the number is 0 or less.
+    """Return a tile's row, first token, first position and number of queries; a number of 0 or less
+    means an empty tile.
 
     The first tiles have one decode each.
     """
@@ -103,7 +98,6 @@ def _queries_of(cu_queries_ptr, seq_lens_ptr, tile, decodes, rows, QUERIES: tl.c
         end = tl.load(cu_queries_ptr + row + 1)
         start = tl.load(seq_lens_ptr + row) - (end - begin)
         inner = tile - _first_tile_of(begin - decodes, row - decodes, QUERIES)
-        # Positions at which this tile's part of the sequence begins and ends.
         cut = (start // QUERIES + inner) * QUERIES
         first = tl.maximum(cut, start)
         last = tl.minimum(cut + QUERIES, start + end - begin)
@@ -133,8 +127,8 @@ def _load_part(
     part_ptr, slots, in_range, head, HEADS: tl.constexpr, DIM: tl.constexpr, SIZE: tl.constexpr,
     PADDED: tl.constexpr
 ):  # fmt: skip
-    """Load SIZE of the DIM elements of keys or values, as [tokens, PADDED], from slots of a cache;
-    zeros for slots out of range.
+    """Load SIZE of the DIM elements of keys or values from a cache, as [tokens, PADDED]; zeros for
+    slots out of range.
     """
     dims = tl.arange(0, PADDED)
     pointers = part_ptr + (slots * (HEADS * DIM) + head * DIM)[:, None] + dims[None, :]
@@ -151,9 +145,9 @@ def _add_keys(
     DIM: tl.constexpr, DIM_V: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr,
     PADDED_V: tl.constexpr
 ):  # fmt: skip
-    """Add one more tile of keys to the online softmax: update each row's highest score (times log2
-    e), sum of weights, and weighted sum of values. Keys from `limit` on are not read. A row that
-    sees no key of the tile keeps all three bit for bit.
+    """Add a tile of keys to the online softmax: update each row's highest score (times log2 e), sum
+    of weights, and weighted sum of values. Keys from `limit` on are not read. A row that sees no
+    key of the tile keeps all three bit for bit.
 
     The first LATENT elements of keys are the values too: `latent` has these elements of queries,
     `query` the others. `values_ptr` is then not read.
@@ -200,9 +194,9 @@ def _tile_rows(
     token, position, count, part, HEADS: tl.constexpr, SHARES: tl.constexpr, QUERIES: tl.constexpr,
     GROUP: tl.constexpr
 ):  # fmt: skip
-    """Return token, position, head and existence of each row of a tile of QUERIES x GROUP rows (the
-    heads of a query are adjacent). `part` counts KV heads, and in each the SHARES of its query
-    heads; HEADS is the number of query heads for each KV head.
+    """Return token, position, head and existence of each row of a tile of QUERIES x GROUP rows (a
+    query's heads are adjacent). `part` counts shares of KV heads: SHARES programs divide the HEADS
+    query heads of a KV head.
     """
     row = tl.arange(0, QUERIES * GROUP)
     inner = row // GROUP
@@ -223,11 +217,11 @@ def split_kernel(
     DIM: tl.constexpr, DIM_V: tl.constexpr, LATENT: tl.constexpr, PADDED: tl.constexpr,
     PADDED_V: tl.constexpr, QUERIES: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """Attend with a tile's queries over one split of the keys; write to scratch [tokens, HEADS,
+    """Attend with a tile's queries over one split of the keys. Write to scratch [tokens, HEADS,
     num_splits, ...].
 
-    It computes only tokens [low, high). In scratch, a split's place is its number modulo
-    num_splits, which is at least the number of splits that one tile sees.
+    Computes only tokens [low, high). A split's place in scratch is its number modulo num_splits,
+    which must be at least the number of splits that a tile sees.
     """
     tile = first_tile + tl.program_id(0) // (KV_HEADS * SHARES)
     part = tl.program_id(0) % (KV_HEADS * SHARES)
@@ -235,7 +229,7 @@ def split_kernel(
         cu_queries_ptr, seq_lens_ptr, tile, decodes, rows, QUERIES
     )
     last = position + count - 1
-    # The whole tile has one size, because no tile crosses a position where splits grow.
+    # A tile has one size, because no tile crosses a position where splits grow.
     size = _split_size(position, smallest)
     first_key = _first_key(position, WINDOW)
     split = first_key // size + tl.program_id(1)
@@ -308,7 +302,7 @@ def combine_kernel(
     last = position // size
     base = ((token - low).to(tl.int64) * HEADS + head) * num_splits
     order = tl.arange(0, _MOST_SPLITS)
-    # A maximum is the same in any order of splits.
+    # The order of splits does not change a maximum.
     highest = tl.max(
         tl.load(
             part_highest_ptr + base + (first + order) % num_splits,
@@ -323,8 +317,8 @@ def combine_kernel(
     dims = tl.arange(0, PADDED_V)
     total = tl.full([], 0.0, tl.float32)
     weighted = tl.zeros([PADDED_V], tl.float32)
-    # Read several splits at once, because reading one by one would wait for memory each time.
-    # Splits follow from the position, so their sums have one order.
+    # Read several splits at once, to wait less for memory. The position determines the splits, so
+    # their sums have one order.
     for start in range(first, last + 1, _SPLITS_TOGETHER):
         splits = start + tl.arange(0, _SPLITS_TOGETHER)
         exists = splits <= last
@@ -351,7 +345,6 @@ def combine_kernel(
 
 @triton.jit
 def _row_holding(cu_queries_ptr, token, decodes, rows):
-    """Return the row, from `decodes` on, that holds a token."""
     low = decodes
     high = rows
     while high - low > 1:
@@ -377,7 +370,7 @@ def rows_kernel(
     """Attend with a tile's queries over all their keys: first the keys that all queries see,
     unmasked, then the rest with a mask.
     """
-    # The last tiles of a long sequence take longest, so they start first.
+    # The last tiles of a long sequence take longest, so start them first.
     tile = decodes + (tl.num_programs(0) - 1 - tl.program_id(0)) // (KV_HEADS * SHARES)
     part = tl.program_id(0) % (KV_HEADS * SHARES)
     row, token, position, count = _queries_of(
@@ -420,7 +413,7 @@ def rows_kernel(
         shrunk = tl.exp2(highest - raised)
         total = total * shrunk + tl.exp2(sinks - raised)
         weighted = weighted * shrunk[:, None]
-    # Padding rows may have no keys, so avoid a division by 0.
+    # Padding rows may have no keys.
     total = tl.where(exists, total, 1.0)
     dims = tl.arange(0, PADDED_V)
     tl.store(

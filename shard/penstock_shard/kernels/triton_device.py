@@ -1,4 +1,4 @@
-"""The shared memory of a device."""
+"""A device's shared memory."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import functools
 import torch
 import triton
 
-# The size in Triton's interpreter: that of an H100 or H200, for which tiles are sized.
+# Size in Triton's interpreter: that of an H100 or H200, for which tiles are sized.
 _INTERPRETED_BYTES = 227 << 10
 
 
 @functools.cache
 def shared_bytes(device: torch.device) -> int:
-    """Return the bytes of shared memory that one program may use: 99 to 227 kB on cards since 2020.
+    """Return the bytes of shared memory that a program may use: 99 to 227 kB on cards since 2020.
     Triton does not launch a kernel that needs more.
     """
     if triton.knobs.runtime.interpret:

@@ -1,12 +1,11 @@
 """Token sampling in Triton in the order of ids, for rows with only a temperature and a least weight
 (a floor). The host does not wait for the device.
 
-First a program for each chunk of a row sums the chunk's weights. Then a program for each row finds
-the chunk with the token, and the token. Weights equal those of plain torch, up to the last bits of
-the exponential.
+First, a program for each chunk of a row sums its weights. Then a program for each row finds the
+token's chunk, and the token. Weights equal those of plain torch, up to the last bits of the
+exponential.
 """
 
-# mypy cannot type the arguments of kernels.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Columns of a row that are read at once.
 _BLOCK = 4096
 
 
@@ -24,7 +22,7 @@ def draw_by_id(logits: Tensor, best: Tensor, settings: Tensor, one: float) -> Te
     """Draw a token for each row of settings float64 [n, 4], as int64 [n]: the first id at which the
     sum of weights from id 0 on exceeds a share of their total.
 
-    A row of settings is: the index of its row in logits [N, V], which have any float type; the
+    A row of settings is: the row's index in logits [N, V], which have any float type; the
     temperature, in the range of float32; the least weight that counts; and the share. Weights are
     integers; a row's largest logit, `best` [N], has weight `one`. If `best` is not finite, any
     token may result.
@@ -47,7 +45,7 @@ def draw_by_id(logits: Tensor, best: Tensor, settings: Tensor, one: float) -> Te
 def _weights_of_chunk(
     logits, best, settings, row, chunk, row_stride, columns, one, block: tl.constexpr
 ):
-    """Return weights int64 [block] of a chunk of a row's columns; 0 past the end."""
+    """Return a chunk's weights int64 [block], of a row's columns; 0 past the end."""
     place = tl.load(settings + row * 4).to(tl.int64)
     temperature = tl.load(settings + row * 4 + 1).to(tl.float32)
     floor = tl.load(settings + row * 4 + 2).to(tl.int64)
@@ -58,7 +56,7 @@ def _weights_of_chunk(
     )
     # div_rn rounds like IEEE 754 and torch; Triton's plain division does not.
     scaled = tl.div_rn(values.to(tl.float32) - largest, tl.zeros([block], tl.float32) + temperature)
-    # Converting NaN to an integer is undefined, so NaN weighs 0.
+    # NaN weighs 0: converting it to an integer is undefined.
     shares = tl.where(scaled <= 0.0, tl.exp(scaled), 0.0)
     weights = (shares * one).to(tl.int64)
     return tl.where(weights >= floor, weights, 0)
@@ -94,7 +92,7 @@ def _find_kernel(
     share = tl.load(settings + row * 4 + 3)
     place = (share * tl.sum(parts, axis=0).to(tl.float64)).to(tl.int64)
     passed = (order < chunks) & (tl.cumsum(parts, axis=0) <= place)
-    # Bounded, because all chunks are passed if no logit has a weight.
+    # Bounded: if no logit has a weight, all chunks are passed.
     chunk = tl.minimum(tl.sum(passed.to(tl.int32), axis=0), chunks - 1)
     before = tl.sum(tl.where(order < chunk, parts, 0), axis=0)
     weights = _weights_of_chunk(logits, best, settings, row, chunk, row_stride, columns, one, block)

@@ -1,11 +1,10 @@
 """Triton kernels of a layer besides products and attention: norms, activation, rotation, cache
 writes, sums of experts.
 
-They were checked in Triton's interpreter and compiled for several cards, but never ran on hardware.
-Each row is computed separately, in float32, with a fixed order of sums.
+Not yet run on hardware; see `triton_attention.py`. Each row is computed separately, in float32,
+with a fixed order of sums.
 """
 
-# mypy cannot type the arguments of kernels.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
@@ -19,20 +18,19 @@ from torch import Tensor
 
 from penstock_shard.kernels.triton_quantize import Fp8Rows, fp8_scale, in_fp8
 
-# The largest float8_e4m3fn: values beyond it are clamped.
+# The largest float8_e4m3fn. Larger values are clamped.
 _LARGEST_FP8 = tl.constexpr(448.0)
-# The number of values of an activation's row that one program computes.
+# Values of an activation's row that one program computes.
 _ACTIVE_BLOCK = 1024
-# The number of values in a piece, if a program computes a whole row in pieces to round it to fp8.
+# Values in a piece, if a program computes a whole row in pieces to round it to fp8.
 _ROUNDED_BLOCK = 8192
-# Pointers into the shared buffer of a step's inputs, with any alignment, on which kernels are not
-# specialized.
+# Pointers of any alignment into a step's shared input buffer. Kernels are not specialized on it.
 _UNALIGNED = ("slots_ptr",)
 
 
 @triton.jit
 def _cached(values, CUT: tl.constexpr):
-    """Clamp values to the range of an 8-bit cache if CUT. NaN stays NaN."""
+    """Clamp values to an 8-bit cache's range if CUT. NaN stays NaN."""
     if not CUT:
         return values
     cut = tl.where(values > _LARGEST_FP8, _LARGEST_FP8, values)
@@ -62,7 +60,7 @@ def _norm_kernel(
         stream = tl.load(residual_ptr + row + index, mask=inside, other=0.0).to(tl.float32)
         added = (values + stream).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row + index, added, mask=inside)
-        # The norm is computed from the stream as rounded for the next layer.
+        # The norm is of the stream as rounded for the next layer.
         values = added.to(tl.float32)
     factor = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
     weight = tl.load(weight_ptr + index, mask=inside, other=0.0).to(tl.float32) + offset
@@ -70,7 +68,7 @@ def _norm_kernel(
     tl.store(out_ptr + row + index, normed.to(out_ptr.dtype.element_ty), mask=inside)
     if ROUND:
         # The norm must have the same bits with and without rounding. So threads hold equally many
-        # adjacent values in both cases, and the values to round are read again. Otherwise the
+        # adjacent values in both cases, and the values to round are read again; otherwise the
         # compiler would fuse other operations.
         width: tl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
         index = tl.max_contiguous(index, width)
@@ -151,7 +149,7 @@ def _gated_round_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute a whole row, because the scale of a row must be known before any value is rounded."""
+    """Compute a whole row, because its scale must be known before any value is rounded."""
     row = tl.program_id(0).to(tl.int64)
     out_ptr += row * SIZE
     largest = tl.zeros([BLOCK], dtype=tl.float32)
@@ -164,7 +162,7 @@ def _gated_round_kernel(
         largest = tl.maximum(largest, magnitude, propagate_nan=tl.PropagateNan.ALL)
     scale = fp8_scale(largest)
     tl.store(scales_ptr + row, scale)
-    # Each thread reads values that others have written.
+    # Threads read values that others have written.
     tl.debug_barrier()
     for start in range(0, SIZE, BLOCK):
         index = start + tl.arange(0, BLOCK)
@@ -225,7 +223,6 @@ def _rotate_heads(
     places = head * DIM + half[None, :]
     first = tl.load(heads_ptr + places, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(heads_ptr + places + HALF, mask=inside, other=0.0).to(tl.float32)
-    # Elements that are not rotated.
     rest = 2 * HALF + tl.arange(0, PADDED_REST)
     in_rest = (head < COUNT) & (rest < DIM)[None, :]
     rest_places = head * DIM + rest[None, :]
@@ -347,7 +344,7 @@ def rope_and_cache(
     out: Tensor | None = None,
 ) -> Tensor:
     """Compute `Ops.rope_and_cache`. `rope` is cos and sin; `norm` is weights for queries and for
-    keys, eps, offset. The cache is a pair from `make_paged_pair`; a slot below 0 is not written.
+    keys, eps, offset. The cache is a pair from `make_paged_pair`; slots below 0 are skipped.
     """
     qkv = qkv.contiguous()
     _, _, kv_heads, dim = cache[0].shape
@@ -395,8 +392,8 @@ def _write_kernel(
 
 
 def write_heads(part: Tensor, heads: Tensor, slots: Tensor) -> None:
-    """Write heads [T, Hkv, D] to the keys or the values of a cache at slots int64 [T]. Slots below
-    0 are skipped, and values beyond the range of an 8-bit cache are clamped.
+    """Write heads [T, Hkv, D] to a cache's keys or values at slots int64 [T]. Slots below 0 are
+    skipped. Values beyond the range of an 8-bit cache are clamped.
     """
     size = part.shape[2] * part.shape[3]
     if len(heads):
@@ -436,8 +433,8 @@ def _combine_kernel(
 def combine_rows(
     rows: Tensor, chosen: Tensor, weights: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """Combine rows [R, N], by the indices `chosen` int64 [T, k] and the weights float32 [T, k] ->
-    [T, N]; see `Ops.combine`.
+    """Combine rows [R, N] by indices `chosen` int64 [T, k] and weights float32 [T, k] -> [T, N];
+    see `Ops.combine`.
     """
     tokens, count = chosen.shape
     size = rows.shape[1]
@@ -462,7 +459,7 @@ def _is_fp8(part: Tensor) -> bool:
 
 
 def _warps(num_values: int) -> int:
-    """Return the number of warps such that each thread has about 8 values; at most 8."""
+    """Return a number of warps, at most 8, with which each thread has about 8 values."""
     return int(min(8, max(1, triton.next_power_of_2(num_values) // 256)))
 
 

@@ -1,15 +1,14 @@
-"""Matrix products in Triton with fixed tiles: a row's bits do not depend on the other rows.
+"""Matrix products in Triton with fixed tiles: a row's bits do not depend on other rows.
 
-They were checked in Triton's interpreter and compiled for several cards, but never ran on hardware.
+Not yet run on hardware; see `triton_attention.py`.
 
 Sums run over K from its start, without split-K, in float32. A tile has 64 rows, or 128 in a product
-of more than 64 rows. Both use the same instructions (over 64 rows on Hopper, over 16 on earlier
-cards) in the same order, so they give the same bits. Exact products of experts do too. The other
-tile sizes follow from the weight, and the number of stages also from the device. Nothing is tuned
-at run time.
+of more than 64 rows. Both give the same bits, because they use the same instructions (over 64 rows
+on Hopper, over 16 on earlier cards) in the same order. So do exact products of experts. The weight
+determines the other tile sizes, and with the device also the number of stages. Nothing is tuned at
+run time.
 """
 
-# mypy cannot type the arguments of kernels.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ from torch import Tensor
 
 from penstock_shard.kernels.triton_device import shared_bytes
 
-# Tiles of rows whose programs run at about the same time, to share weights in the L2 cache.
+# Tiles of rows computed at about the same time, to share weights in the L2 cache.
 _ROWS_TOGETHER = tl.constexpr(8)
-# The number of programs that keep a large GPU busy.
+# Programs that keep a large GPU busy.
 _ENOUGH_PROGRAMS = 128
-# The number of experts assumed active in a small step: the number that one token has in many
-# models.
+# Experts assumed active in a small step. In many models one token has this number.
 _BUSY_EXPERTS = 8
 
 
@@ -45,9 +43,7 @@ def _tile_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Multiply rows of x [., K] by the transposed rows of weight [., K]: float32 [BLOCK_M,
-    BLOCK_N].
-    """
+    """Multiply rows of x [., K] by transposed rows of weight [., K]: float32 [BLOCK_M, BLOCK_N]."""
     index = tl.arange(0, BLOCK_K)
     x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * K + index[None, :]
     weight_ptrs = weight_ptr + columns.to(tl.int64)[:, None] * K + index[None, :]
@@ -118,7 +114,7 @@ def _grouped_kernel(
 ):
     column_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0) // column_tiles
-    # Tiles of expert e begin at offsets[e] // BLOCK_M + e. Tiles do not overlap, and some have no
+    # Tiles of expert e begin at offsets[e] // BLOCK_M + e. They do not overlap, and some have no
     # rows.
     index = tl.arange(0, PADDED_EXPERTS)
     begins = tl.load(offsets_ptr + index, mask=index < EXPERTS, other=0) // BLOCK_M + index
@@ -153,8 +149,6 @@ def _grouped_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Sizes of a tile, and launch options of its program."""
-
     rows: int
     columns: int
     depth: int
@@ -166,9 +160,9 @@ class Tiling:
 def tiling(num_columns: int, depth: int, itemsize: int, shared: int, *, rows: int) -> Tiling:
     """Return the tiling for `rows` (16, 64 or 128) of a product with a weight [num_columns, depth].
 
-    Tiles have as many columns as possible, to read x less often, if every multiprocessor still gets
-    a program. As many stages as fit into `shared` bytes keep weights coming from memory; their
-    number does not change bits.
+    Wide tiles read x less often, so tiles have as many columns as leave each multiprocessor a
+    program. As many stages as fit into `shared` bytes keep weights coming from memory; their number
+    does not change bits.
     """
     num_warps = 4 if rows <= 64 else 8
     if itemsize == 4:
@@ -178,8 +172,7 @@ def tiling(num_columns: int, depth: int, itemsize: int, shared: int, *, rows: in
         columns //= 2
     narrow = rows == 16 or columns == 32
     step = 128 if narrow and depth % 128 == 0 else 64
-    # Shares of a multiprocessor's 227 kB. With few columns one program runs on it, otherwise two at
-    # once.
+    # Shares of a multiprocessor's 227 kB. With few columns one program runs on it, otherwise two.
     room = min(shared, 176 << 10 if columns == 32 else 112 << 10)
     return Tiling(rows, columns, step, num_warps, min(8, room // ((rows + columns) * step * 2)))
 
@@ -187,9 +180,7 @@ def tiling(num_columns: int, depth: int, itemsize: int, shared: int, *, rows: in
 def fixed_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Return x [T, K] @ weight [N, K].T + bias [N], [T, N]; a row's bits depend only on that
-    row.
-    """
+    """Return x [T, K] @ weight [N, K].T + bias [N], [T, N]. A row's bits depend only on it."""
     x = x.contiguous()
     num_rows, (num_columns, depth) = len(x), weight.shape
     out = x.new_empty(num_rows, num_columns) if out is None else out
@@ -220,15 +211,15 @@ def grouped_linear(x: Tensor, weights: Tensor, offsets: Tensor, *, exact: bool =
     """Multiply each row of x [T, K], sorted by expert, by its expert's weight of [E, N, K] -> [T,
     N].
 
-    offsets int32 [E + 1], on the device: the first row of each expert, and T. The launch depends
-    only on T and E, so that it can be captured. If `exact`, a row's bits depend only on that row.
+    offsets int32 [E + 1], on the device: each expert's first row, and T. The launch depends only on
+    T and E, so it can be captured. If `exact`, a row's bits depend only on that row.
     """
     x = x.contiguous()
     num_rows, (experts, num_columns, depth) = len(x), weights.shape
     out = x.new_empty(num_rows, num_columns)
     if num_rows:
         few = num_rows <= 16 * experts and not exact
-        # The number of columns, over all experts, that a small step computes.
+        # Columns, over all experts, that a small step computes.
         columns = num_columns * min(experts, _BUSY_EXPERTS)
         shared = shared_bytes(x.device)
         shape = tiling(columns, depth, x.element_size(), shared, rows=16 if few else 64)

@@ -1,9 +1,7 @@
-"""Triton code that computes a scale for each token and rounds activations to fp8: a kernel, and
-functions for kernels that round their results. The results equal those of `round_in_torch` bit for
-bit.
+"""Triton code that rounds activations to fp8 with a scale for each token: a kernel, and functions
+for other kernels. Results equal those of `round_in_torch` bit for bit.
 """
 
-# mypy cannot type the arguments of kernels.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from torch import Tensor
 
 _FP8_MAX = tl.constexpr(448.0)
 _SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny * 448.0)
-# Columns of a row that are read at once.
 _BLOCK = 2048
 
 # e4m3 values [T, K] and a scale for each row, float32 [T, 1].
@@ -24,19 +21,17 @@ Fp8Rows = tuple[Tensor, Tensor]
 
 @triton.jit
 def fp8_scale(largest):
-    """Return a row's scale. `largest` are absolute values that include the row's largest and any
-    NaN.
-    """
+    """Return a row's scale. `largest` are absolute values: the row's largest, and any NaN."""
     # div_rn rounds like IEEE 754; Triton's plain division does not.
     scale = tl.div_rn(tl.maximum(tl.max(largest, axis=0), _SMALLEST), _FP8_MAX)
-    # On a device tl.max ignores NaN, but the result for a row with a NaN must be NaN.
+    # On a device tl.max ignores NaN, but a row with a NaN must give NaN.
     broken = tl.sum((largest != largest).to(tl.int32), axis=0) > 0
     return tl.where(broken, float("nan"), scale)
 
 
 @triton.jit
 def in_fp8(values, scale):
-    """Convert float32 values of a row to e4m3, by the row's scale."""
+    """Convert a row's float32 values to e4m3."""
     quotient = tl.div_rn(values, tl.zeros_like(values) + scale)
     return tl.clamp(quotient, -_FP8_MAX, _FP8_MAX).to(tl.float8e4nv)
 
@@ -61,7 +56,7 @@ def _round_kernel(
         )
     scale = fp8_scale(largest)
     tl.store(scales + row, scale)
-    # The second read of the row hits the cache.
+    # The second read hits the cache.
     for start in range(0, columns, block):
         inside = start + offsets < columns
         piece = tl.load(x + row * x_stride + start + offsets, mask=inside, other=0.0)

@@ -1,7 +1,7 @@
 """Token sampling in Triton in the order of the logits: with top-k, top-p and min-p.
 
-A row's order is largest logit first, and among equal logits lowest id first. Weights are whole
-numbers, so their sums are the same in any order, and a token has the same bits as with sorting.
+A row's order is largest logit first; among equal logits, lowest id first. Weights are whole
+numbers, so their sums do not depend on the order, and the drawn token is the same as with sorting.
 
 One program for each row looks for up to three places in its order: the end of top-k, the end of
 top-p, and the token. It sums the weights down to each of a few rungs between two logits, continues
@@ -9,7 +9,6 @@ between the two rungs around the place, and lists the logits there once they are
 few likely tokens is read twice, and a flat row five times.
 """
 
-# mypy cannot type the arguments of kernels.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Columns of a row that are read at once.
 _BLOCK = 2048
-# The largest number of logits of a row that are listed; a longer row takes a few more reads.
+# Most logits of a row that are listed. If more would be listed, the row is read a few more times.
 _LISTED = 16384
 _RUNGS = tl.constexpr(8)
-# The bits of infinity, which no negated logit exceeds; and the bits past the end of a row.
+# The bits of infinity, which no negated logit exceeds; and the bits past a row's end.
 _MOST_BITS = tl.constexpr(0x7F800000)
 _OUTSIDE = tl.constexpr(0x7FFFFFFF)
 
@@ -32,21 +30,20 @@ _OUTSIDE = tl.constexpr(0x7FFFFFFF)
 def draw_ranked(logits: Tensor, best: Tensor, settings: Tensor, one: float) -> Tensor:
     """Draw a token for each row of settings float64 [n, 6], as int64 [n].
 
-    A row of settings is: the index of its row in logits [N, V], which have any float type; the
+    A row of settings is: the row's index in logits [N, V], which have any float type; the
     temperature, in the range of float32; top-k, or 0; top-p; the least weight that min-p keeps; and
-    the share of the kept weights that precedes the token. Weights are integers; the largest logit
-    of a row, `best` [N], weighs `one`. If `best` is not finite, any token may result.
+    the share of the kept weights that precedes the token. Weights are integers; a row's largest
+    logit, `best` [N], weighs `one`. If `best` is not finite, any token may result.
     """
     rows, columns, device = len(settings), logits.shape[1], logits.device
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    # torch divides logits by temperature and takes the exponentials, so that weights are the same
-    # as elsewhere.
+    # torch scales logits and takes exponentials, so that weights are the same as elsewhere.
     table = torch.empty(2, rows, columns, device=device)
     grid = (rows, triton.cdiv(columns, _BLOCK))
     _scale_kernel[grid](table, logits, best, settings, logits.stride(0), columns, _BLOCK)
     torch.exp(table[0], out=table[1])
-    # Scaled logits, exponentials and ids of the listed logits.
+    # Scaled logits, exponentials and ids of listed logits.
     listed = torch.empty(rows, 3, _LISTED, device=device)
     tokens = torch.empty(rows, dtype=torch.int64, device=device)
     _rank_kernel[(rows,)](
@@ -88,14 +85,15 @@ def _rank_kernel(
     top_k = tl.load(settings + 2).to(tl.int64)
     top_p = tl.load(settings + 3)
     listed += row * (3 * LISTED)
-    # Where the logits that may be kept are: in the row, later perhaps in the list. Then where the
-    # logits tied with the last one found are, their bits, and its number among them.
+    # Where the logits that may be kept are: in the row, later perhaps in the list. Then, for the
+    # logits tied with the last one found: where they are, their bits, and that logit's number among
+    # them.
     values, apart, count = table + row * columns, apart, columns
     found, distance, size = values, apart, count
     bits, number = _ends()[1], tl.full((), 1, tl.int64)
     kept = tl.full((), 0, tl.int64)
     sums = tl.zeros([_RUNGS], tl.int64)
-    # Stages: the end of top-k, the end of top-p, the token.
+    # Stages: end of top-k, end of top-p, token.
     for stage in range(tl.where(top_k > 0, 0, 1), 3):
         by_count = stage == 0
         wanted = top_k
@@ -128,7 +126,7 @@ def _rank_kernel(
 
 @triton.jit
 def _read(values, apart, start, count, one, BLOCK: tl.constexpr):
-    """Return the bits of negated logits as int32, which rise as the logits fall; and weights."""
+    """Return the weights, and as int32 the bits of negated logits, which rise as logits fall."""
     offsets = start + tl.arange(0, BLOCK)
     inside = offsets < count
     value = tl.load(values + offsets, mask=inside, other=0.0)
@@ -143,7 +141,7 @@ def _read(values, apart, start, count, one, BLOCK: tl.constexpr):
 @triton.jit
 def _rung(index: tl.constexpr, low, high, is_first):
     """Return the bits of a rung between `low` and `high`; the last rung is `high`. Rungs are evenly
-    spaced by logit. In the first ladder they are closer together where logits weigh more.
+    spaced by logit. In the first ladder they are closer where logits weigh more.
     """
     if index == _RUNGS - 1:
         return high
@@ -161,7 +159,7 @@ def _rung(index: tl.constexpr, low, high, is_first):
 def _sums(values, apart, count, low, high, is_first, by_count, one, BLOCK: tl.constexpr):
     """Sum the weights, or count the logits, down to each rung; int64 [rungs]."""
     rungs = [_rung(index, low, high, is_first) for index in (0, 1, 2, 3, 4, 5, 6, 7)]
-    # Each thread sums its own values, so that threads need not wait for each other.
+    # Each thread sums its own values, so threads need not wait for each other.
     totals = [tl.zeros([BLOCK], tl.int64) for _ in (0, 1, 2, 3, 4, 5, 6, 7)]
     for start in range(0, count, BLOCK):
         bits, weights = _read(values, apart, start, count, one, BLOCK)
@@ -190,7 +188,7 @@ def _ends():
 
 @triton.jit
 def _step(sums, wanted, low, high, before, fewer, is_first, by_count, one):
-    """Return two neighbouring rungs between which the sums reach `wanted`: their bits, the sum at
+    """Return the neighbouring rungs between which the sums reach `wanted`: their bits, the sum at
     the upper one, and upper bounds on the number of logits down to each. `fewer` is the bound for
     `low`.
     """
@@ -229,9 +227,9 @@ def _find(
     BLOCK: tl.constexpr,
 ):
     """Return the smallest bits at which the sum over all logits with at most these bits reaches
-    `wanted`, and the sum before these bits. `sums` are those of the first ladder.
+    `wanted`, and the sum before them. `sums` are those of the first ladder.
 
-    Also return the place of the logits with these bits, in the row or in the list, and true if all
+    Also return where the logits with these bits are, in the row or in the list, and true if all
     logits before them are there too.
     """
     low, high = _ends()
@@ -240,15 +238,14 @@ def _find(
     low, high, before, fewer, most = _step(
         sums, wanted, low, high, before, fewer, True, by_count, one
     )
-    # The sum of the weights before the list.
+    # Weight of the logits before the list.
     skipped = tl.full((), 0, tl.int64)
     is_near = count < 0
     is_open = count >= 0
     while is_open:
         if count > LISTED:
             is_near = most < LISTED
-            # If logits are counted, the earlier logits are weighed later too, so they must be in
-            # the list.
+            # If logits are counted, the earlier ones are weighed later, so list them too.
             if is_near | ((most - fewer < LISTED) & (by_count == 0)):
                 after = tl.where(is_near, -1, low)
                 size = _list(listed, values, apart, count, after, high, LISTED, BLOCK)
@@ -265,12 +262,12 @@ def _find(
 
 @triton.jit
 def _list(listed, values, apart, count, low, high, LISTED: tl.constexpr, BLOCK: tl.constexpr):
-    """List the logits with bits above `low`, up to `high`, in the order of ids; return their
+    """List the logits with bits above `low`, up to `high`, in the order of ids. Return their
     number.
     """
     size = tl.full((), 0, tl.int32)
     ids = (listed + 2 * LISTED).to(tl.pointer_type(tl.int32), bitcast=True)
-    # Number four parts, with four logits for each thread, at once, in four fields of one integer.
+    # Number four parts at once, with four logits for each thread, in four fields of one integer.
     field = tl.arange(0, 4)[:, None, None]
     parts = field * BLOCK + tl.arange(0, BLOCK // 4)[None, :, None] * 4
     parts += tl.arange(0, 4)[None, None, :]
@@ -281,7 +278,7 @@ def _list(listed, values, apart, count, low, high, LISTED: tl.constexpr, BLOCK: 
         within = tl.cumsum(chosen.to(tl.int32), axis=2)
         counts = tl.sum(chosen.to(tl.int32), axis=2)
         own = tl.sum(counts.to(tl.int64) << (16 * tl.arange(0, 4)[:, None]), axis=0)
-        # Each field has the number chosen in the earlier parts.
+        # Add to each field the number chosen in earlier parts.
         ends = tl.sum(own, axis=0) * 0x0001000100010001
         before = tl.cumsum(own, axis=0) - own + (ends << 16)
         places = size - 1 + within
@@ -289,7 +286,7 @@ def _list(listed, values, apart, count, low, high, LISTED: tl.constexpr, BLOCK: 
         tl.store(ids + places, start + parts, mask=chosen & (places < LISTED))
         size += ((ends >> 48) & 0xFFFF).to(tl.int32)
     size = tl.minimum(size, LISTED)
-    # Each thread reads values that others have written.
+    # Threads read values that others have written.
     tl.debug_barrier()
     for start in range(0, size, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
@@ -305,9 +302,7 @@ def _list(listed, values, apart, count, low, high, LISTED: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _before(values, apart, count, bits, one, BLOCK: tl.constexpr):
-    """Return the summed weight of all logits with smaller bits, and the weight of one with these
-    bits.
-    """
+    """Return the summed weight of logits with smaller bits, and the weight of one with these."""
     total = tl.zeros([BLOCK], dtype=tl.int64)
     weight = tl.zeros([BLOCK], dtype=tl.int64)
     for start in range(0, count, BLOCK):
@@ -327,13 +322,13 @@ def _ties(wanted, before, weight):
 
 @triton.jit
 def _above(kept, values, apart, count, floor, one, BLOCK: tl.constexpr):
-    """Return the kept weight without the logits that weigh less than the floor."""
+    """Return the kept weight without logits that weigh less than the floor."""
     total = tl.zeros([BLOCK], dtype=tl.int64)
     if floor > 0.0:
         for start in range(0, count, BLOCK):
             _, weights = _read(values, apart, start, count, one, BLOCK)
             total += tl.where(weights >= floor.to(tl.int64), weights, 0)
-        # Logits at or above the floor are also first in the order, so the smaller sum is kept.
+        # Logits at or above the floor come first in the order, so the smaller sum is kept.
         kept = tl.minimum(kept, tl.sum(total, axis=0))
     return kept
 

@@ -1,12 +1,11 @@
-"""Triton kernels of layers with a state: short convolutions, the delta rule, selective scans;
-`kernels/recurrent.h` defines them.
+"""Triton kernels of layers with a state: short convolutions, the delta rule, selective scans, as
+defined in `kernels/recurrent.h`.
 
-They were checked in Triton's interpreter and compiled for several cards, but never ran on hardware.
-A program keeps a part of one sequence's state in registers and processes token after token, in
-float32. So results depend neither on the chunks of a prompt nor on other sequences.
+Not yet run on hardware; see `triton_attention.py`. A program keeps a part of one sequence's state
+in registers and processes token after token, in float32. So results depend neither on prompt chunks
+nor on other sequences.
 """
 
-# mypy cannot type the arguments of kernels.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
@@ -18,37 +17,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Channels and tokens of a convolution in a program: tokens of a prompt run in parallel.
+# Channels and tokens of a convolution in a program. A prompt's tokens run in parallel.
 _CONV_CHANNELS, _CONV_TOKENS = 256, 32
-# Columns of a head's matrix in a program of the delta rule; rows of it in a program of a scan.
+# Columns of a head's matrix in a delta rule program; its rows in a scan program.
 _DELTA_COLUMNS, _SCAN_ROWS = 32, 16
-# Pointers into the shared buffer of a step's inputs, with any alignment, on which kernels are not
-# specialized.
+# Pointers of any alignment into a step's shared input buffer. Kernels are not specialized on it.
 _UNALIGNED = ("table_ptr", "cu_ptr", "lens_ptr")
 
 
 class Step(NamedTuple):
-    """The sequences of a step: cumulative tokens int32 [B + 1], lengths int32 [B], and the block
-    table int32 [B, M], whose first column has the slot of each state.
+    """A step's sequences: cumulative tokens int32 [B + 1], lengths int32 [B], and the block table
+    int32 [B, M], whose first column has the states' slots.
     """
 
     cu_queries: Tensor
     seq_lens: Tensor
     block_table: Tensor
-    # The largest number of tokens of one sequence.
+    # Most tokens of one sequence.
     most_tokens: int
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """The arguments of `_sequence`."""
         table = self.block_table
         return table, table.stride(0), self.cu_queries, self.seq_lens
 
 
 @triton.jit
 def _sequence(table_ptr, table_stride, cu_ptr, lens_ptr):
-    """Return the first token of this program's sequence in the step, the end of its tokens, the
-    slot of its state, and whether the sequence begins here.
+    """Return the begin and end of the sequence's tokens in the step, its state's slot, and whether
+    it begins here.
     """
     row = tl.program_id(0)
     start = tl.load(cu_ptr + row).to(tl.int64)
@@ -57,16 +54,13 @@ def _sequence(table_ptr, table_stride, cu_ptr, lens_ptr):
     return start, end, slot, end - start == tl.load(lens_ptr + row)
 
 
-# ---- short convolutions -------------------------------------------------------------------------
-
-
 @triton.jit
 def _input_at(
     place, start, begins, x_ptr, state_ptr, channel, inside,
     TAPS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Return a channel's input at a place of the step; the state has the inputs before the
-    sequence's first token.
+    """Return a channel's input at a place of the step. Inputs before the sequence's first token are
+    in the state.
     """
     is_here = place >= start
     now = tl.load(x_ptr + place * CHANNELS + channel, mask=inside & is_here, other=0.0)
@@ -159,14 +153,11 @@ def short_conv(
         TOKENS=_CONV_TOKENS,
     )
     if tiles > 1:
-        # This is a separate launch, after all programs have read the state.
+        # Launched separately, after all programs have read the state.
         _keep_kernel[(rows, blocks)](
             x, state, *step.arguments, TAPS=taps, CHANNELS=channels, BLOCK=block
         )  # fmt: skip
     return out
-
-
-# ---- the delta rule -----------------------------------------------------------------------------
 
 
 @triton.jit
@@ -235,9 +226,6 @@ def delta_rule(qkv: Tensor, decay: Tensor, beta: Tensor, state: Tensor, step: St
         BLOCK=block,
     )
     return out
-
-
-# ---- selective scans ----------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=("table_stride",), do_not_specialize_on_alignment=_UNALIGNED)

@@ -1,11 +1,10 @@
-"""The routing of experts in Triton, in two launches: a program for each token chooses its experts,
-then a program for each expert finds the rows of its tokens.
+"""Routing to experts in Triton, in two launches: a program for each token chooses its experts, then
+a program for each expert finds its tokens' rows.
 
 Equal scores go to the lower expert. A token's weights depend only on its own logits, and equal
 those of plain torch up to the last bits of an exponential and of a sum.
 """
 
-# mypy cannot type the arguments of kernels.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# The number of tokens whose experts a program reads at once.
+# Tokens that a program reads at once.
 _TOKENS = 256
 
 
 def fits(num_experts: int, groups: int) -> bool:
-    """Tell whether the kernels support these numbers of experts and groups: with several groups,
-    both are powers of two, and a group has at least 2 experts.
+    """Tell whether the kernels support these numbers. With several groups, both must be powers of
+    two, and a group must have at least 2 experts.
     """
     powers = all(count & (count - 1) == 0 for count in (num_experts, groups))
     return groups == 1 or (powers and num_experts >= 2 * groups)
@@ -39,7 +38,7 @@ def route_tokens(
     groups: int,
     top_groups: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the fields of a `Routing`, in their order; see `Ops.route` and `RoutingRule`."""
+    """Return the fields of a `Routing`, in order; see `Ops.route` and `RoutingRule`."""
     logits, device = logits.contiguous(), logits.device
     tokens, experts = logits.shape
     chosen = torch.empty(tokens, top_k, dtype=torch.int32, device=device)
@@ -124,7 +123,7 @@ def _choose_kernel(
     chosen = tl.zeros([PADDED_K], tl.int32)
     weights = tl.zeros([PADDED_K], tl.float32)
     for i in tl.static_range(TOP_K):
-        # A row of NaN may choose any expert, but it must be a valid one.
+        # A row of NaN may choose any valid expert.
         best = tl.minimum(tl.argmax(ranked, axis=0), EXPERTS - 1)
         score = tl.sum(tl.where(index == best, scores, 0.0), axis=0)
         chosen = tl.where(place == i, best, chosen)
@@ -141,7 +140,7 @@ def _choose_kernel(
 
 @triton.jit
 def _within_groups(ranked, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, PADDED: tl.constexpr):
-    """Mask the scores outside of the best groups, by the sum of a group's two highest scores."""
+    """Mask scores outside of the best groups, by the sum of a group's two highest scores."""
     size: tl.constexpr = PADDED // GROUPS
     grouped = tl.reshape(ranked, [GROUPS, size])
     member, group = tl.arange(0, size)[None, :], tl.arange(0, GROUPS)

@@ -12,18 +12,17 @@ from torch import Tensor
 WeightKind = Literal["float32", "float16", "bfloat16", "int8", "int4"]
 WEIGHT_KINDS: tuple[WeightKind, ...] = ("float32", "float16", "bfloat16", "int8", "int4")
 
-# Outputs of a packed weight are padded to a multiple of 64, and stored in panels of 16.
+# Outputs are padded to a multiple of 64, and stored in panels of 16.
 _OUTPUTS = 64
 _PANEL = 16
-# Codes of a panel begin at a multiple of 64 bytes.
+# A panel's codes begin at a multiple of 64 bytes.
 _LINE = 64
-# The number of each layout; and for each layout, how many values of k are adjacent, and their
-# bytes.
+# Each layout's number; and for each, how many values of k are adjacent, and their bytes.
 _LAYOUTS = {"float32": 0, "float16": 1, "bfloat16": 2, 8: 3, 4: 4}
 _UNITS = ((1, 4), (1, 2), (2, 4), (4, 4), (8, 4))
-# The largest group of codes whose sums of products stay exact in int32.
+# The largest group of codes for which sums of products are exact in int32.
 _MAX_GROUP = 1 << 17
-# The group of int4, as in GGUF's Q4_0.
+# Group size of int4, as in GGUF's Q4_0.
 _INT4_GROUP = 32
 
 
@@ -41,8 +40,8 @@ class _WeightStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class CodeLayout:
-    """The layout of a weight stored as scale * (code - zero) - minimum: bits of a code, columns
-    that share a scale, the zero, and flags for minimums and for scales and minimums in float16.
+    """The layout of a weight stored as scale * (code - zero) - minimum. `bits` of a code; `group`:
+    columns that share a scale; `in_halves`: scales and minimums are float16.
     """
 
     bits: Literal[4, 8]
@@ -53,7 +52,6 @@ class CodeLayout:
 
     @property
     def header(self) -> int:
-        """The header's number in products.h."""
         return self.has_minimums + 2 * self.in_halves
 
 
@@ -81,9 +79,7 @@ class PackedWeight:
 def packed_weight(
     n: int, k: int, data: Tensor, layout: int, group: int, zero: int, header: int
 ) -> PackedWeight:
-    """Return the weight [n, k] that is packed in data, uint8. Raises ValueError for a wrong
-    size.
-    """
+    """Return the weight [n, k] packed in `data` uint8. Raises ValueError for a wrong size."""
     if len(data) != _packed_bytes(n, k, layout, group, header):
         raise ValueError(f"a packed weight [{n}, {k}] of layout {layout} in {len(data)} bytes")
     struct = _WeightStruct(n, k, layout, data.data_ptr(), group, zero, header)

@@ -1,4 +1,4 @@
-"""The blocks of each sequence, and the prefixes cached in them. Plain integers, no torch.
+"""The blocks of each sequence, and the prefixes cached in them.
 
 A sequence has a table of blocks for each cache group. In a group with a window or chunks, a running
 sequence gives back blocks that no later token sees. A full block is cached under the prefix that it
@@ -26,7 +26,7 @@ _ONE_GROUP = (CacheGroup(),)
 
 
 class BlockManager:
-    """Owns the block tables and pools; `prefixes` names what is cached in the blocks."""
+    """Owns the block tables and pools. `prefixes` names what is cached in the blocks."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class BlockManager:
 
         A step computes at most `max_chunk_tokens` of a sequence. States are kept at least every
         `state_spacing` tokens, a multiple of `block_size`. Host memory has `host_slots` slots for
-        copies of each pool's blocks. At most `retained_share` of a pool is retained for requests
-        that have ended.
+        copies of each pool's blocks. At most `retained_share` of a pool is retained for ended
+        requests.
         """
         self.block_size = block_size
         self._groups = tuple(groups)
@@ -54,18 +54,17 @@ class BlockManager:
         self._enable_prefix_caching = enable_prefix_caching
         self._pools = [BlockPool(num_blocks) for num_blocks in pools]
         self._pool_of = [self._pools[group.pool] for group in groups]
-        # The most blocks that a sequence has at once in each group, whatever its length.
+        # Most blocks that a sequence of any length has at once in each group.
         self._most = [group.most_blocks(max_chunk_tokens, block_size) for group in groups]
-        # Groups that give blocks back while a sequence runs.
+        # Groups that take blocks back while a sequence runs.
         self._sliding = [i for i, group in enumerate(groups) if group.reach is not None]
-        # All tokens of an image are computed in the same step.
         self._keeps_images_whole = any(group.bidirectional_images for group in groups)
         # Groups in which a sequence's only block is its state.
         self._states = [i for i, group in enumerate(groups) if group.has_state]
         self._state_spacing = state_spacing
-        # The copies that `take_state_copies` returns next.
+        # Returned by the next `take_state_copies`.
         self._state_copies: list[tuple[int, int]] = []
-        # `num_insertions` before the first copy in `_state_copies`.
+        # `num_insertions` before the first of `_state_copies`.
         self._num_before_copies = 0
         # Sequences that began at a kept state.
         self.state_hits_total = 0
@@ -73,7 +72,7 @@ class BlockManager:
         self.prefixes = PrefixCache(self._groups, self._pools, block_size, host_pools)
         self.retention = Retention(self.prefixes, self._pools, retained_share)
         self._tables: dict[Sequence, BlockTable] = {}
-        # New blocks that `take_new` has not returned yet, by group.
+        # New blocks, by group, until `take_new` returns them.
         self._new_blocks: dict[Sequence, list[list[int]]] = {}
 
     @classmethod
@@ -98,21 +97,19 @@ class BlockManager:
             retained_share=retained_share,
         )
 
-    # ---- counts ----
-
     @property
     def num_blocks(self) -> int:
-        """The number of blocks for each group, in the scarcest pool."""
+        """Blocks for each group in the scarcest pool."""
         return blocks_each([pool.num_blocks for pool in self._pools], self._groups)
 
     @property
     def num_free(self) -> int:
-        """The free blocks of the scarcest pool, scaled to `num_blocks`."""
+        """Free blocks of the scarcest pool, scaled to `num_blocks`."""
         return min(pool.num_free * self.num_blocks // pool.num_blocks for pool in self._pools)
 
     @property
     def num_free_unretained(self) -> int:
-        """Count the blocks of the scarcest pool that are free and not retained."""
+        """Blocks of the scarcest pool that are free and not retained."""
         return min(pool.num_free_unretained for pool in self._pools)
 
     @property
@@ -121,12 +118,12 @@ class BlockManager:
 
     @property
     def num_kept_states(self) -> int:
-        """The number of states kept for other sequences."""
+        """States kept for other sequences."""
         return sum(len(self._pool_of[group].cached) for group in self._states)
 
     @property
     def num_insertions(self) -> int:
-        """Count the blocks cached so far, up to the first state that the next step copies: if the
+        """Counts the blocks cached so far, up to the first state that the next step copies: if that
         step is lost, the state is never copied.
         """
         return self._num_before_copies if self._state_copies else self.prefixes.num_insertions
@@ -142,10 +139,8 @@ class BlockManager:
     def free_in(self, pool: int) -> int:
         return self._pools[pool].num_free
 
-    # ---- a sequence's blocks ----
-
     def blocks_of(self, sequence: Sequence, group: int = 0) -> abc.Sequence[int]:
-        """The sequence's blocks in a group, in the order of its tokens."""
+        """Return the sequence's blocks in a group, in the order of its tokens."""
         table = self._tables.get(sequence)
         return () if table is None else table.groups[group].ids[table.groups[group].first :]
 
@@ -168,8 +163,8 @@ class BlockManager:
         return [[new[group] for new in taken] for group in range(num_groups)]
 
     def acquire_prefix(self, sequence: Sequence) -> int:
-        """Give a sequence without blocks the blocks of its longest cached prefix. For blocks that
-        only host memory has, `grow` gives device blocks and `loads_of` lists the copies.
+        """Give a sequence without blocks those of its longest cached prefix. For blocks that only
+        host memory has, `grow` gives device blocks and `loads_of` lists the copies.
 
         Returns the number of tokens found. The last known token is always left to be computed,
         because sampling needs its logits.
@@ -194,8 +189,8 @@ class BlockManager:
         return len(found) * self.block_size
 
     def acquire_copies(self, sequence: Sequence) -> None:
-        """Give a sequence that will not run the blocks of its prefix, and blocks to load copies
-        into. It gets none if the copies would take over half of the free blocks.
+        """Give its prefix's blocks to a sequence that will not run, and blocks to load copies into;
+        none if the copies would take over half of the free blocks.
         """
         found = self.acquire_prefix(sequence)
         pool, lacking = self.shortage(sequence, found)
@@ -203,7 +198,7 @@ class BlockManager:
             self.release(sequence)
 
     def missing_of(self, sequence: Sequence) -> tuple[PrefixNames, int]:
-        """The names of the full blocks before the last token, and the number that are cached."""
+        """Return the names of the full blocks before the last token, and how many are cached."""
         names, token_ids = self.names_of(sequence), sequence.token_ids
         num_known = self.count_cached(sequence) // self.block_size
         packed = token_ids[: len(names) * self.block_size].tobytes()
@@ -211,13 +206,13 @@ class BlockManager:
         return PrefixNames(self.root_of(sequence), digests, packed), num_known
 
     def count_cached(self, sequence: Sequence) -> int:
-        """Count the tokens of the sequence that the cache has."""
         found = self._find_chain(sequence, self._table(sequence))
         return self._longest(sequence, found) * self.block_size
 
     def slide(self, sequence: Sequence, start: int) -> None:
         """Give back the blocks that no token from `start` on sees, and keep the state if it is due.
-        Launched steps may still read these blocks: their next owner writes them in a later step.
+        Launched steps may still read the blocks, because their next owner writes them in a later
+        step.
         """
         table = self._table(sequence)
         for group in self._sliding:
@@ -230,7 +225,7 @@ class BlockManager:
             self._keep_states(sequence, table, start)
 
     def shortage(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
-        """The scarcest pool, and the number of free blocks that it lacks; at most 0 if enough."""
+        """Return the scarcest pool and how many free blocks it lacks; at most 0 if enough."""
         table = self._table(sequence)
         shortages = [-pool.num_free for pool in self._pools]
         for group, blocks in enumerate(table.groups):
@@ -246,7 +241,7 @@ class BlockManager:
         False.
 
         In a group with a window or chunks, it gets at most the blocks of one step after its last
-        `slide`, and the rest after the next ones.
+        `slide`, and the rest later.
         """
         if self.shortage(sequence, num_tokens)[1] > 0:
             return False
@@ -265,13 +260,13 @@ class BlockManager:
         return True
 
     def loads_of(self, sequence: Sequence) -> abc.Sequence[Load]:
-        """List the copies that go into the sequence's blocks before it runs."""
+        """Return the copies to load into the sequence's blocks before it runs."""
         table = self._tables.get(sequence)
         return () if table is None else table.loads
 
     def awaits_loads(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
-        """True if a load for one of `others` is also for this sequence's prefix, so that this
-        sequence will find it cached.
+        """True if a load for one of `others` is for this sequence's prefix too, which will then be
+        cached.
         """
         table = self._table(sequence)
         for loads in map(self.loads_of, others):
@@ -282,11 +277,11 @@ class BlockManager:
         return False
 
     def finish_loads(self, sequence: Sequence) -> None:
-        """Cache what was copied into the sequence's blocks, for others to find."""
+        """Cache what was copied into the sequence's blocks."""
         table = self._table(sequence)
         for load in table.loads:
-            # Another sequence may have computed the block. A loaded state is not cached: it will
-            # change.
+            # Another sequence may have computed the block. A loaded state is not cached, because it
+            # will change.
             is_new = load.prefix.block_ids[load.group] == NO_BLOCK
             if is_new and not self._groups[load.group].has_state:
                 self.prefixes.name(load.prefix, load.group, load.block_id, load.prefix.doubt)
@@ -300,7 +295,7 @@ class BlockManager:
         return is_wrong(table.doubt) or (table.prefix is not None and is_wrong(table.prefix.doubt))
 
     def use_prefix(self, sequence: Sequence) -> None:
-        """Have the cached blocks of a sequence copied to host memory, because it will run again."""
+        """Have the cached blocks of a sequence that will run again copied to host memory."""
         if not self.prefixes.has_copies:
             return
         prefix, found = self._table(sequence).prefix, list[Prefix]()
@@ -310,9 +305,9 @@ class BlockManager:
         self.prefixes.use(found[::-1])
 
     def chunk_limit(self, sequence: Sequence, limit: int) -> int:
-        """The largest number of tokens, up to `limit`, that a step may compute of a sequence. The
-        step ends where the state is kept and, for some models, does not divide an image. 0 if the
-        next image is longer.
+        """Return how many tokens, at most `limit`, a step may compute of a sequence. The step ends
+        where the state is kept and, for some models, does not divide an image. 0 if the next image
+        is longer.
         """
         start = sequence.num_computed
         if self._states and self._enable_prefix_caching:
@@ -322,7 +317,7 @@ class BlockManager:
         return limit
 
     def least_chunk(self, sequence: Sequence, start: int) -> int:
-        """The fewest tokens from `start` on that a step can compute of a sequence."""
+        """Return the fewest tokens from `start` on that a step can compute of a sequence."""
         return max(1, sequence.image_at(start)) if self._keeps_images_whole else 1
 
     @property
@@ -330,7 +325,7 @@ class BlockManager:
         return bool(self._state_copies)
 
     def take_state_copies(self) -> list[tuple[int, int]]:
-        """Take the copies of states that the next step makes first, as (source, target) blocks."""
+        """Return the states that the next step copies first, as (source, target) blocks."""
         copies, self._state_copies = self._state_copies, []
         return copies
 
@@ -349,8 +344,8 @@ class BlockManager:
     def cache_full_blocks(self, sequences: Iterable[Sequence]) -> None:
         """Cache the sequences' full blocks under their prefixes, for others to find.
 
-        A block may be cached as soon as the step that fills it is planned, because steps run in
-        launch order and write keys and values before they read any.
+        A block may be cached once the step that fills it is planned, because steps run in launch
+        order and write keys and values before reading any.
         """
         if not self._enable_prefix_caching:
             return
@@ -363,9 +358,7 @@ class BlockManager:
                 self._cache_blocks(sequence, table, count // block_size)
 
     def release(self, sequence: Sequence) -> None:
-        """Take all blocks back. The first blocks are reused last, so a prefix's start lives
-        longest.
-        """
+        """Take all blocks back. A prefix's first blocks are reused last."""
         table = self._tables.get(sequence)
         if table is None:
             return
@@ -377,11 +370,11 @@ class BlockManager:
         self._new_blocks.pop(sequence, None)
         if table.prefix is not None:
             self.prefixes.leave(table.prefix)
-        # The hashes stay: the tokens are the same when the sequence runs again.
+        # Keep the hashes: the tokens are the same when the sequence runs again.
         self._tables[sequence] = self._empty_table(table.hashes)
 
     def forget(self, sequence: Sequence) -> None:
-        """Take back all blocks of a sequence that has ended."""
+        """Take back all blocks of an ended sequence."""
         table = self._tables.get(sequence)
         if table is not None and table.prefix is not None:
             self.retention.note_end(sequence.request, table.prefix)
@@ -389,10 +382,8 @@ class BlockManager:
         self._tables.pop(sequence, None)
 
     def retain(self, last: Prefix, until_s: float, priority: int) -> None:
-        """Have a prefix's blocks copied. They are reused after all blocks that are not retained."""
+        """Have a prefix's blocks copied, and reused after all blocks that are not retained."""
         self.prefixes.use(self.retention.retain(last, until_s, priority))
-
-    # ---- tables ----
 
     def _empty_table(self, hashes: list[bytes]) -> BlockTable:
         groups = [GroupBlocks() for _ in self._groups]
@@ -430,7 +421,7 @@ class BlockManager:
                 ids.append(load.block_id)
                 new_blocks[load.group].append(load.block_id)
             else:
-                # New blocks so far belong to the found prefix, so the indices agree.
+                # All new blocks so far belong to the found prefix, so the indices agree.
                 ids[load.index] = new_blocks[load.group][load.index] = load.block_id
 
     def _first_visible(self, group: int, start: int) -> int:
@@ -442,13 +433,11 @@ class BlockManager:
             self.prefixes.forget(cached)
         return block_id
 
-    # ---- prefixes ----
-
     def root_of(self, sequence: Sequence) -> bytes:
         return root_of(sequence, self._weights_hash)
 
     def names_of(self, sequence: Sequence) -> list[tuple[bytes, tuple[int, ...]]]:
-        """The chained hash and the tokens of each full block before the last token."""
+        """Return the chained hash and the tokens of each full block before the last token."""
         count = (sequence.num_tokens - 1) // self.block_size
         table = self._table(sequence)
         self._hash_blocks(sequence, table, count)
@@ -461,8 +450,8 @@ class BlockManager:
         extend_hashes(table.hashes, sequence, count, self.block_size, self._weights_hash)
 
     def _find_chain(self, sequence: Sequence, table: BlockTable) -> list[Prefix]:
-        """The known prefixes of the sequence, shortest first, up to the first block that a group
-        with full attention lacks. The last token is left to be computed.
+        """Return the sequence's known prefixes, as `PrefixCache.find` does. The last token is left
+        to be computed.
         """
         count = (sequence.num_tokens - 1) // self.block_size
         self._hash_blocks(sequence, table, count)
@@ -473,7 +462,7 @@ class BlockManager:
         return self.prefixes.find(self.root_of(sequence), names)
 
     def _longest(self, sequence: Sequence, found: list[Prefix]) -> int:
-        """The length in blocks of the longest found prefix that the sequence can continue."""
+        """Return the length, in blocks, of the longest prefix that the sequence can continue."""
         longest = self.prefixes.longest(found)
         while self._keeps_images_whole:
             end = sequence.end_outside_images(longest * self.block_size) // self.block_size
@@ -485,7 +474,7 @@ class BlockManager:
     def _share(
         self, sequence: Sequence, table: BlockTable, group: int, found: list[Prefix]
     ) -> None:
-        """Refer to the blocks of a found prefix that the next token sees."""
+        """Share the blocks of a found prefix that the next token sees."""
         blocks, pool = table.groups[group], self._pool_of[group]
         if self._groups[group].has_state:
             kept = found[-1].block_ids[group]
@@ -500,7 +489,7 @@ class BlockManager:
                 self._new_of(sequence)[group].append(kept)
             return
         blocks.first = self._first_visible(group, len(found) * self.block_size)
-        # Blocks that no token sees need no ids, only placeholders.
+        # Placeholders for blocks that no token sees.
         blocks.ids = [0] * blocks.first
         for prefix in found[blocks.first :]:
             block_id = prefix.block_ids[group]
@@ -512,7 +501,6 @@ class BlockManager:
         self._new_of(sequence)[group] += blocks.ids
 
     def _cache_blocks(self, sequence: Sequence, table: BlockTable, count: int) -> None:
-        """Cache the sequence's first `count` blocks."""
         self._hash_blocks(sequence, table, count)
         prefix = before = table.prefix
         if prefix is None:
@@ -531,18 +519,16 @@ class BlockManager:
         """Cache a block of each group. Returns the prefix that they end."""
         prefix = self.prefixes.child(parent, table.hashes[index], self._tokens(sequence, index))
         for group, blocks in enumerate(table.groups):
-            # If two sequences compute the same block, the first one stays cached. A block may be
-            # given back before its last token is known.
+            # If two sequences compute the same block, the first stays cached. A block may be given
+            # back before its last token is known.
             is_there = index >= blocks.first and not self._groups[group].has_state
             if prefix.block_ids[group] == NO_BLOCK and is_there:
                 doubt = parent.doubt if is_proven(table.doubt) else table.doubt
                 self.prefixes.name(prefix, group, blocks.ids[index], doubt)
         return prefix
 
-    # ---- states ----
-
     def _mark(self, sequence: Sequence, table: BlockTable, num_known: int) -> None:
-        """Note that the state is kept after the last full block and where the known prefix ends."""
+        """Keep the state after the last full block and where the known prefix ends."""
         last = (sequence.num_tokens - 1) // self.block_size
         others = {num_known * self.block_size, last * self.block_size}
         table.boundaries = Boundaries(self._state_spacing, others)
@@ -580,7 +566,7 @@ class BlockManager:
         """Recount everything from the block tables.
 
         Raises:
-            AssertionError: the counts do not agree; the text has the numbers.
+            AssertionError: the counts do not agree. The text has the numbers.
         """
         counted = {id(pool): [0] * pool.num_blocks for pool in self._pools}
         for table in self._tables.values():

@@ -1,4 +1,4 @@
-"""Names of a sequence's blocks: a hash covers all that the keys and values depend on."""
+"""Names of a sequence's blocks: hashes of all that keys and values depend on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from penstock_shard.sequence import Sequence
 
 
 def root_of(sequence: Sequence, weights_hash: str) -> bytes:
-    """The hash at which the sequence's chain begins."""
+    """Return the hash at which the sequence's chain begins."""
     request = sequence.request
     return root_hash(weights_hash, request.cache_salt, request.adapter_hash)
 

@@ -10,8 +10,8 @@ from penstock_shard.kv_cache.prefix_tree import Prefix
 
 
 class CachedBlock(NamedTuple):
-    """The contents of a block: the last tokens of a prefix, for the layers of a group. `insertion`
-    is a running number of cached blocks.
+    """A block's contents: the last tokens of a prefix, for the layers of a group. `insertion`
+    numbers cached blocks.
     """
 
     prefix: Prefix
@@ -20,21 +20,21 @@ class CachedBlock(NamedTuple):
 
 
 class BlockPool:
-    """Gives out blocks 0 .. num_blocks - 1. A block is free or referenced. A freed block stays
-    cached until it is reused. Blocks in which nothing is cached are reused first, then the least
-    recently freed, and retained blocks last.
+    """Gives out blocks 0 .. num_blocks - 1. A block is free or referenced, and stays cached until
+    it is reused. Blocks in which nothing is cached are reused first, then the least recently freed,
+    and retained blocks last.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.cached: dict[int, CachedBlock] = {}
         self._references = [0] * num_blocks
-        # Free blocks in the order of reuse. Values are unused.
+        # Free blocks in the order of reuse (an ordered set).
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        # The free blocks that are retained, in the order of reuse; and all retained blocks.
+        # Free retained blocks in the order of reuse; and all retained blocks.
         self._free_retained: OrderedDict[int, None] = OrderedDict()
         self._retained: set[int] = set()
-        # Blocks reused although they were retained.
+        # Retained blocks that were reused.
         self.retained_taken_total = 0
 
     @property
@@ -94,7 +94,7 @@ class BlockPool:
         self._references[block_id] += 1
 
     def touch(self, block_id: int) -> None:
-        """Move a free block to the end of its queue, retained or not, so that it is reused last."""
+        """Make a free block the last of its queue, retained or not, to be reused."""
         for free in (self._free, self._free_retained):
             if block_id in free:
                 free.move_to_end(block_id)
@@ -103,7 +103,6 @@ class BlockPool:
         return self._references[block_id]
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Remove one reference from each block."""
         for block_id in block_ids:
             self._references[block_id] -= 1
             if self._references[block_id] == 0:
@@ -124,7 +123,7 @@ class BlockPool:
         """Compare references with `counted`, from the block tables, and names with the prefixes.
 
         Raises:
-            AssertionError: the counts do not agree; the text has the numbers.
+            AssertionError: the counts do not agree. The text has the numbers.
         """
         wrong = [i for i in range(self.num_blocks) if counted[i] != self._references[i]]
         assert not wrong, (

@@ -1,4 +1,4 @@
-"""The blocks of a sequence in each cache group, and the copies that are still to go into them."""
+"""A sequence's blocks in each cache group, and the copies still to be loaded into them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
 
 @dataclass(slots=True)
 class GroupBlocks:
-    """The blocks of one sequence in one group, in the order of its tokens. Blocks below index
-    `first` were given back, or never taken.
+    """One sequence's blocks in one group, in the order of its tokens. Blocks below index `first`
+    were given back, or never taken.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -21,7 +21,7 @@ class GroupBlocks:
 
 @dataclass(slots=True)
 class Load:
-    """A copy in host memory to load into the sequence's block number `index`; `block_id` is
+    """A copy in host memory, to load into the sequence's block number `index`. `block_id` is
     `NO_BLOCK` until the sequence has that block.
     """
 
@@ -35,16 +35,13 @@ class Load:
 
 @dataclass(slots=True)
 class BlockTable:
-    """The blocks of one sequence."""
-
     groups: list[GroupBlocks]
-    # Chained hashes of the sequence's full blocks, computed as they are needed.
+    # Chained hashes of the sequence's full blocks, computed when needed.
     hashes: list[bytes]
     boundaries: Boundaries
-    # Copies to load from host memory before the sequence runs.
     loads: list[Load] = field(default_factory=list)
-    # The number of its full blocks that are cached, and the prefix that they make.
+    # The number of cached full blocks of the sequence, and the prefix that they make.
     num_cached: int = 0
     prefix: Prefix | None = None
-    # Doubt about the cached blocks that the sequence uses.
+    # Doubt about cached blocks that the sequence uses.
     doubt: Doubt | None = None

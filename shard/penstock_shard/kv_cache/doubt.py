@@ -1,6 +1,4 @@
-"""Doubt about blocks that may be wrong: a peer sent them, or they were computed from a peer's
-blocks.
-"""
+"""Doubt about blocks that may be wrong: a peer sent them, or they were computed from a peer's."""
 
 from __future__ import annotations
 
@@ -9,27 +7,27 @@ from typing import Protocol
 
 
 class HasCopies(Protocol):
-    """A prefix, with the slots of host memory that have copies of its blocks, by cache group."""
+    """A prefix, with the host memory slots of its blocks' copies, by cache group."""
 
     slots: list[int]
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Doubt:
-    """Doubt about the blocks of one fetch; `before` is the doubt about the blocks before them.
+    """Doubt about the blocks of one fetch. `before` is the doubt about the blocks before them.
 
-    `is_lie` is None until it is settled. It is False if these blocks, and all before them, equal
-    what this shard computes.
+    `is_lie` is None until settled. It is False if these blocks, and all before them, equal what
+    this shard computes.
     """
 
     source: str
     before: Doubt | None = None
     is_lie: bool | None = None
-    # Copies in host memory of these blocks and of blocks computed from them, by prefix and group.
+    # Host memory copies of these blocks and of blocks computed from them, by prefix and group.
     copies: list[tuple[HasCopies, int]] = field(default_factory=list)
 
     def chain(self) -> list[Doubt]:
-        """List this doubt and those before it, up to the first known to be right."""
+        """Return this doubt and those before it, up to the first known to be right."""
         found: list[Doubt] = []
         doubt: Doubt | None = self
         while doubt is not None and doubt.is_lie is not False:

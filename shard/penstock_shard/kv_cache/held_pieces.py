@@ -1,7 +1,7 @@
-"""Changes to the prefix pieces that a shard holds, for the choice of a shard.
+"""Changes to the prefix pieces that a shard holds, for routing.
 
-Only names are noted; the tier is looked up when a change is taken. The tier depends only on the
-cache groups in which a prefix needs every block; without such a group, on the first.
+Only names are noted; the tier is looked up when a change is taken. It depends only on the cache
+groups in which a prefix needs every block; if there are none, on the first group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_pool import BlockPool
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix, PrefixTree
 
-# Pieces looked at in a turn: at most a millisecond.
+# Pieces looked at in a turn, which takes at most a millisecond.
 _MOST_TAKEN = 1024
 
 
@@ -29,13 +29,11 @@ class Disk(Protocol):
         """Tell whether the disk has a block."""
 
     def take_changes(self, most: int) -> list[tuple[int, bytes]]:
-        """Take at most `most` blocks that were written or deleted: the index in the prefix, and the
-        hash.
-        """
+        """Return at most `most` written or deleted blocks: index in the prefix, and hash."""
 
 
 class HeldPieces:
-    """Owns the names of changed pieces that were not taken yet. They are taken after each step."""
+    """Owns the names of changed pieces until they are taken, after each step."""
 
     def __init__(
         self,
@@ -44,7 +42,7 @@ class HeldPieces:
         pools: abc.Sequence[BlockPool],
         block_size: int,
     ) -> None:
-        """Follow the prefixes of a tree; `pools` are the device's blocks."""
+        """Follow the prefixes of a tree. `pools` are the device's blocks."""
         self._tree = tree
         self._pool_of = [pools[group.pool] for group in groups]
         whole = [i for i, each in enumerate(groups) if each.reach is None and not each.has_state]
@@ -57,12 +55,12 @@ class HeldPieces:
 
     @property
     def has_changes(self) -> bool:
-        """True if there is something to take without another step."""
+        """True if `take` would return something now."""
         return bool(self._changed) or (self.disk is not None and self.disk.has_changes)
 
     @property
     def has_untold(self) -> bool:
-        """True if there is something to take, now or after another step."""
+        """True if `take` would return something now or after another step."""
         return bool(self._uncomputed) or self.has_changes
 
     def note(self, prefix: Prefix) -> None:
@@ -71,8 +69,8 @@ class HeldPieces:
             self._changed[prefix.digest] = None
 
     def take(self, computed: int) -> dict[int, int]:
-        """Take the tiers of changed pieces, by name; at most `_MOST_TAKEN`. Only blocks up to the
-        insertion `computed` are computed; changes of later blocks wait.
+        """Return the tiers of changed pieces, by name; at most `_MOST_TAKEN`. Blocks after the
+        insertion `computed` are not computed yet, so their changes wait.
         """
         if self.disk is not None and self.disk.has_changes:
             for index, digest in self.disk.take_changes(_MOST_TAKEN):
@@ -92,7 +90,6 @@ class HeldPieces:
         return taken
 
     def _is_computed(self, prefix: Prefix, computed: int) -> bool:
-        """Tell whether the prefix's blocks on the device, if any, are filled."""
         for group in self._groups:
             block_id = prefix.block_ids[group]
             if block_id != NO_BLOCK and self._pool_of[group].cached[block_id].insertion > computed:
@@ -100,7 +97,7 @@ class HeldPieces:
         return True
 
     def _tier(self, digest: bytes, prefix: Prefix | None) -> Tier:
-        """The slowest tier of the prefix's blocks, over the groups."""
+        """Return the slowest tier of the prefix's blocks, over the groups."""
         return max(self._tier_in(group, digest, prefix) for group in self._groups)
 
     def _tier_in(self, group: int, digest: bytes, prefix: Prefix | None) -> Tier:

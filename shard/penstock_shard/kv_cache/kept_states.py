@@ -1,9 +1,9 @@
 """The positions at which a sequence's states are kept for other sequences.
 
 A state sums up all tokens before it and cannot be shortened. So a sequence can continue a cached
-prefix only where a state was kept: at multiples of a spacing, after the last full block of a
-prompt, and where a prompt leaves the known prefix. Steps end at these positions. A kept state is a
-copy, made after the step that wrote the state and before the next.
+prefix only where a state was kept: at multiples of a spacing, after a prompt's last full block, and
+where a prompt leaves the known prefix. Steps end at these positions. A kept state is a copy, made
+between the step that wrote the state and the next.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Boundaries:
-    """The numbers of tokens of one sequence after which its state is kept."""
+    """Numbers of tokens after which a sequence's state is kept."""
 
     spacing: int
     # Positions that are not multiples of the spacing.

@@ -19,16 +19,15 @@ from penstock_shard.kv_cache.doubt import Doubt, is_wrong, may_follow
 from penstock_shard.kv_cache.held_pieces import HeldPieces
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix, PrefixTree
 
-# The largest number of blocks that wait to be copied. A block that is not copied is computed again
-# later.
+# Most blocks that wait to be copied. Others are computed again when needed.
 _MOST_WISHES = 65_536
-# The largest number of waiting blocks that one turn looks at.
+# Most waiting blocks that one turn looks at.
 _LOOKED_AT = 256
 
 
 @dataclass(slots=True)
 class Save:
-    """A block to be copied; `insertion` as in `CachedBlock`."""
+    """A block to be copied. `insertion` is as in `CachedBlock`."""
 
     prefix: Prefix
     group: int
@@ -37,14 +36,14 @@ class Save:
 
 
 class HasBlocks(Protocol):
-    """A prefix that may have a block, or a copy of it, in each group."""
+    """A prefix that may have a block, or its copy, in each group."""
 
     def has(self, group: int) -> bool:
-        """Tell whether the group's block or a copy of it exists."""
+        """Tell whether the group's block or its copy exists."""
 
 
 class PrefixCache:
-    """Owns the names of cached blocks and of copies in slots; the pools say which are free."""
+    """Owns the names of cached blocks and of copies in slots. The pools know which are free."""
 
     def __init__(
         self,
@@ -53,7 +52,7 @@ class PrefixCache:
         block_size: int,
         host_pools: abc.Sequence[BlockPool] = (),
     ) -> None:
-        """Cache blocks of `pools`; `host_pools` are the slots for copies of each pool's blocks."""
+        """Cache blocks of `pools`. `host_pools` are the slots for copies of each pool's blocks."""
         self._groups = groups
         self._host_pools = host_pools
         self._pools = pools
@@ -65,21 +64,18 @@ class PrefixCache:
         self._whole = [i for i in range(len(groups)) if i not in some]
         self._tree = PrefixTree(len(groups))
         self.held = HeldPieces(self._tree, groups, pools, block_size)
-        # Blocks cached so far.
         self.num_insertions = 0
         # Blocks to copy, by prefix and group; and evicted blocks, which keep their contents until
         # the next step is launched.
         self._wishes: dict[tuple[int, int], Save] = {}
         self._evictions: list[Save] = []
         self._watches: set[tuple[int, int]] = set()
-        # The number of users that pin each slot, by pool and slot.
+        # Users that pin a slot, by pool and slot.
         self._pins: Counter[tuple[int, int]] = Counter()
 
-    # ---- finding ----
-
     def find(self, root: bytes, names: Iterable[tuple[bytes, tuple[int, ...]]]) -> list[Prefix]:
-        """The known prefixes after a root, shortest first, up to the first block that a group with
-        full attention lacks. A name is a block's chained hash and its tokens.
+        """Return the known prefixes after a root, shortest first, up to the first block that a
+        group with full attention lacks. A name is a block's chained hash and tokens.
         """
         found: list[Prefix] = []
         parent = self._tree.find(None, root)
@@ -96,11 +92,10 @@ class PrefixCache:
         return found
 
     def longest(self, found: abc.Sequence[HasBlocks]) -> int:
-        """The length of the longest found prefix after which the next token has all blocks that it
-        sees.
+        """Return the length of the longest found prefix after which the next token has all blocks
+        that it sees.
         """
-        # For each group and each number of prefixes, the length of the run of blocks that ends
-        # there.
+        # For each group and number of prefixes, the length of the run of blocks that ends there.
         runs = [(group, _runs(group, found)) for group in self._sliding]
         count = len(found)
         while count and (
@@ -111,7 +106,7 @@ class PrefixCache:
         return count
 
     def first_visible(self, group: int, count: int) -> int:
-        """The first block that the token after `count` blocks sees."""
+        """Return the first block that the token after `count` blocks sees."""
         return self._groups[group].first_visible(count * self._block_size) // self._block_size
 
     @property
@@ -127,14 +122,12 @@ class PrefixCache:
         return self._groups[group].pool
 
     def first_needed(self, group: int, count: int) -> int:
-        """The first block that a prefix of `count` blocks needs in a group."""
+        """Return the first block that a prefix of `count` blocks needs in a group."""
         return count - 1 if self._groups[group].has_state else self.first_visible(group, count)
 
     def is_useful(self, prefix: HasBlocks) -> bool:
         """Tell whether a prefix has its blocks of all groups that need every block."""
         return all(prefix.has(group) for group in self._whole)
-
-    # ---- naming ----
 
     def root(self, digest: bytes, *, is_salted: bool = False) -> Prefix:
         """Return the prefix without tokens at which a chain begins."""
@@ -142,16 +135,13 @@ class PrefixCache:
         return found or self._tree.add(None, digest, is_salted=is_salted)
 
     def child(self, parent: Prefix, digest: bytes, token_ids: tuple[int, ...]) -> Prefix:
-        """Return the prefix that is one block longer than `parent`."""
         known = self._tree.find(parent, digest, token_ids)
         if known is not None:
             return known
         return self._tree.add(parent, digest, token_ids, is_salted=parent.is_salted)
 
     def name(self, prefix: Prefix, group: int, block_id: int, doubt: Doubt | None = None) -> None:
-        """Cache a block under a prefix. `doubt` is the doubt about the blocks that it was computed
-        from.
-        """
+        """Cache a block under a prefix. `doubt` is about the blocks that it was computed from."""
         if max(prefix.slots, default=NO_BLOCK) == NO_BLOCK or is_wrong(prefix.doubt):
             prefix.doubt = doubt
         prefix.block_ids[group] = block_id
@@ -163,7 +153,7 @@ class PrefixCache:
             self._wish(prefix, group)
 
     def uncache(self, prefix: Prefix, group: int) -> None:
-        """Uncache a prefix's block and its copy, which are wrong."""
+        """Uncache a prefix's wrong block and its copy."""
         block_id = prefix.block_ids[group]
         if block_id != NO_BLOCK:
             self._pools[self._groups[group].pool].uncache(block_id)
@@ -173,7 +163,6 @@ class PrefixCache:
             self.drop(prefix, group)
 
     def uncache_those(self, is_meant: Callable[[Prefix], bool]) -> None:
-        """Uncache the blocks and copies of all prefixes for which `is_meant` is true."""
         for prefix, group in self.cached_blocks():
             if is_meant(prefix):
                 self.uncache(prefix, group)
@@ -189,7 +178,7 @@ class PrefixCache:
         self._tree.prune(cached.prefix)
 
     def uncache_since(self, since: int) -> None:
-        """Uncache blocks cached after `num_insertions` was `since`, as they were not computed."""
+        """Uncache blocks inserted after number `since`, because they were not computed."""
         for pool in self._pools:
             for block_id, cached in list(pool.cached.items()):
                 if cached.insertion > since:
@@ -198,15 +187,13 @@ class PrefixCache:
                     self.forget(cached)
 
     def _withdraw(self, prefix: Prefix, group: int) -> None:
-        """Do not copy a block, as it is wrong."""
+        """Do not copy a block, because it is wrong."""
         save = self._wishes.pop((id(prefix), group), None)
         if save is not None:
             self.leave(save.prefix)
 
     def leave(self, prefix: Prefix) -> None:
         self._tree.leave(prefix)
-
-    # ---- copies in host memory ----
 
     @property
     def has_copies(self) -> bool:
@@ -215,13 +202,13 @@ class PrefixCache:
 
     @property
     def most_copies(self) -> int:
-        """The number of blocks of each group that host memory has room for."""
+        """Blocks of each group that host memory has room for."""
         sharers = Counter(group.pool for group in self._groups)
         return min(self._host_pools[pool].num_blocks // count for pool, count in sharers.items())
 
     @property
     def num_copies(self) -> int:
-        """The number of slots with copies."""
+        """Slots with copies."""
         return sum(len(pool.cached) for pool in self._host_pools)
 
     @property
@@ -230,8 +217,8 @@ class PrefixCache:
         return bool(self._wishes or self._evictions)
 
     def use(self, prefixes: abc.Sequence[Prefix]) -> None:
-        """Have blocks copied, because their prefixes are used again. The first copies stay longest,
-        as later ones are useless without them.
+        """Have blocks of prefixes that are used again copied. The first copies stay longest,
+        because later ones are useless without them.
         """
         if not self._host_pools:
             return
@@ -261,21 +248,21 @@ class PrefixCache:
         self._wishes[key] = Save(prefix, group, block_id, cached.insertion)
 
     def cached_blocks(self) -> list[tuple[Prefix, int]]:
-        """List the prefix and group of every cached block and every copy."""
+        """Return the prefix and group of every cached block and every copy."""
         pools = (*self._pools, *self._host_pools)
         cached = (each for pool in pools for each in pool.cached.values())
-        # List a block and its copy, which have the same name, once.
+        # A block and its copy have the same name: list it once.
         return list(dict.fromkeys((each.prefix, each.group) for each in cached))
 
     def save_of(self, prefix: Prefix, group: int) -> Save:
-        """Have a cached block copied that is computed; returns what `take_saves` would."""
+        """Have a cached, computed block copied. Returns what `take_saves` would."""
         prefix.num_users += 1
         return Save(prefix, group, prefix.block_ids[group], 0)
 
     def take_saves(self, most: int, computed: int) -> list[Save]:
-        """Take the blocks to copy before the next launch: first evicted blocks, then others, up to
-        `most` in all. Blocks after the insertion `computed` are not computed yet. Each prefix gets
-        one more user, until `leave`.
+        """Return the blocks to copy before the next launch, at most `most`, evicted blocks first.
+        Blocks after the insertion `computed` are not computed yet. Each prefix gets one more user,
+        until `leave`.
         """
         due = [save for save in self._evictions if save.insertion <= computed]
         for save in self._evictions:
@@ -290,11 +277,11 @@ class PrefixCache:
         return due
 
     def has_free_slot(self, pool: int) -> bool:
-        """Tell whether a pool has a slot that is not pinned."""
+        """Tell whether a pool has an unpinned slot."""
         return self._host_pools[pool].num_free > 0
 
     def take_slot(self, group: int) -> int:
-        """Empty the least recently used slot and return it; `keep` fills it."""
+        """Empty the least recently used slot and return it. `keep` fills it."""
         return self._take_slot(self._groups[group].pool)
 
     def _take_slot(self, number: int) -> int:
@@ -332,7 +319,7 @@ class PrefixCache:
         )
 
     def slots_of(self, found: abc.Sequence[Prefix], num_known: int) -> list[tuple[int, int]]:
-        """List the pool and slot of each copy that the next token sees, parents first. In groups
+        """Return the pool and slot of each copy that the next token sees, parents first. In groups
         that need every block, the first `num_known` blocks are left out.
         """
         slots = []

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from penstock_shard.kv_cache.doubt import Doubt
 
-# Stands for a missing block or slot.
+# A missing block or slot.
 NO_BLOCK = -1
 
 
@@ -16,10 +16,10 @@ NO_BLOCK = -1
 class Prefix:
     """The tokens up to the end of a block.
 
-    Hashes may collide or be forged, so the parent, as an object, and the tokens of the last block
-    identify a prefix; `digest`, the chained hash, only finds it. For each cache group, `block_ids`
-    has the block with the last tokens' keys and values, and `slots` the slot of its copy in host
-    memory, or `NO_BLOCK`. A root, the prefix without tokens, has neither.
+    Hashes may collide or be forged: `digest`, the chained hash, only finds a prefix. The parent
+    object and the last block's tokens identify it. For each cache group, `block_ids` has the block
+    with the last tokens' keys and values, and `slots` the slot of its copy in host memory, or
+    `NO_BLOCK`. A root, the prefix without tokens, has neither.
     """
 
     digest: bytes
@@ -27,7 +27,7 @@ class Prefix:
     token_ids: tuple[int, ...]
     block_ids: list[int]
     slots: list[int]
-    # The number of blocks before the last one.
+    # Blocks before the last one.
     index: int
     # True if its root has a salt.
     is_salted: bool = False
@@ -57,9 +57,9 @@ class Prefix:
 
 
 class PrefixTree:
-    """Owns the prefixes whose blocks are cached or copied, and their ancestors.
+    """Owns the prefixes that have cached or copied blocks, and their ancestors.
 
-    A prefix outlives its blocks while a longer prefix has some. With a window, a sequence that
+    A prefix outlives its blocks while a longer prefix has some: with a window, a sequence that
     continues the longer prefix does not need the early blocks.
     """
 
@@ -80,7 +80,7 @@ class PrefixTree:
         return prefix
 
     def named(self, digest: bytes) -> Prefix | None:
-        """Find the prefix with this hash, whatever its parent and tokens are."""
+        """Find the prefix with this hash, whatever its parent and tokens."""
         return self._by_digest.get(digest)
 
     def add(
@@ -114,12 +114,11 @@ class PrefixTree:
             prefix.num_users -= 1
 
     def leave(self, prefix: Prefix) -> None:
-        """Remove one user of a prefix."""
         prefix.num_users -= 1
         self.prune(prefix)
 
     def check_integrity(self, users: Iterable[Prefix]) -> None:
-        """Recount the users of each prefix; `users` has the used prefix of each that is no child.
+        """Recount each prefix's users. `users` has a prefix for each user that is no child.
 
         Raises:
             AssertionError: a prefix has fewer users than were counted, or nothing needs it.
@@ -127,7 +126,7 @@ class PrefixTree:
         counted = Counter(map(id, users))
         counted.update(id(each.parent) for each in self._by_digest.values() if each.parent)
         for prefix in self._by_digest.values():
-            # The parent of a replaced prefix may still count it.
+            # A replaced prefix may still count at its parent.
             found = counted[id(prefix)]
             assert prefix.num_users >= found, f"{prefix}: {found} users, {prefix.num_users} kept"
             needed = prefix.num_users or not prefix.is_empty

@@ -1,5 +1,5 @@
-"""Retains prefixes of ended requests while their clients run tools: free blocks that are not
-retained are reused first.
+"""Retains prefixes of ended requests while their clients run tools: other free blocks are reused
+first.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from penstock_shard.kv_cache.block_pool import BlockPool
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
 
-# The number of ended requests for which clients may still send a hint.
+# Most ended requests for which clients may still send a hint.
 _MOST_ENDED = 4096
-# The number of prefixes that may be retained at once.
 _MOST_RETAINED = 16_384
-# A queue is cleared of ended entries once it has this many more entries than twice the live ones.
+# A queue is cleared of ended entries once it has this many more than twice the live ones.
 _MOST_OVER = 64
-# A priority, and the time until which to retain.
+# Priority, and end of retention.
 _Rank = tuple[int, float]
 
 
 class Ended(NamedTuple):
-    """The longest cached prefix of an ended request, and the salt of its blocks' names."""
+    """An ended request's longest cached prefix, and the salt of its blocks' names."""
 
     prefix: Prefix
     cache_salt: str
@@ -52,8 +51,8 @@ class _Retained:
 
 class Retention:
     """Retains the blocks of prefixes, each until its time, within a share of each pool. If the
-    share is full, the prefix with the lowest priority makes room; among equal priorities, the one
-    whose time ends first.
+    share is full, the prefix with the lowest priority makes room; among equals, the one whose time
+    ends first.
     """
 
     def __init__(self, prefixes: PrefixCache, pools: abc.Sequence[BlockPool], share: float) -> None:
@@ -61,33 +60,31 @@ class Retention:
         self._pools = pools
         self._most = [int(share * pool.num_blocks) for pool in pools]
         self._ended: OrderedDict[str, Ended] = OrderedDict()
-        # Prefixes that `_ended` keeps in memory, though their blocks may be gone.
+        # Prefixes that `_ended` keeps in memory; their blocks may be gone.
         self._num_kept = 0
         self._retained: dict[Prefix, _Retained] = {}
-        # Heaps of live and ended entries, one by end, one by rank. The number decides between
-        # equals.
+        # Heaps of live and ended entries, by end and by rank. The number decides between equals.
         self._due: list[tuple[float, int, _Retained]] = []
         self._ranked: list[tuple[_Rank, int, _Retained]] = []
         self._numbers = itertools.count()
 
     @property
     def num_blocks(self) -> int:
-        """The number of retained blocks, over all pools."""
         return sum(pool.num_retained for pool in self._pools)
 
     @property
     def taken_total(self) -> int:
-        """The number of retained blocks that were reused, because no other was free."""
+        """Retained blocks that were reused because no other was free."""
         return sum(pool.retained_taken_total for pool in self._pools)
 
     @property
     def due_at_s(self) -> float | None:
-        """The time of the next release; None if nothing is retained."""
+        """Time of the next release; None if nothing is retained."""
         return self._due[0][0] if self._due else None
 
     def note_end(self, request: Request, prefix: Prefix) -> None:
-        """Note the longest cached prefix of an ended request. The oldest requests are forgotten if
-        there are more prefixes in memory than blocks.
+        """Note an ended request's longest cached prefix. The oldest requests are forgotten if more
+        prefixes are in memory than blocks.
         """
         if not any(self._most) or request.only_fetches:
             return
@@ -105,13 +102,12 @@ class Retention:
             self._num_kept -= ended.prefix.index + 1
 
     def ended(self, request_id: str) -> Ended | None:
-        """Find a request that ended recently."""
         return self._ended.get(request_id)
 
     def retain(self, last: Prefix, until_s: float, priority: int) -> list[Prefix]:
-        """Retain the blocks of a prefix from its start on, as long as the share has room. In a
-        group with a window, retain only the blocks that the next token sees. Returns the retained
-        prefixes, shortest first; none if the prefix is retained as long at this priority already.
+        """Retain a prefix's blocks from its start on, while the share has room; in a group with a
+        window, only blocks that the next token sees. Returns the retained prefixes, shortest first;
+        none if the prefix is already retained as long at this priority.
         """
         before = self._retained.get(last)
         if before is not None:
@@ -127,7 +123,7 @@ class Retention:
             self._retain_chain(last, before.until_s, before.priority)
 
     def let_go(self, now_s: float) -> None:
-        """Release the prefixes whose time is over."""
+        """Release the prefixes that have reached their time."""
         while self._due and self._due[0][0] <= now_s:
             self._end(heapq.heappop(self._due)[-1])
 
@@ -139,7 +135,7 @@ class Retention:
         chain = list(last.chain())[::-1]
         first = [self._prefixes.first_needed(group, len(chain)) for group in self._groups]
         for prefix in chain:
-            # Held before `_retain`, so that an entry which makes room does not release it.
+            # Hold first, so that an entry which makes room does not release it.
             self._hold(prefix)
             if not self._retain(prefix, first, (priority, until_s)):
                 self._release(prefix)
@@ -171,11 +167,10 @@ class Retention:
             heapq.heapify(self._ranked)
 
     def _has(self, entry: _Retained) -> bool:
-        """True if an entry has not ended."""
         return self._retained.get(entry.of) is entry
 
     def _end(self, entry: _Retained) -> None:
-        """Release a prefix, but not the blocks that it shares with another retained prefix."""
+        """Release a prefix, except blocks that it shares with another retained prefix."""
         if not self._has(entry):
             return
         del self._retained[entry.of]
@@ -227,7 +222,6 @@ class Retention:
         return range(self._prefixes.num_groups)
 
     def _places(self, prefix: Prefix) -> Iterator[tuple[BlockPool, int]]:
-        """Yield the pool and the id of each block of a prefix."""
         for group, block in enumerate(prefix.block_ids):
             if block != NO_BLOCK:
                 yield self._pools[self._prefixes.pool_of(group)], block

@@ -1,7 +1,7 @@
 """Host memory with copies of KV blocks: records in slots, each with a name and checksums.
 
-The server makes the memory and each engine maps it, so the copies outlive an engine. An engine that
-is killed during a write leaves a record with a wrong checksum, or none.
+The server makes the memory and each engine maps it, so copies outlive an engine. An engine killed
+during a write leaves a record with a wrong checksum, or none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from penstock_shard.ipc.runner_info import RunnerInfo
 
-# Part of the namespace: raise it when the meaning of blocks' bytes changes.
+# Part of the namespace. Raise it when the meaning of blocks' bytes changes.
 _LAYOUT_VERSION = 2
 _MAGIC = b"penstock KV\0"
 _DIGEST_BYTES = 16
@@ -25,7 +25,7 @@ _ALIGNMENT_BYTES = 64
 _FIELDS = struct.Struct(f"<IIIIII{_DIGEST_BYTES}s{_DIGEST_BYTES}s")
 _CHECKED_FROM = struct.calcsize("<II")
 _TOKEN_BYTES = 4
-# No record; a record; a record that a peer sent and that may still be wrong.
+# No record; a record; a peer's record that may still be wrong.
 _EMPTY, _PRESENT, _UNPROVEN = range(3)
 
 
@@ -33,9 +33,8 @@ _EMPTY, _PRESENT, _UNPROVEN = range(3)
 class RecordName:
     """The name of a copied block: its cache group, and the prefix that it ends.
 
-    `index` is the number of blocks before it. `digest` is the chained hash of the prefix, and
-    `parent` the hash of the prefix without this block, or of the root. The name is salted if the
-    root is.
+    `index` is the number of blocks before it. `digest` is the chained hash of the prefix, `parent`
+    that of the prefix without this block, or of the root. The name is salted if the root is.
     """
 
     group: int
@@ -47,8 +46,8 @@ class RecordName:
 
 
 def namespace_of(info: RunnerInfo) -> bytes:
-    """A hash of everything, except the name, that decides a block's bytes; empty if some of it is
-    unknown.
+    """Return a hash of everything, except the name, that determines a block's bytes; empty if some
+    of it is unknown.
     """
     if not info.numerics_fingerprint:
         return b""
@@ -58,13 +57,15 @@ def namespace_of(info: RunnerInfo) -> bytes:
 
 
 class Arena:
-    """Slots in a piece of memory, divided among the pools in proportion to their blocks."""
+    """Slots in a piece of memory, divided among the pools in proportion to their blocks. Where a
+    method takes a group, the slot is in that group's pool.
+    """
 
     def __init__(self, memory: memoryview, info: RunnerInfo) -> None:
-        """Use `memory`; records in it of the same namespace and layout are kept.
+        """Keeps records in `memory` that have the same namespace and layout.
 
         Raises:
-            ValueError: it has no room for a block of each pool; the text names the bytes needed.
+            ValueError: it has no room for a block of each pool. The text names the bytes needed.
         """
         self._memory = memory
         self._block_bytes = info.block_bytes
@@ -102,12 +103,12 @@ class Arena:
         return self._pool_of[group]
 
     def record_in(self, pool: int, slot: int) -> memoryview:
-        """The bytes of the record in a slot; empty if there is none."""
+        """Return the bytes of a slot's record; empty if there is none."""
         name = self.name_in(pool, slot)
         return self._memory[:0] if name is None else self.record(slot, name.group)
 
     def write(self, slot: int, name: RecordName, fill: Callable[[memoryview], None]) -> None:
-        """Write a record into a slot of the group's pool; `fill` writes the block's bytes."""
+        """Write a record into a slot. `fill` writes the block's bytes."""
         pool = self._pool_of[name.group]
         self.clear(pool, slot)
         header, block = self._parts(pool, slot, name.group)
@@ -119,8 +120,8 @@ class Arena:
         struct.pack_into("<I", header, 0, _PRESENT)
 
     def read(self, slot: int, name: RecordName) -> memoryview | None:
-        """The block in a slot of the group's pool, valid until the slot is written again. None if
-        the record has another name or is damaged.
+        """Return the block in a slot, valid until the slot is written again. None if the record has
+        another name or is damaged.
         """
         pool = self._pool_of[name.group]
         if self.name_in(pool, slot) != name:
@@ -130,22 +131,21 @@ class Arena:
         return block if zlib.crc32(block) == checksum else None
 
     def name_in(self, pool: int, slot: int) -> RecordName | None:
-        """The name of the record in a slot; None without a record. Its block may be damaged."""
+        """Return the name of a slot's record; None without a record. Its block may be damaged."""
         name = self.name_of(self._parts(pool, slot)[0])
         return None if name is None or self._pool_of[name.group] != pool else name
 
     def names(self) -> Iterator[tuple[int, RecordName]]:
-        """Yield the slot and the name of each record."""
         for pool, count in enumerate(self.num_slots):
             for slot in range(count):
                 name = self.name_in(pool, slot)
                 if name is not None:
                     yield slot, name
 
-    # ---- records outside the memory ----
-
     def name_of(self, header: memoryview) -> RecordName | None:
-        """The name in a record's header; None if there is no record or the header is damaged."""
+        """Return the name in a record's header; None if there is no record or the header is
+        damaged.
+        """
         if len(header) < self.header_bytes:
             return None
         state, checksum, _, group, *rest, digest, parent = _FIELDS.unpack_from(header)
@@ -168,12 +168,12 @@ class Arena:
         return self.header_bytes + max(self._block_bytes)
 
     def record(self, slot: int, group: int) -> memoryview:
-        """The bytes of a slot of the group's pool, valid until it is written again."""
+        """Return a slot's bytes, valid until it is written again."""
         start = self._start(self._pool_of[group], slot)
         return self._memory[start : start + self.record_bytes(group)]
 
     def checksum(self, slot: int, group: int) -> int:
-        """The checksum of the block in a slot of the group's pool, which has a record."""
+        """Return the checksum of the block in a slot, which must have a record."""
         checksum: int = _FIELDS.unpack_from(self.record(slot, group))[2]
         return checksum
 
@@ -187,7 +187,7 @@ class Arena:
     def put(
         self, slot: int, group: int, record: bytes | memoryview, *, is_proven: bool = True
     ) -> None:
-        """Put an intact record into a slot of the group's pool."""
+        """Put an intact record into a slot."""
         pool = self._pool_of[group]
         self.clear(pool, slot)
         start, end = self._start(pool, slot), self._start(pool, slot) + len(record)
@@ -195,13 +195,11 @@ class Arena:
         # Written last: until now the slot has no record.
         self.mark(pool, slot, is_proven=is_proven)
 
-    # ---- slots ----
-
     def clear(self, pool: int, slot: int) -> None:
         struct.pack_into("<I", self._memory, self._start(pool, slot), _EMPTY)
 
     def mark(self, pool: int, slot: int, *, is_proven: bool) -> None:
-        """Mark a slot's record as equal to what this shard computes, or as not checked."""
+        """Mark a slot's record as equal to what this shard computes, or as unchecked."""
         state = _PRESENT if is_proven else _UNPROVEN
         struct.pack_into("<I", self._memory, self._start(pool, slot), state)
 
@@ -215,7 +213,6 @@ class Arena:
     def _parts(
         self, pool: int, slot: int, group: int | None = None
     ) -> tuple[memoryview, memoryview]:
-        """The header of a slot, and the bytes of a group's block."""
         start = self._start(pool, slot)
         block = start + self.header_bytes
         size = 0 if group is None else self._block_bytes[group]

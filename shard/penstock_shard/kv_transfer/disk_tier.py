@@ -1,5 +1,5 @@
 """Copies of KV blocks on a disk, below host memory. A thread reads and writes them, so that no step
-waits for a disk, however slow, full or broken.
+waits for a slow, full or broken disk.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from penstock_shard.kv_transfer.segments import Key, Segments
 
 logger = logging.getLogger(__name__)
 
-# The bound on bytes of records that wait to be written, and of read records that wait to be taken.
+# Most bytes of records that wait to be written, and of read ones that wait to be taken.
 _MOST_BYTES = 64 * 2**20
-# Seconds without writes after an error, and the least time between two log lines about errors.
+# Seconds without writes after an error, and the least time between log lines about errors.
 _PAUSE_S = 30.0
-# A disk that takes longer for one task gets no more reads.
+# If a task takes longer, the disk gets no more reads.
 _HUNG_S = 1.0
-# The longest time between two searches for records that are too old.
+# Longest time between two searches for records that are too old.
 _EXPIRE_S = 60.0
 
 
 @dataclass(eq=False, slots=True)
 class Read:
     """A wanted record. `record` is None until it is read, or if the disk has no intact one. A
-    discarded record is not wanted any more.
+    discarded record is no longer wanted.
     """
 
     name: RecordName
@@ -39,7 +39,7 @@ class Read:
 
 
 class DiskTier:
-    """The segments in a directory; only its thread touches the files."""
+    """The segments in a directory. Only its thread touches the files."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class DiskTier:
         max_bytes: int = _MOST_BYTES,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Start the thread. It calls `on_done` when `take` has something new, when all records are
-        written, or when records were found or expired. At most `max_bytes` of records wait to be
-        written, and at most `max_bytes` to be taken.
+        """Start the thread. It calls `on_done` when `take` has something new, all records are
+        written, or records were found or expired. At most `max_bytes` of records wait to be
+        written, and as many to be taken.
         """
         self._segments = segments
         self._on_done = on_done
@@ -69,7 +69,7 @@ class DiskTier:
         self._done: deque[Read] = deque()
         self._done_bytes = 0
         self._is_closed = False
-        # The clock time at which the thread began its task; None while it waits.
+        # The time at which the thread began its task; None while it waits.
         self._busy_since_s: float | None = None
         self._complained_s = self._paused_until_s = -_PAUSE_S
         # Blocks since the engine's start: written, read, found damaged, and not written because the
@@ -98,7 +98,6 @@ class DiskTier:
 
     @property
     def is_writing(self) -> bool:
-        """True if anything waits to be written, or is being written."""
         return bool(self._written)
 
     def has(self, group: int, digest: bytes) -> bool:
@@ -111,8 +110,7 @@ class DiskTier:
 
     def take_changes(self, most: int) -> list[tuple[int, bytes]]:
         changes = self._segments.changes
-        # Only this thread takes changes. The other thread drops the oldest only if the deque is
-        # full.
+        # Only this thread takes changes. The other drops the oldest only if the deque is full.
         return [changes.popleft() for _ in range(min(most, len(changes)))]
 
     def save(self, name: RecordName, record: Callable[[], bytes]) -> None:
@@ -135,13 +133,13 @@ class DiskTier:
             self._news.notify()
 
     def read(self, read: Read) -> None:
-        """Queue a read of a record. `take` returns the read later, also if nothing was found."""
+        """Queue a read. `take` returns it later, even if nothing was found."""
         with self._news:
             self._reads.append(read)
             self._news.notify()
 
     def take(self, most: int) -> list[Read]:
-        """Take at most `most` reads that are done."""
+        """Return at most `most` finished reads."""
         taken: list[Read] = []
         with self._news:
             while self._done and len(taken) < most:
@@ -151,13 +149,11 @@ class DiskTier:
         return taken
 
     def close(self) -> None:
-        """End the thread after its current task; waiting tasks are dropped."""
+        """End the thread after its current task. Waiting tasks are dropped."""
         with self._news:
             self._is_closed = True
             self._news.notify()
         self._thread.join()
-
-    # ---- the thread ----
 
     def _run(self) -> None:
         self._busy_since_s = self._clock()
@@ -175,7 +171,7 @@ class DiskTier:
             task()
 
     def _next(self) -> Callable[[], None] | None:
-        """Wait for a task: reads first, as sequences wait for them. None when closed."""
+        """Wait for a task: reads first, because sequences wait for them. None when closed."""
         end_s = time.monotonic() + _EXPIRE_S
         with self._news:
             self._busy_since_s = None

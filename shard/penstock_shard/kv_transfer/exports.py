@@ -11,13 +11,13 @@ from penstock_shard.kv_cache.doubt import is_proven
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
 
-# One export may pin one slot in this many of a pool.
+# An export may pin one slot in this many of a pool.
 _SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """A prefix with only its copies in host memory that are known to be right."""
+    """A prefix, counting only its host memory copies that are known to be right."""
 
     prefix: Prefix
 
@@ -43,7 +43,7 @@ class Exports:
         return len(self._waiting)
 
     def begin(self, export: Export) -> None:
-        """Have the wanted blocks copied; `advance` answers once they are."""
+        """Have the wanted blocks copied. `advance` answers once they are."""
         chain = self._find(export.prefix)
         self._prefixes.use(chain[: self._prefixes.longest(chain)])
         self._waiting[export.number] = export
@@ -55,7 +55,7 @@ class Exports:
             self._prefixes.unpin(pool, slot)
 
     def advance(self) -> None:
-        """Answer the exports whose copies are made."""
+        """Answer the exports that have their copies."""
         for export in list(self._waiting.values()):
             chain = self._find(export.prefix)
             chain = chain[: self._prefixes.longest(chain)]
@@ -65,7 +65,7 @@ class Exports:
 
     def _answer(self, export: Export, chain: list[Prefix]) -> None:
         prefixes = self._prefixes
-        # Some blocks may have no copy, if host memory has no room for all.
+        # Some blocks may have no copy, if host memory lacks room.
         chain = chain[: self._num_copied(chain)]
         slots = prefixes.slots_of(chain, export.num_known)
         most = prefixes.num_slots
@@ -83,7 +83,7 @@ class Exports:
         self._send(Exported(export.number, slots))
 
     def _num_copied(self, chain: list[Prefix]) -> int:
-        """Count the prefixes of `chain` that can be used by their copies alone."""
+        """Count the prefixes of `chain` that are usable by their copies alone."""
         copied = takewhile(self._prefixes.is_useful, map(_Copied, chain))
         return self._prefixes.longest(list(copied))
 
@@ -92,7 +92,7 @@ class Exports:
 
 
 def names_of(prefix: PrefixNames, block_size: int) -> list[tuple[bytes, tuple[int, ...]]]:
-    """The chained hash and the tokens of each block."""
+    """Return the chained hash and the tokens of each block."""
     ids = memoryview(prefix.token_ids).cast("I")
     return [
         (digest, tuple(ids[index * block_size : (index + 1) * block_size]))

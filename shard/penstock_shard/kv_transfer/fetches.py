@@ -19,8 +19,8 @@ _SHARE = 8
 
 @dataclass(slots=True)
 class FetchProgress:
-    """The wanted blocks, after the first `num_known`; and the longest prefix of which a block
-    arrived, which has one more user until `Fetches.end`.
+    """The shard has the first `num_known` blocks of `names` already. `prefix` is the longest prefix
+    with a block that has arrived; it has one more user until `Fetches.end`.
     """
 
     root: bytes
@@ -34,7 +34,7 @@ class FetchProgress:
 
 
 class Fetches:
-    """Takes over slots that the server has written, and gives the server other slots."""
+    """Takes over slots that the server has written, and gives it other slots."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Fetches:
         self.refused_total = 0
 
     def give_slots(self) -> None:
-        """Give the server its first slots: at least one of each pool with two or more slots."""
+        """Give the server its first slots: at least one of each pool with two or more."""
         slots = [
             (pool, self._prefixes.take_pinned(pool))
             for pool, count in enumerate(self._arena.num_slots)
@@ -64,9 +64,7 @@ class Fetches:
 
     @property
     def most_blocks(self) -> int:
-        """The largest number of blocks of each group that one fetch can bring; 0 if it can bring
-        none.
-        """
+        """Most blocks of each group that one fetch can bring; 0 if it can bring none."""
         if min(self._arena.num_slots) < 2:
             return 0
         return self._prefixes.most_copies * (_SHARE - 1) // _SHARE
@@ -80,7 +78,7 @@ class Fetches:
         return FetchProgress(names.root, blocks, num_known, prefix, doubt)
 
     def end(self, progress: FetchProgress) -> None:
-        """End a fetch. The last block that arrived, if it is in doubt, will be computed and
+        """End a fetch. If the last block that arrived is in doubt, it will be computed and
         compared.
         """
         if progress.prefix.doubt is progress.doubt:

@@ -29,7 +29,7 @@ class HostTier:
         self._disk = disk
         self._prefixes = prefixes
         self._runner = runner
-        # None if there are no peers.
+        # None without peers.
         self.checks: ImportChecks | None = None
         # Blocks since the engine's start: copied out, copied back, found damaged.
         self.saved_total = 0
@@ -58,7 +58,7 @@ class HostTier:
         return len(found)
 
     def _proven(self) -> Iterator[tuple[int, RecordName]]:
-        """Yield proven records; clear others, because their peers are unknown after a restart."""
+        """Yield proven records. Clear others, because their peers are unknown after a restart."""
         for slot, name in self._arena.names():
             pool = self._arena.pool_of(name.group)
             if self._arena.is_proven(pool, slot):
@@ -78,7 +78,7 @@ class HostTier:
             return False
         self._runner.write_block(group, load.block_id, block)
         self.loaded_total += 1
-        # The disk may have deleted this block as too old, but it is still used.
+        # The disk may have deleted this old block, but it is still used.
         self.write(prefix, group)
         return True
 
@@ -86,7 +86,7 @@ class HostTier:
         """Copy a block that a collected step computed."""
         prefix, group, block_id = save.prefix, save.group, save.block_id
         pool = self._arena.pool_of(group)
-        # The block may have been found wrong and replaced by a right one.
+        # The block may have been wrong and replaced by a right one.
         is_it = prefix.block_ids[group] in (NO_BLOCK, block_id) and not is_wrong(prefix.doubt)
         if is_it and prefix.slots[group] == NO_BLOCK and self._prefixes.has_free_slot(pool):
             slot = self._prefixes.take_slot(group)
@@ -113,7 +113,7 @@ class HostTier:
             prefix.doubt = None if is_wrong(prefix.doubt) else prefix.doubt
 
     def write(self, prefix: Prefix, group: int) -> None:
-        """Have a copy written to disk, if there is a disk, and a copy that is known to be right."""
+        """Have a copy written to disk, if there is a disk and the copy is known to be right."""
         slot = prefix.slots[group]
         if self._disk is not None and slot != NO_BLOCK and is_proven(prefix.doubt):
             self._disk.save(name_of(prefix, group), lambda: bytes(self._arena.record(slot, group)))

@@ -1,7 +1,6 @@
-"""Checks of peers' blocks: the last block of each fetch is computed by this shard too, and
-compared.
+"""Checks of peers' blocks: this shard also computes the last block of each fetch, and compares it.
 
-Its deeper layers depend on all blocks before it, so a change in any of them changes the last block.
+That block's deeper layers depend on all earlier blocks, so a change in any of them changes it.
 Shards of one namespace compute the same bytes, so any difference means that a peer lies or a
 machine errs. The check does not detect consistent blocks of another prompt with the same last
 tokens.
@@ -18,16 +17,16 @@ from penstock_shard.kv_cache.prefix_cache import PrefixCache
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
 from penstock_shard.kv_transfer.arena import Arena
 
-# Blocks that may wait to be computed. Sequences that end early never compute theirs.
+# Most blocks that wait to be computed. Sequences that end early never compute theirs.
 _MOST_WATCHES = 256
 
 
 class ImportChecks:
-    """Settles doubts about blocks that peers sent."""
+    """Settles doubts about peers' blocks."""
 
     def __init__(self, arena: Arena, prefixes: PrefixCache, on_lie: Callable[[str], None]) -> None:
-        """Call `on_lie` with the address of a peer whose blocks are wrong, once they and all blocks
-        computed from them are uncached.
+        """If a peer's blocks are wrong, uncache them and all blocks computed from them, then call
+        `on_lie` with its address.
         """
         self._arena = arena
         self._prefixes = prefixes
@@ -39,14 +38,13 @@ class ImportChecks:
         self._doubts: defaultdict[str, WeakSet[Doubt]] = defaultdict(WeakSet)
 
     def begin(self, source: str) -> Doubt:
-        """Make the doubt about a fetch's blocks."""
         doubt = Doubt(source)
         self._doubts[source].add(doubt)
         return doubt
 
     def note_copy(self, prefix: Prefix, group: int) -> None:
-        """Mark a new copy as unproven if it is in doubt: until that is settled, a later engine must
-        not use it.
+        """Mark a new copy in doubt as unproven, so that a later engine does not use it until that
+        is settled.
         """
         doubt = prefix.doubt
         if doubt is not None and not is_proven(doubt):
@@ -55,9 +53,7 @@ class ImportChecks:
             doubt.copies.append((prefix, group))
 
     def watch(self, prefix: Prefix, doubt: Doubt) -> None:
-        """Watch the last blocks of a prefix that a peer sent: they are computed here too and
-        compared.
-        """
+        """Have the last blocks of a peer's prefix computed here too and compared."""
         for group, slot in enumerate(prefix.slots):
             if slot == NO_BLOCK or (prefix, group) in self._watches:
                 continue

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
 from penstock_shard.kv_cache.prefix_tree import Prefix
 
-# Tells whether a place has a block, by its group and its chained hash.
+# Tells whether a place has a block, by its group and chained hash.
 HasBlock = Callable[[int, bytes], bool]
 
 
@@ -38,7 +38,7 @@ class ReadPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A prefix that this shard knows, or not."""
+    """A prefix that this shard may know."""
 
     known: Prefix | None
     digest: bytes

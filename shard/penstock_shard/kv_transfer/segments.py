@@ -1,8 +1,8 @@
-"""Files with records of KV blocks, in a directory that one process at a time has.
+"""Files with records of KV blocks, in a directory that one process at a time uses.
 
 Records are appended to the newest file, a segment. The oldest segment is deleted if it is too old
 or the directory too large; nothing is moved or changed. A record has the same bytes as in host
-memory. Its checksums reveal what a crash damages, so no write is synced.
+memory. Its checksums reveal damage by a crash, so no write is synced.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from penstock_shard.device.cache_directory import ensure_safe_directory
 from penstock_shard.kv_transfer.arena import Arena, RecordName
 
 _MAGIC = b"penstock KV\0"
-# The header of a segment: magic, namespace, and CRC-32 of both.
+# A segment's header: magic, namespace, and CRC-32 of both.
 _HEADER = struct.Struct("<12s16sI")
 _SUFFIX = ".kv"
-# One segment takes at most 1/16 of the bytes, and records of at most 1/16 of the age limit.
+# A segment takes at most 1/16 of the bytes, and records of at most 1/16 of the age limit.
 _PARTS = 16
 _LOCK_WAIT_S = 5.0
-# Changes that wait to be taken; if there are more, the oldest are forgotten.
+# Most changes that wait to be taken. The oldest are forgotten.
 _MOST_CHANGES = 2**20
 
 # A block's group and its chained hash.
@@ -36,7 +36,7 @@ Key = tuple[int, bytes]
 
 
 class DirectoryTaken(Exception):
-    """The directory is locked by another process."""
+    """Another process has locked the directory."""
 
 
 def lock_directory(path: Path, wait_s: float = _LOCK_WAIT_S) -> int:
@@ -60,8 +60,8 @@ def lock_directory(path: Path, wait_s: float = _LOCK_WAIT_S) -> int:
 
 @dataclass(slots=True)
 class _Segment:
-    """A file, named by its creation time in milliseconds since the epoch. `keys` lists its
-    records; it is empty if the file belongs to another namespace.
+    """A file, named by its creation time in milliseconds since the epoch. `keys` lists its records;
+    empty if the file belongs to another namespace.
     """
 
     path: Path
@@ -72,7 +72,7 @@ class _Segment:
 
 
 class Segments:
-    """The files of a directory, and the place of each record of a namespace. One thread reads and
+    """A directory's files, and the place of each record of a namespace. One thread reads and
     writes; any may call `has`.
     """
 
@@ -107,9 +107,9 @@ class Segments:
         self._segments = sorted(_files(directory), key=lambda segment: segment.created_ms)
         # The newest segment, if this process made it and no write to it failed.
         self._open: _Segment | None = None
-        # For each record: its segment, its offset, and the index of its block.
+        # For each record: its segment, offset, and the index of its block.
         self._places: dict[Key, tuple[_Segment, int, int]] = {}
-        # Records that were added or removed, by index and hash; any thread may take them.
+        # Added or removed records, by index and hash. Any thread may take them.
         self.changes: deque[tuple[int, bytes]] = deque(maxlen=_MOST_CHANGES)
 
     @property
@@ -126,7 +126,7 @@ class Segments:
 
     def scan(self) -> None:
         """Find the records, newest segments first, by their headers alone. A segment is read up to
-        its first torn or damaged record. Raises the first OSError after all segments are tried.
+        its first torn or damaged record. Raises the first OSError after trying all segments.
         """
         failure: OSError | None = None
         for segment in reversed(self._segments):
@@ -161,7 +161,7 @@ class Segments:
             offset += self._arena.record_bytes(name.group)
 
     def read(self, name: RecordName) -> bytes | None:
-        """Read a record; None if it is missing or damaged. A damaged one is forgotten. Raises
+        """Return a record; None if it is missing or damaged. A damaged one is forgotten. Raises
         OSError.
         """
         segment, offset, _ = self._places.get(_key(name), (None, 0, 0))
@@ -180,7 +180,7 @@ class Segments:
         """
         segment = self._open
         if segment is None or not self._takes(segment, len(record)):
-            # An error below leaves no open segment: nothing may follow a torn record.
+            # After an error no segment is open: nothing may follow a torn record.
             self._open = None
             self._make_room(_HEADER.size + len(record))
             segment = self._create()
@@ -202,7 +202,6 @@ class Segments:
                 self._delete(segment)
 
     def _takes(self, segment: _Segment, num_bytes: int) -> bool:
-        """Tell whether a segment takes a record of `num_bytes`."""
         is_young = self._now_ms() - segment.created_ms <= self._age_ms // _PARTS
         fits = segment.num_bytes + num_bytes <= self._segment_bytes
         return is_young and fits and self._max_bytes >= self.num_bytes + num_bytes
@@ -231,7 +230,7 @@ class Segments:
         try:
             append(segment.path, data)
         finally:
-            # A write that failed may have left a part.
+            # A failed write may have left a part.
             segment.num_bytes = segment.path.stat().st_size
 
     def _delete(self, segment: _Segment) -> None:
@@ -265,7 +264,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 def _files(directory: Path) -> Iterator[_Segment]:
-    """Yield the segments of a directory; other files are ignored."""
+    """Yield the segments of a directory. Other files are ignored."""
     for path in directory.iterdir():
         if path.suffix == _SUFFIX and path.stem.isdecimal() and path.exists():
             yield _Segment(path, int(path.stem), path.stat().st_size)

@@ -8,8 +8,8 @@ import tempfile
 
 
 def make_shared_memory(num_bytes: int) -> int:
-    """Make `num_bytes` bytes, all zero; memory is used only once it is written. Returns a
-    descriptor. Raises OSError.
+    """Make `num_bytes` zero bytes; memory is used once it is written. Returns a descriptor. Raises
+    OSError.
     """
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("penstock-kv")
@@ -21,5 +21,5 @@ def make_shared_memory(num_bytes: int) -> int:
 
 
 def map_shared_memory(descriptor: int) -> memoryview:
-    """Map the whole memory, for reading and writing. Raises OSError."""
+    """Map the whole memory for reading and writing. Raises OSError."""
     return memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size))

@@ -1,1 +1,1 @@
-"""The choice of tokens for the next step. Plain numbers, no torch."""
+"""Chooses the tokens of the next step. Plain numbers, no torch."""

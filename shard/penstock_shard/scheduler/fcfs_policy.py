@@ -1,6 +1,6 @@
-"""The policy by order of arrival. `priority_policy.py` is for requests with objectives.
+"""The default policy: order of arrival. `priority_policy.py` is for requests with objectives.
 
-A policy orders sequences and chooses those to preempt.
+A policy orders sequences and chooses which to preempt.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from penstock_shard.sequence import Sequence
 
 
 class FcfsPolicy:
-    """The order of arrival. A preempted sequence keeps its place in this order."""
+    """Order of arrival. A preempted sequence keeps its place."""
 
     def add(self, sequence: Sequence) -> None:
-        """Note a sequence that arrived."""
+        """Note an arrived sequence."""
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that ended."""
+        """Forget an ended sequence."""
 
     def order(self, running: abc.Collection[Sequence], now_s: float) -> list[Sequence]:
-        """Order the running sequences as they get rows of a step."""
+        """Order the running sequences for the rows of a step."""
         return list(running)
 
     def bound(
@@ -31,7 +31,7 @@ class FcfsPolicy:
         return budget
 
     def first_class(self, sequences: abc.Iterable[Sequence]) -> int:
-        """The highest class among the sequences with prompts; `EVERY_CLASS` if classes do not
+        """Return the highest class among sequences with prompts; `EVERY_CLASS` if classes do not
         matter.
         """
         return EVERY_CLASS
@@ -39,7 +39,7 @@ class FcfsPolicy:
     def queue(
         self, waiting: abc.Collection[Sequence], budget: StepBudget, now_s: float
     ) -> abc.Iterator[Sequence]:
-        """Order the waiting sequences as they are admitted, while the budget lasts."""
+        """Yield the waiting sequences in the order to admit them, while the budget lasts."""
         return iter(list(waiting))
 
     def find_outranked(
@@ -50,7 +50,7 @@ class FcfsPolicy:
         *,
         has_free_slot: bool,
     ) -> Sequence | None:
-        """Find a running sequence that is to make room for one of `waiting`."""
+        """Find a running sequence to preempt for one of `waiting`."""
         return None
 
     def choose_victim(self, running: abc.Collection[Sequence]) -> Sequence:

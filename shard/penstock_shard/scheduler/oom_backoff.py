@@ -1,8 +1,8 @@
 """The bounds of a step: the configured limits, or less after a step ran out of device memory.
 
-A failed step halves the bound on sequences and, if it had more than one token of any sequence, the
-bound on tokens. After some good steps both grow again. Each further failure doubles that number of
-steps, so that a prompt which every failure restarts can be completed.
+A failed step halves the bound on sequences. If it had more tokens than rows, it also halves the
+bound on tokens. Both grow again after some good steps. A failure after that doubles the number of
+good steps needed, so that a prompt which each failure restarts can be completed.
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ from __future__ import annotations
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.base import Batch
 
-# The smallest bound on tokens: memory that does not suffice for 16 tokens does not suffice for one.
+# If memory does not suffice for 16 tokens, it does not suffice for one.
 _LEAST_TOKENS = 16
-# Good steps before the bounds begin to grow, at first and at most; and the number of steps in which
-# a bound would grow from 0 to its limit.
+# Good steps before the bounds grow, at first and at most; and the steps in which a bound would grow
+# from 0 to its limit.
 _CAREFUL_STEPS = 64
 _MOST_CAREFUL_STEPS = 4096
 _GROWING_STEPS = 64
 
-# The progress of a request: its id, its attempt, its number of known tokens.
+# A request's progress: id, attempt, number of known tokens.
 _Place = tuple[str, int, int]
 
 
 class StepBounds:
-    """Bounds on the `tokens` and `sequences` of a step; `reduced` while they are below the
-    limits.
-    """
+    """Bounds on a step's `tokens` and `sequences`. `reduced`: they are below the limits."""
 
     def __init__(self, max_tokens: int, max_sequences: int) -> None:
         self._max_tokens = max_tokens
@@ -35,19 +33,19 @@ class StepBounds:
         self.reduced = False
         self._good_steps = 0
         self._careful_steps = _CAREFUL_STEPS
-        # The progress of requests in failed steps that could not be smaller. Emptied when the
-        # bounds are reset.
+        # Progress of requests in failed steps that could not be smaller. Emptied when the bounds
+        # reach the limits.
         self._failed_alone: set[_Place] = set()
 
     def is_hopeless(self, failed: Batch, first: Sequence, least: int = 1) -> bool:
         """Tell whether memory will never suffice for a failed step, whose first row is of `first`.
-        That is so if the step has no other row, has few tokens or the `least` possible, and failed
-        before with the sequence at the same token.
+        True if the step could not be smaller (one row of `least` or a few tokens), and failed
+        before at the same token.
         """
         return _is_least(failed, least) and _place(first) in self._failed_alone
 
     def shrink(self, failed: Batch, first: Sequence, least: int = 1) -> None:
-        """Halve the bounds after a step ran out of memory; its first row is of `first`."""
+        """Halve the bounds after a step ran out of memory. Its first row is of `first`."""
         self.sequences = max(1, min(self.sequences, failed.num_rows) // 2)
         num_tokens = failed.num_tokens
         if num_tokens > failed.num_rows:
@@ -61,7 +59,7 @@ class StepBounds:
         self._good_steps = 0
 
     def recover(self) -> None:
-        """Count a good step with reduced bounds; after enough of them the bounds grow."""
+        """Count a good step with reduced bounds. After enough of these the bounds grow."""
         self._good_steps += 1
         if self._good_steps < self._careful_steps:
             return
@@ -74,7 +72,7 @@ class StepBounds:
 
 
 def _is_least(failed: Batch, least: int) -> bool:
-    """Tell whether a step already had the fewest possible tokens."""
+    """Tell whether the step could not have been smaller."""
     is_small = failed.counts[0] <= max(_LEAST_TOKENS, least)
     return failed.num_rows == 1 and not failed.drafts[0] and is_small
 

@@ -1,4 +1,4 @@
-"""The order in which running sequences are preempted when blocks or slots run out."""
+"""The order of preemption when blocks or slots run out."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from penstock_shard.sequence import Sequence
 
 
 def preemption_key(sequence: Sequence) -> tuple[int, bool, int]:
-    """Return a key; the largest is preempted first. The order is: lowest class, no objective,
-    latest arrival.
+    """Return a key; the largest is preempted first: lowest class, then no objective, then latest
+    arrival.
     """
     return (
         sequence.request.priority,

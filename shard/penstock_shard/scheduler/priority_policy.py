@@ -1,8 +1,8 @@
 """The policy for requests with objectives: priorities, deadlines, seconds between tokens.
 
 `urgency.py` gives the order. Sequences that limit the seconds between their tokens bound a step's
-time, and a waiting sequence of a higher class may preempt a running one of a lower class. While no
-live request has an objective, this policy is the order of arrival and costs the same.
+time. A waiting sequence of a higher class may preempt a running one of a lower class. While no live
+request has an objective, this policy equals the order of arrival, at the same cost.
 """
 
 from __future__ import annotations
@@ -19,33 +19,31 @@ from penstock_shard.scheduler.step_time import StepTime
 from penstock_shard.scheduler.urgency import Urgency, seconds_between_tokens, urgency
 from penstock_shard.sequence import Sequence, SequenceState
 
-# The share of an objective's remaining time that a step is planned to take: step times vary.
+# Step times vary, so plan a step for this share of an objective's remaining time.
 _MARGIN = 0.95
-# A sequence makes room for others at most this often, and not with at most this many tokens left.
+# A sequence is preempted for a higher class at most this often, and not when it has at most this
+# many tokens left.
 _MOST_TIMES = 4
 _ALMOST_DONE_TOKENS = 16
-# Aged sequences, which have waited too long, precede higher classes in one of `_AGED_PLACES`
-# admissions, and in steps that compute one of `_AGED_SHARE` tokens.
+# An aged sequence has waited too long. Such sequences precede higher classes in one of
+# `_AGED_PLACES` admissions, and in steps that compute one of `_AGED_SHARE` tokens.
 _AGED_PLACES = 8
 _AGED_SHARE = 16
-# The least number of a step's tokens for aged prompts, even if no time is left.
+# Tokens of a step for aged prompts, even if no time is left.
 _AGED_TOKENS = 16
 
 
 class PriorityPolicy(FcfsPolicy):
-    """Serves the sequence with the least time left, within classes of priority."""
+    """Serves the highest class first, and within a class the sequence with the least time left."""
 
     def __init__(self, blocks: BlockManager, step_time: StepTime, aging_s: float) -> None:
-        """Count a sequence as aged after `aging_s` seconds without a token. In some places and
-        steps, aged sequences come before higher classes.
-        """
+        """A sequence is aged after `aging_s` seconds without a token."""
         self._blocks = blocks
         self._step_time = step_time
         self._aging_s = aging_s
         # Live sequences with an objective.
         self._num_objectives = 0
-        # The last step's budget, its number of tokens before any row, and whether it was ordered by
-        # age.
+        # The last step's budget, its tokens before any row, and whether it was ordered by age.
         self._budget = StepBudget(0, step_time)
         self._budget_tokens = 0
         self._is_by_age = False
@@ -61,7 +59,7 @@ class PriorityPolicy(FcfsPolicy):
         self._num_objectives -= sequence.request.objective is not None
 
     def order(self, running: abc.Collection[Sequence], now_s: float) -> list[Sequence]:
-        """Order sequences by class, or in some steps by age."""
+        """Order sequences by class, in some steps by age."""
         by_age = self._is_by_age = self._is_next_by_age()
         if not self._have_objectives(running):
             return list(running)
@@ -96,7 +94,7 @@ class PriorityPolicy(FcfsPolicy):
         self, waiting: abc.Collection[Sequence], budget: StepBudget, now_s: float
     ) -> abc.Iterator[Sequence]:
         """Yield sequences by class. Every other one is chosen by age, or one in `_AGED_PLACES` if
-        the aged one is of a lower class.
+        the aged one has a lower class.
         """
         by_age, in_order = self._queues(waiting, now_s)
         given: set[Sequence] = set()
@@ -115,8 +113,8 @@ class PriorityPolicy(FcfsPolicy):
                 self._since_age = 0 if aged else self._since_age + 1
 
     def _is_next_by_age(self) -> bool:
-        """Tell whether the next step is ordered by age. Between two such steps, other steps compute
-        enough tokens that these steps have one in `_AGED_SHARE`.
+        """Tell whether the next step is ordered by age. Steps by age compute one in `_AGED_SHARE`
+        tokens.
         """
         taken = self._budget_tokens - self._budget.tokens
         self._budget_tokens = self._budget.tokens
@@ -125,7 +123,6 @@ class PriorityPolicy(FcfsPolicy):
         return not self._due_in_tokens
 
     def _is_due(self, aged: Sequence, other: Sequence) -> bool:
-        """Tell whether the next sequence is chosen by age."""
         is_lower = aged.request.priority > other.request.priority
         return self._since_age >= (_AGED_PLACES - 1 if is_lower else 1)
 
@@ -151,15 +148,13 @@ class PriorityPolicy(FcfsPolicy):
         first = min(its_class, key=lambda sequence: self._place(sequence, now_s))
         if has_free_slot and self._blocks.suffices(first, ()):
             return None
-        # Preempt only if all these sequences together would free enough blocks.
+        # Preempt only if preempting all of these would free enough blocks.
         if not self._blocks.suffices(first, lower):
             return None
         return max(lower, key=preemption_key)
 
     def choose_victim(self, running: abc.Collection[Sequence]) -> Sequence:
         return max(running, key=preemption_key)
-
-    # ---- order ----
 
     def _have_objectives(self, sequences: abc.Iterable[Sequence]) -> bool:
         if not self._num_objectives:
@@ -174,7 +169,7 @@ class PriorityPolicy(FcfsPolicy):
         return urgency(sequence, now_s, self._aging_s, token_s)
 
     def _place(self, sequence: Sequence, now_s: float) -> tuple[bool, int, bool, float, int]:
-        """The sort key of a waiting sequence: by urgency, but within a class preempted ones
+        """Return a waiting sequence's sort key: by urgency, but within a class preempted ones
         first.
         """
         not_aged, priority, due_s, arrival = self._urgency(sequence, now_s)
@@ -184,8 +179,8 @@ class PriorityPolicy(FcfsPolicy):
         return not self._urgency(sequence, now_s)[0]
 
     def _may_be_put_down(self, sequence: Sequence, now_s: float) -> bool:
-        """Tell whether a running sequence may be preempted for a higher class. Aged sequences may
-        not: they would be admitted by age and preempted at once, again and again.
+        """Tell whether a higher class may preempt this running sequence. Aged sequences may not be
+        preempted: they would be admitted by age and preempted at once, again and again.
         """
         left = sequence.request.max_tokens - sequence.num_output_tokens + sequence.num_uncomputed
         is_spared = sequence.preemptions >= _MOST_TIMES or left <= _ALMOST_DONE_TOKENS
@@ -194,7 +189,7 @@ class PriorityPolicy(FcfsPolicy):
     def _queues(
         self, waiting: abc.Collection[Sequence], now_s: float
     ) -> tuple[deque[Sequence], deque[Sequence]]:
-        """The aged waiting sequences, by age; and all waiting sequences, by class."""
+        """Return the aged waiting sequences by age, and all waiting sequences by class."""
         if not self._have_objectives(waiting):
             return deque(), deque(waiting)
         ranked = sorted((self._place(sequence, now_s), sequence) for sequence in waiting)
@@ -202,13 +197,11 @@ class PriorityPolicy(FcfsPolicy):
         all_ = sorted((sequence for _, sequence in ranked), key=lambda each: each.request.priority)
         return by_age, deque(all_)
 
-    # ---- time ----
-
     def _time_s(self, decodes: abc.Sequence[Sequence], starts_s: float) -> float:
-        """The seconds that the step may take to meet every limit on the seconds between tokens.
+        """Return the seconds that the step may take to meet every limit on seconds between tokens.
 
-        It is at least twice the time of the rows with such limits, so that limits which cannot be
-        met leave half of the device to other sequences.
+        This is at least twice the time of the rows with such limits, so that unattainable limits
+        leave half of the device to other sequences.
         """
         fixed_s = self._step_time.fixed_s
         time_s = UNBOUNDED_S
@@ -227,11 +220,10 @@ class TimedBudget(StepBudget):
     """A budget of bounded seconds. Aged sequences get some tokens, even if no time is left."""
 
     is_aged: abc.Callable[[Sequence], bool]
-    # Tokens for aged prompts, independent of `time_s`.
     aged_tokens: int = _AGED_TOKENS
 
     def take_decodes(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Return the sequences that get a row: aged ones, all that limit the time, and those that
+        """Return the sequences that get a row: aged ones, those that limit the time, and those that
         fit into it.
         """
         taken = []

@@ -1,4 +1,4 @@
-"""The rows of a step while it is planned, and the batch that a runner gets."""
+"""The rows of a step while it is planned, and the runner's batch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock_shard.worker.base import Admission, Batch
 
 @dataclass(slots=True)
 class Row:
-    """Tokens [start, start + count) of a sequence; see `Batch` for the rest."""
+    """Tokens [start, start + count) of a sequence. See `Batch` for the rest."""
 
     sequence: Sequence
     start: int
@@ -23,7 +23,7 @@ class Row:
 
 @dataclass(slots=True)
 class Rows:
-    """The rows of a step in columns, as in a batch. Most steps have hundreds of decodes, for which
+    """A step's rows in columns, as in a batch. A step often has hundreds of decodes, for which
     columns cost much less than objects.
     """
 
@@ -36,7 +36,6 @@ class Rows:
 
     @classmethod
     def of_decodes(cls, sequences: list[Sequence], starts: list[int]) -> Rows:
-        """Make a row of one token for each sequence."""
         n = len(sequences)
         return cls(sequences, starts, [1] * n, [True] * n, [0] * n, [()] * n)
 
@@ -61,7 +60,7 @@ class Rows:
         admitted: abc.Iterable[Sequence],
         state_copies: abc.Sequence[tuple[int, int]] = (),
     ) -> Batch:
-        """Make a runner's batch of the rows, with each row's new blocks (see `Batch`) and the
+        """Make a runner's batch. `new_blocks`: each row's new blocks (see `Batch`). `admitted`:
         sequences that got a slot for this step.
         """
         return Batch(
@@ -78,8 +77,8 @@ class Rows:
 
 
 def split(running: abc.Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """Split sequences into those that lack one token and those that lack more. A sequence whose
-    tokens are all known or pending is in neither, as it waits for its last step.
+    """Split sequences into those that lack one token and those that lack more. A sequence is in
+    neither if its known and pending tokens reach `max_tokens`: it waits for its last step.
     """
     decodes, prefilling = [], []
     for sequence in running:
@@ -103,7 +102,6 @@ def next_row(sequence: Sequence, count: int) -> Row:
 
 
 def admission_of(sequence: Sequence) -> Admission:
-    """The data that a runner needs of a sequence with a slot."""
     return Admission(
         sequence.slot,
         sequence.request,
@@ -114,7 +112,7 @@ def admission_of(sequence: Sequence) -> Admission:
 
 
 def num_left(prefilling: abc.Iterable[Sequence], rows: abc.Iterable[Row]) -> int:
-    """Count the tokens still to be computed of begun prompts, without the last token of each."""
+    """Count the tokens that begun prompts still lack, without each prompt's last token."""
     begun = {*prefilling, *(row.sequence for row in rows)}
     running = (sequence for sequence in begun if sequence.state is SequenceState.RUNNING)
     return sum(max(0, sequence.num_uncomputed - 1) for sequence in running)

@@ -1,18 +1,17 @@
 """Chooses the tokens that the next step computes. Plain numbers: no torch, no clock, no wire.
 
-There is no prefill phase and no decode phase. A sequence has known tokens, of which some are
-computed. Each step divides a budget of tokens: first among sequences that lack one token, then
-among chunks of sequences that lack more, each in the order of the policy. Scheduling needs counts,
-not values, so it plans a step before the last one's results are known.
+Prefill and decode are not separate phases. A sequence has known tokens, some of them computed. Each
+step divides a budget of tokens, in the order of the policy: first among sequences that lack one
+token, then among chunks of the others. Scheduling needs counts, not values, so a step is planned
+before the last one's results are known.
 
 A step has bounds on tokens and sequences; while sequences decode, also on prompt tokens and the
 share of long prompts. When blocks run out, a sequence is preempted: its blocks are freed once no
-launched step refers to them, and it is computed again later from its prompt and its output so far.
-If host memory has copies of a sequence's prefix, the sequence gets blocks at once, and runs when
-the copies are in them.
+launched step uses them, and it is computed again later. If host memory has copies of a sequence's
+prefix, the sequence gets blocks at once, and runs when the copies are in them.
 
-Three parts plug in: another policy (`priority_policy.py`), drafts in decode rows
-(`speculation.py`), and waiting for slow masks (`slow_masks.py`).
+Optional parts: another policy (`priority_policy.py`), drafts in decode rows (`speculation.py`), and
+waiting for slow masks (`slow_masks.py`).
 """
 
 from __future__ import annotations
@@ -36,21 +35,19 @@ if TYPE_CHECKING:
     from penstock_shard.scheduler.slow_masks import SlowMasks
     from penstock_shard.scheduler.speculation import Speculation
 
-# Looking up a member of an enumeration takes as long as counting a token.
+# Looking up an enumeration's member takes as long as counting a token.
 _ENDED = SequenceState.ENDED
 _RUNNING = SequenceState.RUNNING
-# In one of this many steps a long prompt's chunk is a little larger than predicted to fit, because
-# chunks of one size would never correct a wrong prediction of `StepTime`.
+# In one of this many steps a long prompt's chunk is a little larger than predicted to fit. Chunks
+# of one size would never correct a wrong prediction of `StepTime`.
 _PROBE_STEPS = 8
-# Steps after which a sequence that lacked blocks looks in the prefix cache again, as other
-# sequences may have cached more of its prompt.
+# After this many steps, a sequence that lacked blocks looks in the prefix cache again: others may
+# have cached more of its prompt.
 _LOOK_AGAIN_STEPS = 16
 
 
 class _Launched(NamedTuple):
-    """A launched step: its size, `BlockManager.num_insertions` before it was planned, and its
-    number.
-    """
+    """A launched step: size, `BlockManager.num_insertions` before its planning, and number."""
 
     size: StepSize
     num_insertions: int
@@ -58,7 +55,7 @@ class _Launched(NamedTuple):
 
 
 class Scheduler:
-    """Owns the waiting and the running sequences, their slots and, through the block manager, their
+    """Owns the waiting and running sequences, their slots and, through the block manager, their
     blocks. Only the scheduler changes sequences.
     """
 
@@ -71,9 +68,9 @@ class Scheduler:
         speculation: Speculation | None = None,
         masks: SlowMasks | None = None,
     ) -> None:
-        """Run sequences in the order of arrival by default, with one token in every decode row.
-        Policy and speculation predict with `step_time`. Without `masks`, steps wait for the masks
-        of constraints, however slow.
+        """By default, sequences run in order of arrival, with one token in a decode row. Policy and
+        speculation predict with `step_time`. Without `masks`, steps wait for constraints' masks,
+        however slow.
         """
         self._limits = limits
         self._blocks = blocks
@@ -83,38 +80,37 @@ class Scheduler:
         self.masks = masks
         self.bounds = StepBounds(limits.max_num_batched_tokens, limits.max_num_seqs)
         self.slots = SlotPool()
-        # Waiting sequences in the order to run in, with the number of tokens when each joined.
-        # Preempted sequences come before those that never ran.
+        # Waiting sequences in the order to run, with their number of tokens when they joined.
+        # Preempted sequences come first.
         self._waiting: OrderedDict[Sequence, int] = OrderedDict()
-        # Running sequences in the order they joined. Values are unused.
+        # Running sequences in the order they joined (an ordered set).
         self._running: dict[Sequence, None] = {}
-        # Sequences that have blocks and wait for copies into them, with the number of the step
-        # whose planning gave the blocks.
+        # Sequences that have blocks and wait for copies into them, with the number of the step that
+        # was planned then.
         self._loading: dict[Sequence, int] = {}
-        # Sequences that have blocks, and their copies if any, and wait for room in a step. Values
-        # are unused.
+        # Sequences that have their blocks and copies, and wait for room in a step (an ordered set).
         self._loaded: dict[Sequence, None] = {}
-        # Ended or preempted sequences whose blocks and slots are freed when launched steps, which
-        # still use them, are collected.
+        # Ended or preempted sequences. Their blocks and slots are freed once the launched steps
+        # that use them are collected.
         self._leaving: set[Sequence] = set()
         # Sequences that got a slot for the step being planned.
         self._admitted: list[Sequence] = []
-        # Steps that are not collected, oldest first.
+        # Uncollected steps, oldest first.
         self._launched: deque[_Launched] = deque()
         self._arrivals = 0
         self._steps = 0
-        # The sequences that `take_started` and `take_preempted` return next.
+        # Returned by the next `take_started` and `take_preempted`.
         self._started: list[Sequence] = []
         self._preempted: list[tuple[Sequence, str]] = []
         # The last sequence that lacked blocks: its `arrival`, the pool, the free blocks it needs.
         self._turned_away = (-1, 0, 0)
-        # Tokens of waiting sequences, counted when each joined the queue.
+        # Tokens of waiting sequences, counted when they joined the queue.
         self.num_queued_tokens = 0
         self.preemptions_total = 0
         # Tokens computed by collected steps.
         self.prompt_tokens_total = 0
         self.decode_tokens_total = 0
-        # Tokens that running sequences must still compute after the last step before they decode.
+        # Tokens that running sequences lack, after the last step, before they decode.
         self.num_prefill_tokens_left = 0
 
     @property
@@ -131,23 +127,21 @@ class Scheduler:
 
     @property
     def num_draft_tokens(self) -> int:
-        """The number of draft tokens of collected steps."""
         return 0 if self._speculation is None else self._speculation.drafter.proposed_total
 
     @property
     def num_accepted_tokens(self) -> int:
-        """The number of accepted draft tokens of collected steps."""
         return 0 if self._speculation is None else self._speculation.drafter.accepted_total
 
     @property
     def sequences(self) -> list[Sequence]:
-        """List all sequences that have not ended, running ones first."""
+        """All sequences that have not ended, running ones first."""
         return [*self._running, *self._loaded, *self._loading, *self._waiting]
 
     @property
     def loading(self) -> list[Sequence]:
         """Sequences that wait for loads (`BlockManager.loads_of`) into blocks that no launched step
-        uses. Empty while states wait to be copied, as their blocks may have been given back.
+        uses. Empty while states wait to be copied, because a load could overwrite one.
         """
         if self._blocks.has_state_copies:
             return []
@@ -156,7 +150,7 @@ class Scheduler:
 
     @property
     def num_computed_insertions(self) -> int:
-        """The insertion up to which all cached blocks are computed by collected steps."""
+        """Insertions up to this number are of blocks computed by collected steps."""
         if self._launched:
             return self._launched[0].num_insertions
         return self._blocks.num_insertions
@@ -170,16 +164,14 @@ class Scheduler:
         self._enqueue(sequence)
 
     def load(self, sequence: Sequence) -> None:
-        """Have copies of a prefix loaded for a sequence that will not run; then `remove` it."""
+        """Load copies of a prefix for a sequence that will not run. Call `remove` afterwards."""
         self._policy.add(sequence)
         self._blocks.acquire_copies(sequence)
         sequence.state = SequenceState.LOADING
         self._loading[sequence] = self._steps
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that ended. Its blocks and slot are freed once no launched step refers
-        to them.
-        """
+        """Forget an ended sequence; free its blocks and slot once no launched step uses them."""
         if sequence.state is _RUNNING:
             del self._running[sequence]
         elif sequence.state is SequenceState.LOADING:
@@ -194,14 +186,14 @@ class Scheduler:
         self._leave(sequence, _ENDED)
 
     def schedule(self, now_s: float = 0.0, starts_s: float = 0.0) -> Batch:
-        """Plan the next step, which will start at `starts_s`; empty if there is nothing to do."""
+        """Plan the next step, which will start at `starts_s`. Empty if there is nothing to do."""
         self._steps += 1
         self._make_room(now_s)
         preemptions_before = self.preemptions_total
         decodes, prefilling = split(self._policy.order(self._running, now_s))
         if self.masks is not None:
             decodes = self.masks.ready(decodes)
-        # No drafts while the bounds are reduced after an out-of-memory step.
+        # No drafts while out-of-memory steps reduce the bounds.
         speculation = None if self.bounds.reduced else self._speculation
         if speculation is not None:
             ready = speculation.ready(decodes)
@@ -221,7 +213,7 @@ class Scheduler:
         prompt_rows = list(self._prompt_rows(prefilling, budget, now_s, admits=admits))
         self.num_prefill_tokens_left = num_left(prefilling, prompt_rows)
         for row in prompt_rows:
-            # A prompt of which all but the last token is cached is a decode row too.
+            # A prompt is a decode row too if all but its last token is cached.
             rows.insert(0 if row.count == 1 and row.samples else len(rows.starts), row)
         if not rows.starts:
             return Batch()
@@ -238,7 +230,7 @@ class Scheduler:
     ) -> Iterable[tuple[Sequence, RowResult]]:
         """Append the results of the oldest step, which took `seconds` if known.
 
-        Returns each sequence that has not ended, with its new result, in the order of the batch.
+        Returns each sequence that has not ended, with its new result, in the batch's order.
         """
         size = self._launched.popleft().size
         self.prompt_tokens_total += size.num_prompt_tokens
@@ -274,10 +266,10 @@ class Scheduler:
         return zip(live, news, strict=True)
 
     def lose(self, batches: abc.Sequence[Batch]) -> None:
-        """Undo all launched steps, `batches`, as the oldest ran out of memory. Running sequences in
-        them are preempted, loading ones start again, and the next steps are smaller.
+        """Undo `batches`, all launched steps, because the oldest ran out of memory. Their running
+        sequences are preempted, loading sequences start again, and the next steps are smaller.
         """
-        # Blocks cached since the failed step was planned have no valid keys.
+        # Blocks cached since the failed step's planning have no valid keys.
         self._blocks.prefixes.uncache_since(self._launched[0].num_insertions)
         self._launched.clear()
         for sequence in list(self._loading):
@@ -294,22 +286,20 @@ class Scheduler:
                 sequence.num_steps_in_flight -= 1
                 sequence.num_pending -= samples
                 parts[sequence] = None
-        # In reverse order, because each goes to the front of the queue. So they keep their order.
+        # Each goes to the front of the queue, so reverse order keeps their order.
         for sequence in [sequence for sequence in self._running if sequence in parts][::-1]:
             self._preempt(sequence, "the shard is out of memory")
         for sequence in parts:
             self._free_if_left(sequence)
 
     def find_hopeless(self, failed: Batch) -> Sequence | None:
-        """Find a live sequence that was alone in a failed step: memory will never suffice for
-        it.
-        """
+        """Return a live sequence that was alone in a failed step and can never fit into memory."""
         first, least = self._first_of(failed)
         hopeless = self.bounds.is_hopeless(failed, first, least) and first.state is not _ENDED
         return first if hopeless else None
 
     def _first_of(self, batch: Batch) -> tuple[Sequence, int]:
-        """The first row's sequence, and the smallest number of tokens that the row could have."""
+        """Return the first row's sequence, and the fewest tokens that the row could have."""
         first = self.slots[batch.slots[0]]
         return first, self._blocks.least_chunk(first, batch.starts[0])
 
@@ -320,18 +310,18 @@ class Scheduler:
         self._loaded[sequence] = None
 
     def lose_loads(self, sequence: Sequence) -> None:
-        """Put a sequence first in the queue, as the copies that it waited for are gone."""
+        """Put a sequence first in the queue, because the copies that it waited for are gone."""
         (self._loading if sequence in self._loading else self._loaded).pop(sequence)
         self._leave(sequence, SequenceState.WAITING)
         self._enqueue(sequence)
         self._waiting.move_to_end(sequence, last=False)
 
     def predict_s(self) -> float:
-        """Predict the seconds of the oldest step that is not collected."""
+        """Predict the seconds of the oldest uncollected step."""
         return self._step_time.predict(self._launched[0].size)
 
     def preempt_those(self, is_meant: Callable[[Sequence], bool], reason: str) -> None:
-        """Preempt the sequences for which `is_meant` is true; their tokens are computed again."""
+        """Preempt the sequences for which `is_meant` is true. Their tokens are computed again."""
         for sequence in [each for each in self._running if is_meant(each)][::-1]:
             self._preempt(sequence, reason)
         for sequence in [each for each in (*self._loaded, *self._loading) if is_meant(each)]:
@@ -350,11 +340,9 @@ class Scheduler:
         return started
 
     def take_preempted(self) -> list[tuple[Sequence, str]]:
-        """Take the sequences that were preempted since the last call, with the reasons."""
+        """Return the sequences preempted since the last call, with reasons."""
         put_down, self._preempted = self._preempted, []
         return put_down
-
-    # ---- decodes ----
 
     def _decode_rows(
         self, decodes: abc.Sequence[Sequence], budget: StepBudget
@@ -384,14 +372,14 @@ class Scheduler:
         )
 
     def _grow_or_preempt(self, sequence: Sequence) -> bool:
-        """Get a block for one more token, if need be by preemption. False if there is none."""
-        # An earlier sequence of this step may have preempted this one.
+        """Get a block for one more token, by preemption if necessary. False if there is none."""
+        # An earlier sequence of this step may have preempted it.
         if sequence.state is not _RUNNING:
             return False
         if self._blocks.slides:
             self._blocks.slide(sequence, sequence.num_computed)
         while not self._blocks.grow(sequence, sequence.num_computed + 1):
-            # Wait: the blocks of preempted sequences are freed when a launched step is collected.
+            # Blocks of preempted sequences will be freed when a launched step is collected.
             if self._leaving:
                 return False
             victim = self._policy.choose_victim(self._running)
@@ -400,15 +388,13 @@ class Scheduler:
                 return False
         return True
 
-    # ---- prompts ----
-
     def _prompt_rows(
         self, prefilling: list[Sequence], budget: StepBudget, now_s: float, *, admits: bool
     ) -> Iterator[Row]:
-        """Yield chunks of running sequences, then of loaded ones, then of admitted ones.
+        """Yield chunks of running, then loaded, then newly admitted sequences.
 
-        No other sequence is preempted here: a sequence got blocks for its whole prompt when it was
-        admitted, or gets as many new blocks as it gives back.
+        No other sequence is preempted here: a sequence got blocks for its whole prompt at
+        admission, or gets as many new blocks as it gives back.
         """
         num_loading = sum(1 for _ in self._loads_waited_for())
         num_admitted = len(self._running) + num_loading + len(self._loaded)
@@ -424,7 +410,7 @@ class Scheduler:
             budget.leave_half_to_short()
         for sequence in prefilling:
             limit = self._chunk_limit(sequence, budget)
-            # A decode of this step may have preempted the sequence.
+            # A decode of this step may have preempted it.
             if limit and sequence.state is _RUNNING and self._slide_or_preempt(sequence):
                 yield self._prompt_row(sequence, limit, budget)
         for sequence in list(self._loaded):
@@ -448,8 +434,8 @@ class Scheduler:
         return sequence.state is _RUNNING
 
     def _admitted_rows(self, free_seqs: int, budget: StepBudget, now_s: float) -> Iterator[Row]:
-        """Admit waiting sequences, until one lacks blocks. Short prompts overtake long ones once
-        the step's share of long ones is used up.
+        """Admit waiting sequences until one lacks blocks. Short prompts overtake long ones once the
+        step's share for long ones is used up.
         """
         if not free_seqs or not self._waiting:
             return
@@ -465,8 +451,7 @@ class Scheduler:
             if not self._admit(sequence):
                 return
             free_seqs -= 1
-            # With a cached prefix the chunk starts later and has more keys: compute its limit
-            # again.
+            # A cached prefix changes the chunk's start and keys, so compute the limit again.
             limit = self._chunk_limit(sequence, budget) or self._blocks.chunk_limit(sequence, 1)
             if limit and sequence in self._loaded:
                 del self._loaded[sequence]
@@ -477,8 +462,8 @@ class Scheduler:
         return (each for each in self._loading if not each.request.only_fetches)
 
     def _chunk_limit(self, sequence: Sequence, budget: StepBudget) -> int:
-        """The largest size of the next chunk. An image that cannot be divided may take all tokens
-        of the step, even if prompts may take fewer.
+        """Return the largest size of the next chunk. An image that cannot be divided may take all
+        tokens of the step, even if prompts may take fewer.
         """
         probes = self._steps % _PROBE_STEPS == 0
         limit = budget.chunk_limit(sequence, is_long=self._is_long(sequence), probes=probes)
@@ -500,11 +485,11 @@ class Scheduler:
         return sequence.num_tokens > self._limits.max_prefill_tokens
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Give a waiting sequence its blocks, to run or to wait for copies; False if it cannot be
+        """Give a waiting sequence its blocks, to run or to wait for copies. False if it cannot be
         admitted.
 
-        It gets blocks for all its known tokens at once, so that it is not preempted in the middle
-        of its prompt. In groups with a window, it gets as many blocks as it ever has at once.
+        It gets blocks for all its known tokens, so that it is not preempted in the middle of its
+        prompt. In groups with a window, it gets as many blocks as it ever has at once.
         """
         if sequence.num_steps_in_flight or (self.masks is not None and sequence in self.masks):
             return False
@@ -529,7 +514,7 @@ class Scheduler:
         return True
 
     def _start(self, sequence: Sequence) -> None:
-        """Let a sequence run; its first row is in this step."""
+        """Let a sequence run. Its first row is in this step."""
         if sequence.cached_tokens is None:
             self._started.append(sequence)
             sequence.cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
@@ -538,14 +523,12 @@ class Scheduler:
         self.slots.give(sequence)
         self._admitted.append(sequence)
 
-    # ---- places ----
-
     def _enqueue(self, sequence: Sequence) -> None:
         self._waiting[sequence] = sequence.num_tokens
         self.num_queued_tokens += sequence.num_tokens
 
     def _dequeue(self, sequence: Sequence) -> None:
-        # Subtract the number that was added, as pending tokens may have been dropped meanwhile.
+        # Subtract what was added: pending tokens may have been dropped meanwhile.
         self.num_queued_tokens -= self._waiting.pop(sequence)
 
     def _make_room(self, now_s: float) -> None:
@@ -590,7 +573,7 @@ class Scheduler:
         self.slots.free(sequence)
 
     def _batch(self, rows: Rows) -> Batch:
-        """Make a runner's batch of the rows. From now on this step counts as launched."""
+        """From now on this step counts as launched."""
         for sequence, samples in zip(rows.sequences, rows.samples, strict=True):
             sequence.num_steps_in_flight += 1
             sequence.num_pending += samples

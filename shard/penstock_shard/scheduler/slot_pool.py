@@ -1,4 +1,4 @@
-"""The runner's slots, and the sequences that have them."""
+"""The runner's slots, and the sequences that hold them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from penstock_shard.sequence import Sequence
 
 
 class SlotPool:
-    """Gives out slots. A sequence keeps its slot until its last step is collected. So the slots in
-    use are at most the largest number of running sequences, and that number again for each step
-    ahead.
+    """Gives out slots. A sequence keeps its slot until its last step is collected, so at most (1 +
+    steps ahead) times the largest number of running sequences is in use.
     """
 
     def __init__(self) -> None:
         self._holders: dict[int, Sequence] = {}
         self._free: list[int] = []
-        # The slots that `take_freed` returns next.
+        # Returned by the next `take_freed`.
         self._freed: list[int] = []
 
     @property
@@ -34,7 +33,6 @@ class SlotPool:
         self._holders[sequence.slot] = sequence
 
     def free(self, sequence: Sequence) -> None:
-        """Take a sequence's slot back, if it has one."""
         if sequence.slot >= 0:
             del self._holders[sequence.slot]
             self._free.append(sequence.slot)

@@ -1,7 +1,7 @@
 """Fills slow masks in separate threads, so that no step waits for them.
 
-A sequence with a slow constraint is in no step until its last token is known and the mask of its
-next token is filled. So it runs slower than other sequences, but does not slow them down.
+A sequence with a slow constraint is in no step until its last token is known and the next token's
+mask is filled. So it runs slower, but does not slow down others.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from penstock_shard.structured_output.matcher_state import ConstraintState, fill
 
 
 class SlowMasks:
-    """Sequences that wait for their masks. Only the thread that steps may use it."""
+    """Sequences that wait for their masks. Only the stepping thread may use it."""
 
     def __init__(self, vocab_size: int, on_done: Callable[[], None], threads: Executor) -> None:
-        """Call `on_done`, in one of `threads`, whenever a mask is filled."""
+        """`on_done` is called in one of `threads` whenever a mask is filled."""
         self._vocab_size = vocab_size
         self._on_done = on_done
         self._threads = threads
@@ -32,7 +32,7 @@ class SlowMasks:
         return sequence in self._waiting
 
     def ready(self, decodes: list[Sequence]) -> list[Sequence]:
-        """Return the sequences that may be in a step; begin to fill the masks of the others."""
+        """Return the sequences that may be in a step. Begin to fill the others' masks."""
         self._forget_done()
         return [each for each in decodes if each.constraint is None or self._is_ready(each)]
 

@@ -1,8 +1,8 @@
 """Gives rows of a step draft tokens. A scheduler without it makes no drafts.
 
-The accepted drafts are known when their step is collected. Until then the sequence is in no other
-step. If many sequences wait for a step, the next step is scheduled only after it, so that all stay
-in the same steps.
+Which drafts are accepted is known when their step is collected. Until then the sequence is in no
+other step. If many sequences wait for a step, the next step is planned only after it, so that all
+stay in the same steps.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from penstock_shard.scheduler.urgency import seconds_between_tokens
 from penstock_shard.sequence import Sequence, SequenceState
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 
-# The divisor for drafts: they may take this part of the tokens and of the time that decodes leave.
+# Drafts may take one part in this many of the tokens and the time that decodes leave.
 _DRAFTS_SHARE = 2
-# If at least one in this many decoding sequences waits for launched steps, all decoding sequences
-# wait.
+# If at least one in this many decoding sequences waits for launched steps, all wait.
 _WAITING_SHARE = 4
 
 
 class Speculation:
-    """The scheduler's part for drafts. Drafts take only free blocks: nothing is preempted for them.
+    """The scheduler's part for drafts. Drafts use only free blocks: nothing is preempted for them.
     A step has at most `most_drafts`, which bounds its logits.
     """
 
@@ -33,12 +32,12 @@ class Speculation:
         self.drafter = drafter
         self._blocks = blocks
         self._most_drafts = max(most_drafts, drafter.most)
-        # Sequences with drafts in a launched step that is not collected.
+        # Sequences with drafts in an uncollected step.
         self._drafted: set[Sequence] = set()
 
     def ready(self, decodes: list[Sequence]) -> list[Sequence] | None:
-        """Return the sequences that may have a row now. None if all wait for the launched steps,
-        because many need the tokens of these steps.
+        """Return the sequences that may have a row now; None if many need tokens of launched steps,
+        so that all wait.
         """
         drafter, drafted = self.drafter, self._drafted
         waiting = {
@@ -57,8 +56,8 @@ class Speculation:
         return [sequence for sequence in decodes if sequence not in waiting]
 
     def add_drafts(self, decodes: Rows, budget: StepBudget) -> tuple[Rows, StepSize]:
-        """Give rows drafts, which use up their part of the budget. Returns the rows, with drafted
-        rows last, and the total size.
+        """Give rows drafts, within their part of the budget. Returns the rows, drafted ones last,
+        and the total size.
         """
         plain, with_drafts = [], []
         tokens = min(budget.tokens // _DRAFTS_SHARE, self._most_drafts)
@@ -82,8 +81,8 @@ class Speculation:
         return Rows.of(rows), step_size(rows)
 
     def take(self, sequence: Sequence, num_drafts: int, more_token_ids: abc.Sequence[int]) -> None:
-        """Take the results of a row with drafts: append `more_token_ids`, one for each accepted
-        draft, unless the sequence has ended. The accepted drafts are computed already.
+        """Append `more_token_ids`, one for each accepted draft of a row, unless the sequence has
+        ended. The accepted drafts are computed already.
         """
         has_ended = sequence.state is SequenceState.ENDED
         num_accepted = 0 if has_ended else len(more_token_ids)
@@ -98,19 +97,17 @@ class Speculation:
         self.drafter.forget(sequence)
 
     def drop(self) -> None:
-        """Forget the launched steps, because they are undone."""
+        """Forget the launched steps, which are undone."""
         self._drafted.clear()
 
     def _most(self, row: Row, tokens: int, time_s: float, budget: StepBudget) -> int:
-        """The largest number of drafts of a row, by the step's budget and the sequence's
-        `max_tokens`.
-        """
+        """Return the most drafts for a row, by the budget and the sequence's `max_tokens`."""
         sequence = row.sequence
-        # While tokens are pending, the tokens to draft from are unknown.
+        # The draft needs all earlier tokens, but some are pending.
         if tokens <= 0 or sequence.num_pending:
             return 0
         if sequence.constraint is not None and sequence.constraint.pace.is_slow:
-            # With drafts, the step would wait for a mask at each draft.
+            # The step would wait for a mask at each draft.
             return 0
         left = sequence.request.max_tokens - sequence.num_output_tokens
         most = min(tokens, self.drafter.most, left - 1)
@@ -119,7 +116,7 @@ class Speculation:
         return most
 
     def _held(self, row: Row, count: int) -> int:
-        """The number of drafts, at most `count`, for which there are blocks."""
+        """Return the number of drafts, at most `count`, for which there are blocks."""
         sequence = row.sequence
         if self._blocks.slides:
             self._blocks.slide(sequence, row.start)

@@ -1,4 +1,4 @@
-"""The tokens and seconds that are left of a step while the scheduler plans it.
+"""The tokens and seconds left of a step while it is planned.
 
 Prompts may take less of a step than decodes, and long prompts less than short ones.
 """
@@ -11,31 +11,29 @@ from penstock_shard.scheduler.rows import Row
 from penstock_shard.scheduler.step_time import StepSize, StepTime
 from penstock_shard.sequence import Sequence
 
-# The time of long prompts in a step with decodes, as a share of the decodes' time.
+# Time for long prompts in a step with decodes, as a share of the decodes' time.
 _LONG_SHARE = 0.8
 UNBOUNDED_S = float("inf")
-# The time that prompts of lower classes may take in a step, as a share of the other rows' time.
+# Time for prompts of lower classes, as a share of the other rows' time.
 _LOWER_SHARE = 0.5
-# As a class number: no class is lower.
+# No class is lower than this class number.
 EVERY_CLASS = 2**31
-# A scored token counts again for each `_WIDE_LOGPROBS` wanted log-probabilities, up to
-# `_MOST_OFTEN` times, because one message to the server has all log-probabilities of a step.
+# A scored token counts once more for each `_WIDE_LOGPROBS` wanted log-probabilities, up to
+# `_MOST_OFTEN` times, because a step's log-probabilities go to the server in one message.
 _WIDE_LOGPROBS = 16_384
 _MOST_OFTEN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """The bounds of a step."""
-
     max_num_seqs: int
     max_num_batched_tokens: int
-    # The bound on prompt tokens in steps with decodes. Prompts with more tokens are long: the time
-    # of the decodes bounds their chunks.
+    # Most prompt tokens in steps with decodes. Prompts with more tokens are long: the time of the
+    # decodes bounds their chunks.
     max_prefill_tokens: int = 2**31
-    # The bound on a step's prompt tokens whose log-probabilities are wanted.
+    # Most prompt tokens with wanted log-probabilities in a step.
     max_scored_tokens: int = 2**31
-    # True if decodes do not bound prompts, because the decodes will soon move to another shard.
+    # True if decodes do not bound prompts, because they will soon move to another shard.
     prompts_first: bool = False
 
 
@@ -45,24 +43,23 @@ class StepBudget:
 
     tokens: int
     step_time: StepTime
-    # Prompt tokens whose log-probabilities may still be computed.
+    # Prompt tokens that may still get log-probabilities.
     scored_tokens: int = 2**31
-    # The tokens that prompts may take; the tokens and the seconds that long prompts may take.
+    # Left for all prompts; then the tokens and seconds left for long prompts.
     prompt_tokens: int = 0
     long_tokens: int = 0
     long_s: float = UNBOUNDED_S
     # Predicted seconds that rows may take; unbounded unless an objective limits the step.
     time_s: float = UNBOUNDED_S
     # The highest class with prompts to compute. Decodes and that class's prompts take `first_s`
-    # seconds. Prompts of lower classes may lengthen the step by `lower_share` of these: by nothing
-    # if the step leaves part of a prompt of the highest class for later.
+    # seconds. Lower classes' prompts may add `lower_share` of that; nothing if part of a prompt of
+    # the highest class is left for later.
     first_class: int = EVERY_CLASS
     lower_share: float = _LOWER_SHARE
     first_s: float = 0.0
     lower_s: float = 0.0
 
     def take_decodes(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Return the decoding sequences that may have a row."""
         return sequences
 
     def bound_prompts(self, decodes: StepSize, max_prefill_tokens: int) -> None:
@@ -79,8 +76,8 @@ class StepBudget:
         self.long_tokens = max(1, self.prompt_tokens // 2)
 
     def most_prompt_tokens(self, sequence: Sequence) -> int:
-        """The largest size of a chunk of this sequence, if it is short. If a waiting sequence gets
-        no tokens, the sequences after it get none either.
+        """Return the largest chunk of this sequence, if it is short. If it is 0 for a waiting
+        sequence, the sequences behind it get none either.
         """
         if sequence.request.priority <= self.first_class:
             return self.prompt_tokens
@@ -89,7 +86,7 @@ class StepBudget:
         return min(self.prompt_tokens, in_time)
 
     def chunk_limit(self, sequence: Sequence, *, is_long: bool, probes: bool) -> int:
-        """The largest size of the sequence's next chunk. With `probes`, a long prompt gets a little
+        """Return the largest size of the next chunk. With `probes`, a long prompt gets a little
         more than is predicted to fit.
         """
         limit = self._chunk_limit(sequence, is_long, probes)
@@ -123,7 +120,7 @@ class StepBudget:
         return count <= self.tokens and not (is_scored and count > self.scorable(sequence))
 
     def scorable(self, sequence: Sequence) -> int:
-        """The number of the sequence's prompt tokens that may still be scored."""
+        """Return how many of the sequence's prompt tokens may still be scored."""
         return self.scored_tokens // _score_weight(sequence)
 
     def take_chunk(self, row: Row, *, is_long: bool) -> None:

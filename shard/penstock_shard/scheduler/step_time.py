@@ -1,9 +1,9 @@
-"""Predicts the seconds of a step from the steps before it.
+"""Predicts the seconds of a step from earlier steps.
 
 The model is linear: a fixed part (launching, reading the weights), and a part for each decode row,
-prompt token and key attended to. A least squares fit over about the last hundred steps gives the
-four coefficients, none of them negative. It is coordinate descent on decaying sums (Lawson and
-Hanson's problem). With four unknowns and a good start, a few sweeps suffice.
+prompt token and key attended to. A least squares fit over about the last hundred steps gives four
+coefficients, none of them negative, by coordinate descent on decaying sums (Lawson and Hanson's
+problem). A few sweeps suffice.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from dataclasses import dataclass
 
 from penstock_shard.scheduler.rows import Row
 
-# The weight of a step relative to the next step's.
+# A step's weight relative to the next step's.
 _DECAY = 0.98
 _SWEEPS = 2
-# The order in which coefficients are fitted: prompt tokens and decode rows before the fixed part,
-# so that the time of the first steps is attributed to what they compute.
+# The order of fitting: prompt tokens and decode rows before the fixed part, so that the first
+# steps' time is attributed to what they compute.
 _ORDER = (2, 1, 0, 3)
-# A measured time counts as at most this many times its prediction or the average, whichever is
-# larger, because a pause of the machine says little about the next step.
+# A measured time is cut to this many times its prediction or the average, whichever is larger,
+# because a pause of the machine says little about the next step.
 _DISTURBED = 3.0
-# A coefficient whose decayed sum is below this had no recent data and is not fitted.
+# A coefficient with a smaller decayed sum had no recent data and is not fitted.
 _FORGOTTEN = 1e-6
-# An upper bound on the length of every chunk.
+# Longer than any chunk.
 _MOST_TOKENS = 2**31
-# Keys are counted in thousands so that the sums have similar sizes.
+# Keys are counted in thousands, so that the sums have similar sizes.
 _KEYS = 1e-3
 
 
@@ -69,20 +69,19 @@ def step_size(rows: Iterable[Row]) -> StepSize:
 
 
 class StepTime:
-    """Predicts seconds from sizes; 0 until it has seen a step."""
+    """Predicts seconds; 0 until it has seen a step."""
 
     def __init__(self) -> None:
         self._products = [[0.0] * 4 for _ in range(4)]
         self._targets = [0.0] * 4
-        # The seconds of any step, and of each decode row, prompt token and thousand keys.
+        # Seconds of any step, and for each decode row, prompt token and thousand keys.
         self._seconds = [0.0] * 4
         self._num_seen = 0
 
     def learn(self, size: StepSize, seconds: float) -> None:
-        """Refit with a step that took `seconds`."""
         features = _features(size)
         if self._num_seen > 16:
-            # Use the average too: the prediction is near 0 for a kind of step not seen before.
+            # Use the average too, because the prediction is near 0 for a new kind of step.
             average_s = self._targets[0] / self._products[0][0]
             seconds = min(seconds, _DISTURBED * max(self._dot(features), average_s))
         self._num_seen += 1
@@ -103,7 +102,7 @@ class StepTime:
 
     @property
     def fixed_s(self) -> float:
-        """The seconds of a step without rows."""
+        """Seconds of a step without rows."""
         return self._seconds[0]
 
     def prompt_s(self, start: int, count: int) -> float:
@@ -112,7 +111,7 @@ class StepTime:
         return self._seconds[2] * count + self._seconds[3] * num_keys * _KEYS
 
     def prompt_tokens_in(self, seconds: float, start: int) -> int:
-        """Count the prompt tokens from `start` on that a step can compute in `seconds` more."""
+        """Return how many prompt tokens from `start` on a step can compute in `seconds` more."""
         if seconds <= 0:
             return 0
         per_key = self._seconds[3] * _KEYS

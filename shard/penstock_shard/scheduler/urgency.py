@@ -1,10 +1,10 @@
 """The order in which sequences are served.
 
 Within a priority class the sequence with the least slack is first. Slack is the time until its next
-token must begin to meet the objective. Without an objective, a sequence is due after `aging_s`, so
-such sequences keep their order of arrival. After `aging_s` without a token, a sequence is aged and
-precedes higher classes. In a long queue all sequences are aged and classes would mean nothing, so
-only some admissions and some steps are ordered by age.
+token must begin to meet the objective. Without an objective, a sequence is due after `aging_s`,
+which keeps the order of arrival. After `aging_s` without a token, a sequence is aged and precedes
+higher classes. In a long queue all sequences are aged and classes would mean nothing, so only some
+admissions and steps are ordered by age.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from __future__ import annotations
 from penstock_shard.ipc.request import Objective
 from penstock_shard.sequence import Sequence
 
-# The seconds that `latency_sensitive` stands for if the objective names none.
+# Seconds that `latency_sensitive` stands for if the objective gives none.
 _SENSITIVE_FIRST_TOKEN_S = 0.5
 _SENSITIVE_BETWEEN_TOKENS_S = 0.1
 
-# Compared as a tuple: aged sequences first, then by class, time the next token is due, arrival.
+# Sorts aged sequences first, then by class, time the next token is due, arrival.
 Urgency = tuple[bool, int, float, int]
 
 
 def seconds_between_tokens(objective: Objective | None) -> float | None:
-    """The largest wanted time in seconds between two tokens; None if unlimited."""
+    """Return the longest wanted time between two tokens; None if unlimited."""
     if objective is None:
         return None
     if objective.seconds_between_tokens is not None:
@@ -30,8 +30,8 @@ def seconds_between_tokens(objective: Objective | None) -> float | None:
 
 
 def urgency(sequence: Sequence, now_s: float, aging_s: float, token_s: float) -> Urgency:
-    """Return a key. The sequence with the smallest key is served first. Only deadlines need
-    `token_s`, the seconds that a token takes.
+    """Return a key; the smallest is served first. Only deadlines need `token_s`, the seconds that a
+    token takes.
     """
     since_s = sequence.last_token_s or sequence.arrived_s
     aged = now_s - since_s >= aging_s
@@ -46,7 +46,7 @@ def urgency(sequence: Sequence, now_s: float, aging_s: float, token_s: float) ->
 def _due_s(
     sequence: Sequence, objective: Objective, latest_s: float, now_s: float, token_s: float
 ) -> float:
-    """The time by which the next token must begin for the whole objective to be met."""
+    """Return when the next token must begin to meet the whole objective."""
     if sequence.last_token_s:
         between_s = seconds_between_tokens(objective)
         if between_s is not None:

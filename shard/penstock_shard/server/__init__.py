@@ -1,1 +1,1 @@
-"""The server process: gRPC in front of an engine process. Imports neither torch nor the engine."""
+"""The server process: gRPC in front of an engine process. Does not import torch."""

@@ -1,7 +1,7 @@
-"""The server's view of adapters: the adapters that the engine has, pending changes, and the
-adapters that the next engine or process loads.
+"""The server's view of adapters: those loaded in the engine, pending changes, and those that the
+next engine or process loads.
 
-Requests are checked against this view, and reach the engine in one order with the changes. So the
+Requests are checked against this view. Requests and changes reach the engine in one order, so the
 engine never gets a request for an adapter that it has unloaded.
 """
 
@@ -23,14 +23,14 @@ from penstock_shard.server.validation import Refusal
 
 logger = logging.getLogger(__name__)
 
-# Bound of changes that the engine has not answered. The engine reads one adapter at a time.
+# Most changes that wait for the engine's answer. The engine reads one adapter at a time.
 _MAX_ASKED = 64
 
 Loaded = tuple[Adapter, ...]
 
 
 class ServerAdapters:
-    """The adapters of a server, through restarts of the engine."""
+    """The server's adapters. They outlive a restart of the engine."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class ServerAdapters:
         changed: Callable[[Loaded], None],
         kept: AdapterList | None = None,
     ) -> None:
-        """`send` queues a change for the engine after earlier requests. `changed` gets the loaded
-        adapters whenever they change. `kept` has the adapters that the next process loads.
+        """`send` queues a change for the engine, after earlier requests. `changed` gets the loaded
+        adapters after each change. `kept` lists the adapters that the next process loads.
         """
         self._config = config
         self._send = send
@@ -48,26 +48,24 @@ class ServerAdapters:
         self._loaded: Loaded = ()
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Future[AdapterChanged]] = {}
-        # Unloads that the engine has not answered yet: change number -> adapter name.
+        # Unanswered unloads: change number -> adapter name.
         self._unloading: dict[int, str] = {}
         self._kept = kept
         self._saving: asyncio.Future[None] | None = None
-        # Adapters that the next engine loads.
         self._wanted = self._wanted_first()
-        # Engines started before one was ready.
+        # Engines started before the first was ready.
         self._num_tried = 0
         self._begun = False
-        # Incremented whenever the loaded adapters change, and when a new engine starts.
+        # Grows with each change of the loaded adapters, and with each new engine.
         self.revision = 0
 
     @property
     def loaded(self) -> Loaded:
-        """The adapters that requests may use."""
         return self._loaded
 
     def begin_engine(self) -> list[WantedAdapter]:
-        """The adapters for an engine that starts now. If no engine of this process became ready,
-        the last try omits the previous process's adapters, which may be the cause.
+        """Return the adapters that an engine loads at its start. If no engine of this process
+        became ready, the last try omits the previous process's adapters, which may be the cause.
         """
         if not self._begun and 0 < self._config.max_restarts - 1 <= self._num_tried:
             for wanted in self._wanted:
@@ -87,7 +85,7 @@ class ServerAdapters:
         self._keep()
 
     def on_engine_death(self) -> None:
-        """Refuse the changes that the dead engine has not answered."""
+        """Refuse the unanswered changes."""
         asked, self._asked = self._asked, {}
         self._unloading.clear()
         for future in asked.values():
@@ -95,7 +93,7 @@ class ServerAdapters:
                 future.set_exception(Refusal(Code.UNAVAILABLE, "the shard's engine died"))
 
     async def load(self, name: str, source: str) -> Adapter:
-        """Have the engine load an adapter. Raises `Refusal`."""
+        """Raises `Refusal`."""
         self._check_served()
         self._check(name, source)
         if len(self._asked) >= _MAX_ASKED:
@@ -107,7 +105,7 @@ class ServerAdapters:
         return answer.adapter
 
     async def unload(self, name: str) -> None:
-        """Accept no more requests for an adapter, and have the engine drop it. Raises `Refusal`."""
+        """Unload an adapter; requests for it are refused from now on. Raises `Refusal`."""
         self._check_served()
         left = tuple(adapter for adapter in self._loaded if adapter.name != name)
         if len(left) == len(self._loaded):
@@ -124,7 +122,7 @@ class ServerAdapters:
 
     def on_answer(self, answer: AdapterChanged) -> None:
         self._unloading.pop(answer.number, None)
-        # An adapter reported as loaded while its unload is pending will be unloaded.
+        # Ignore an adapter that was loaded while its unload was pending: it will be unloaded.
         if answer.adapter is not None and answer.adapter.name not in self._unloading.values():
             others = (each for each in self._loaded if each.name != answer.adapter.name)
             self._now_loaded((*others, answer.adapter))
@@ -151,16 +149,14 @@ class ServerAdapters:
         self._changed(loaded)
         self._keep()
 
-    # ---- adapters of the next engine ----
-
     def _keep(self) -> None:
-        """Have the next engine and the next process load the adapters that are loaded now."""
+        """Note the loaded adapters for the next engine and process."""
         flags = self._config.loras
         self._wanted = [
             WantedAdapter(
                 each.name,
                 each.source,
-                # A flag means a path with any content.
+                # An adapter from a flag may change its content at its path.
                 content_hash="" if (each.name, each.source) in flags else each.content_hash,
             )
             for each in self._loaded
@@ -190,7 +186,7 @@ class ServerAdapters:
         return wanted
 
     def _why_not_again(self, adapter: KeptAdapter, wanted: list[WantedAdapter]) -> str:
-        """The reason not to load an adapter of the previous process; "" if it is loaded."""
+        """Return why an adapter of the previous process is not loaded; "" if it is loaded."""
         if any(each.name == adapter.name for each in wanted):
             return "its name is taken; what --lora says comes first"
         if len(wanted) >= self._config.max_loras:
@@ -202,7 +198,7 @@ class ServerAdapters:
         return "" if adapter.content_hash else "the list has no hash of it"
 
     def _check(self, name: str, source: str) -> None:
-        """Raise `Refusal` if an adapter cannot have this name or source."""
+        """Raise `Refusal` for a bad name or source."""
         reason = name_refusal(name, self._config.served_model_names)
         if reason:
             self._refuse("name", name, reason)

@@ -1,8 +1,8 @@
-"""Lists the adapters loaded while a shard ran, in a file that its next process reads.
+"""A file that lists the loaded adapters, so that the shard's next process loads them again.
 
 The file's name is a hash of the shard's host name, listening address and model. So shards may share
 a directory, and a shard of another model at the same port does not find the list. Only the server
-reads and writes it; engines are told what to load.
+reads and writes the file.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from penstock_shard.device.cache_directory import ensure_safe, replace_file, sta
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".json"
-# Larger than the list of the most adapters with the longest names and sources.
+# Larger than the longest possible list.
 _MOST_BYTES = 16 * 2**20
-# Bound of the lists in one directory. The least recently used are deleted.
+# Most lists in one directory. The oldest are deleted.
 _MOST_LISTS = 1024
 
 
 class KeptAdapter(msgspec.Struct, frozen=True):
-    """An adapter to load again, if its files have this hash."""
+    """An adapter to load again if its files still have this hash."""
 
     name: str
     source: str
@@ -40,7 +40,7 @@ class KeptAdapter(msgspec.Struct, frozen=True):
 
 
 class _Content(msgspec.Struct):
-    """The file, as JSON. The file's name is a hash of `shard`, which is here for people."""
+    """The file's JSON. `shard` is for people; the file's name is its hash."""
 
     shard: str
     adapters: list[KeptAdapter]
@@ -50,24 +50,23 @@ _CONTENTS = msgspec.json.Decoder(_Content)
 
 
 class AdapterList:
-    """The file of one shard. Failures to read or write are logged."""
+    """The list of one shard. Failures to read or write are logged."""
 
     def __init__(self, path: Path, shard: str) -> None:
         self.path = path
         self._shard = shard
-        # Content of the file; None if unknown.
+        # The file's content; None if unknown.
         self._written: list[KeptAdapter] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-list")
 
     def read(self) -> list[KeptAdapter]:
-        """The adapters that the shard had. Blocks on the disk, so call it before serving."""
+        """Return the listed adapters. Blocks on the disk, so call it before serving."""
         try:
-            # The first write creates the directory.
             if not self.path.exists():
                 self._written = []
             elif ensure_safe(self.path):
                 self._written = self._read()
-                # Mark the list as in use; impossible if the file is root's.
+                # Mark the list as used. This fails if root owns the file.
                 with contextlib.suppress(PermissionError):
                     os.utime(self.path)
         except OSError as error:
@@ -89,8 +88,8 @@ class AdapterList:
         return _CONTENTS.decode(content).adapters
 
     def save(self, adapters: list[KeptAdapter]) -> asyncio.Future[None]:
-        """Save the list. Calls are served in order; the future is done once the list is written or
-        a failure logged.
+        """Save the list, after earlier calls. The future is done once the list is written, or a
+        failure is logged.
         """
         return asyncio.get_running_loop().run_in_executor(self._thread, self._save, adapters)
 
@@ -119,8 +118,8 @@ class AdapterList:
 
 
 def open_adapter_list(config: ShardConfig) -> AdapterList | None:
-    """The list of this shard; None if no adapters are served or kept, or nothing identifies the
-    shard.
+    """Return this shard's list; None if adapters are not served or not kept, or the shard has no
+    fixed port.
     """
     if not (config.serves_adapters and config.keep_loras and config.port):
         return None

@@ -1,7 +1,7 @@
 """The server process: a gRPC server in front of an engine process. Never imports torch.
 
-Owns the port, health, signals and shutdown. The port is open while the model loads, so that probes
-see NOT_SERVING and not a refused connection.
+Handles the port, health, signals and shutdown. The port is open while the model loads, so that
+probes see NOT_SERVING instead of a refused connection.
 """
 
 from __future__ import annotations
@@ -58,12 +58,11 @@ _Health = health_pb2.HealthCheckResponse
 _HEALTH_INTERVAL_S = 0.25
 _CERTIFICATES_S = 10.0
 _LIVE = "live"
-# The service's name in traces.
 _SERVICE = "penstock-shard"
 
 
 async def serve(config: ShardConfig) -> int:
-    """Serve until a signal, or until the engine cannot be started; return the exit status."""
+    """Serve until a signal, or until the engine fails to start; return the exit status."""
     dates = CertificateDates()
     try:
         memory = _host_memory(config)
@@ -131,7 +130,7 @@ async def serve(config: ShardConfig) -> int:
 
 
 def _host_memory(config: ShardConfig) -> int | None:
-    """The descriptor of the memory for copies of KV blocks. Raises OSError."""
+    """Return a descriptor of the memory for copies of KV blocks. Raises OSError."""
     if not config.kv_host_bytes:
         return None
     if config.kv_host_bytes > free_host_bytes():
@@ -140,13 +139,13 @@ def _host_memory(config: ShardConfig) -> int | None:
 
 
 def _peers(config: ShardConfig, memory: int | None, dates: CertificateDates) -> KvPeers | None:
-    """The peers; None if no blocks are fetched. Raises TlsFilesUnusable."""
+    """Return the peers; None if this shard fetches no blocks. Raises TlsFilesUnusable."""
     if memory is None or config.kv_peer_key is None or not config.kv_peers:
         return None
     tls = None
     ca_file = config.kv_peer_ca_file
     if ca_file is not None:
-        # The server notes the dates of the certificate, which is its own.
+        # The client's certificate is the server's. The server notes its dates.
         tls = Tls(
             *(ca_file, config.tls_cert_file, config.tls_key_file),
             server_name=config.kv_peer_server_name,
@@ -159,7 +158,7 @@ def _peers(config: ShardConfig, memory: int | None, dates: CertificateDates) -> 
 
 
 def _transfers(memory: int | None, peers: KvPeers | None) -> BlockTransfers | None:
-    """The transfers; None without peers. Raises OSError."""
+    """Return None without peers. Raises OSError."""
     if memory is None or peers is None:
         return None
     return BlockTransfers(map_shared_memory(memory), peers)
@@ -168,13 +167,15 @@ def _transfers(memory: int | None, peers: KvPeers | None) -> BlockTransfers | No
 def _standby(config: ShardConfig, start: Callable[..., Awaitable[ChildProcess]]) -> Standby | None:
     if not config.standby:
         return None
-    # The fake runner needs no imports, and may run without torch.
+    # The fake runner needs no imports; torch may be missing.
     imports_first = config.runner != "fake"
     return Standby(start, functools.partial(start, imports_first=imports_first))
 
 
 async def _keep_spare(engine: EngineSupervisor, standby: Standby) -> None:
-    """Keep a spare while the engine is ready: a start would slow down an engine that loads."""
+    """Keep a spare while the engine is ready. While the engine loads, starting one would slow it
+    down.
+    """
     changed = engine.listen()
     try:
         while True:
@@ -190,7 +191,7 @@ async def _keep_spare(engine: EngineSupervisor, standby: Standby) -> None:
 def _follower(
     config: ShardConfig, engine: EngineSupervisor, sink: SpanSink | None
 ) -> Follower | None:
-    """The follower; None if requests are neither logged nor traced."""
+    """Return None if requests are neither logged nor traced."""
     if sink is None and not config.log_requests:
         return None
     return Follower(
@@ -204,7 +205,7 @@ def _follower(
 def _open_port(
     server: grpc.aio.Server, config: ShardConfig, certificates: ServerCertificates | None
 ) -> int:
-    """Open the port; return its number. Raises `RuntimeError` on failure."""
+    """Return the port's number. Raises `RuntimeError` on failure."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     address = f"{host}:{config.port}"
     if certificates is None:
@@ -213,7 +214,7 @@ def _open_port(
 
 
 def _certificates(config: ShardConfig, dates: CertificateDates) -> ServerCertificates | None:
-    """The server's certificates; None without TLS. Raises `TlsFilesUnusable`."""
+    """Return None without TLS. Raises `TlsFilesUnusable`."""
     cert_file, client_ca_file = config.tls_cert_file, config.tls_client_ca_file
     if cert_file is None or config.tls_key_file is None:
         return None
@@ -229,7 +230,7 @@ def _certificates(config: ShardConfig, dates: CertificateDates) -> ServerCertifi
 async def _follow_certificates(
     certificates: ServerCertificates | None, peers: KvPeers | None
 ) -> None:
-    """Load changed files even while nobody connects, so that the reported dates are true."""
+    """Load changed files even while nobody connects, so that metrics report the right dates."""
     while True:
         await asyncio.sleep(_CERTIFICATES_S)
         if certificates is not None:
@@ -250,7 +251,7 @@ def _warn_if_open(config: ShardConfig, port: int) -> None:
 
 
 def _why_not_listening(config: ShardConfig) -> str:
-    """The reason for a failure to listen, which gRPC does not report."""
+    """Return why the server cannot listen; gRPC does not say it."""
     holder = holder_of(config.port)
     by = f" by {holder}" if holder else " or the address is not this machine's"
     where = f"{config.host}:{config.port}"
@@ -267,7 +268,7 @@ def _build_server(
     checks: list[grpc.aio.ServerInterceptor] = []
     if config.api_key is not None or transfers is not None:
         checks.append(KeyCheck(config.api_key, config.kv_peer_key))
-    # Last, directly before the services, so that no message of a caller without a key is read.
+    # Last, so that no message of a caller without a key is read.
     checks.append(RefuseUnreadable())
     server = grpc.aio.server(interceptors=checks, options=server_options())
     proto_codec.add_servicer(servicer, server)
@@ -283,7 +284,7 @@ def _build_server(
 async def _run_until_stopped(
     engine: EngineSupervisor, servicer: ShardServicer, config: ShardConfig
 ) -> int:
-    """Keep the engine running until a signal, then drain; return the exit status."""
+    """Return the exit status."""
     stopped = asyncio.create_task(_stop_on_signals().wait())
     running = asyncio.create_task(engine.run())
     await asyncio.wait([stopped, running], return_when=asyncio.FIRST_COMPLETED)
@@ -305,8 +306,8 @@ async def _run_until_stopped(
 
 
 class _FaultsOfCallers(logging.Filter):
-    """Drops gRPC's tracebacks for callers' faults: a write to a caller that has left, or an
-    unreadable message, which the caller gets an error for.
+    """Drops gRPC's tracebacks for callers' faults: a caller that left during a write, or an
+    unreadable message, for which the caller gets an error.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -330,8 +331,7 @@ def _stop_on_signals() -> asyncio.Event:
 
 
 async def _report_health(engine: EngineSupervisor, servicer: health.aio.HealthServicer) -> None:
-    """Report NOT_SERVING while loading or draining, or when the engine hangs."""
-    # For liveness probes: the process must not be killed while it drains or restarts the engine.
+    # For liveness probes, which must not kill the process while it drains or restarts the engine.
     await servicer.set(_LIVE, _Health.SERVING)
     reported = None
     changed = engine.listen()
@@ -343,7 +343,7 @@ async def _report_health(engine: EngineSupervisor, servicer: health.aio.HealthSe
             await servicer.set("", status)
             await servicer.set(proto_codec.SERVICE_NAME, status)
             reported = serving
-        # A hang sets no event, so check at intervals.
+        # A hang sets no event.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_HEALTH_INTERVAL_S):
                 await changed.wait()
@@ -372,7 +372,9 @@ async def _announce(engine: EngineSupervisor, config: ShardConfig, port: int) ->
 
 
 async def drain(engine: EngineSupervisor, servicer: ShardServicer, config: ShardConfig) -> None:
-    """Admit no more requests; wait until running ones have moved, or have ended and been read."""
+    """Admit no more requests. Wait until running requests have moved, or have ended and their
+    outputs were read.
+    """
     engine.drain(hand_over=config.drain == "migrate")
     if engine.num_live:
         limit_s = config.drain_timeout_s

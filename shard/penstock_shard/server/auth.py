@@ -1,7 +1,7 @@
 """Checks a shard's API key before any message of a call is received.
 
-A message may have 64 MB and take a gigabyte once parsed, so no message of a stranger is received.
-Probes have no key: their health checks are received, but only small ones are parsed.
+A message may have 64 MB and take a gigabyte once parsed, so messages of callers without a key are
+not received. Probes have no key: their health checks are received, but parsed only if small.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ _PROBE = "/grpc.health.v1.Health/Check"
 # A health check contains a service's name, and arrives in one packet with its call.
 _MAX_PROBE_BYTES = 1024
 _PROBE_S = 0.5
-# Health checks that one address may be sending at once. Small ones arrive immediately.
+# Most health checks that one address may be sending at once.
 _MAX_PROBES = 4
-# A caller gets this time to send its first message before the refusal: gRPC clients report a
-# refusal that interrupts a write as an internal error.
+# Time for a caller to send its first message before the refusal. A refusal that interrupts a write
+# is an internal error for gRPC clients.
 _PATIENCE_S = 0.1
-# gRPC's own type is generic only for type checkers.
+# gRPC's type is generic only for type checkers.
 Handler = Any
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):
-    """Ends calls without the key, except health checks, and peers' calls without the peer key."""
+    """Refuses calls without the key, except health checks. Peers' calls need the peer key."""
 
     def __init__(self, key: str | None, peer_key: str | None = None) -> None:
-        """Without a key, every client may call."""
+        """`key` None: every client may call."""
         self._expected = None if key is None else f"Bearer {key}".encode()
         self._of_peers = None if peer_key is None else f"Bearer {peer_key}".encode()
-        # Also for unary calls: a stream receives nothing until the handler asks for a message.
+        # Used for unary calls too: the handler of a stream receives no message until it asks for
+        # one.
         self._refuse: Handler = grpc.stream_stream_rpc_method_handler(_refuse)
         # Health checks being received, by address.
         self._probes: Counter[str] = Counter()
@@ -57,7 +58,9 @@ class KeyCheck(grpc.aio.ServerInterceptor):
         )
 
     def _bears_key(self, call: grpc.HandlerCallDetails) -> bool:
-        """Compare in constant time, so that timing does not leak the key."""
+        """Tell whether the call has the right key. Compares in constant time, so that timing does
+        not leak it.
+        """
         is_for_peers = call.method.startswith(f"/{KV_SERVICE_NAME}/")
         expected = self._of_peers if is_for_peers else self._expected
         if expected is None:
@@ -88,7 +91,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):
 
 
 async def _small(context: Any) -> bytes | None:
-    """The first message; None if it is large, or does not arrive within `_PROBE_S`."""
+    """Return the first message; None if it is large or takes longer than `_PROBE_S`."""
     receiving = asyncio.ensure_future(context.read())
     await asyncio.wait((receiving,), timeout=_PROBE_S)
     if receiving.cancel():
@@ -103,8 +106,8 @@ async def _refuse(requests: object, context: Any) -> None:
 
 
 def _end(context: Any, code: grpc.StatusCode, text: str) -> None:
-    """End the call when its handler returns. The exception of `context.abort` would be in a
-    reference cycle, which would keep the call and its received messages in memory.
+    """Set the status with which the call ends once its handler returns. `context.abort` would raise
+    an exception in a reference cycle, which would keep the call's messages in memory.
     """
     context.set_code(code)
     context.set_details(text)

@@ -1,4 +1,4 @@
-"""Aborts that arrived before their requests, which is possible on two HTTP/2 streams."""
+"""Remembers aborts that arrive before their requests, which use another HTTP/2 stream."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _MEMORY_IDS = 200_000
 
 
 class EarlyAborts:
-    """The highest attempt that was aborted before it arrived, for each request id."""
+    """For each request id, the highest attempt that was aborted before it arrived."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
-        # request id -> (time when the abort is forgotten, attempt)
+        # request id -> (time to forget the abort, attempt)
         self._aborts: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
     def remember(self, request_id: str, attempt: int) -> None:
-        """Remember an abort, because this attempt or a lower one may still arrive."""
+        """Remember an abort of this attempt and lower ones."""
         now_s = self._clock()
         attempt = max(attempt, self._aborts.get(request_id, (0.0, -1))[1])
         self._aborts[request_id] = (now_s + _MEMORY_S, attempt)

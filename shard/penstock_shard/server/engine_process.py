@@ -1,4 +1,4 @@
-"""Starts engine processes, and keeps a spare one for when the engine ends (--standby)."""
+"""Starts engine processes, and keeps a spare one to replace an engine that ends (--standby)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock_shard.ipc.child_process import ChildProcess, start_child
 
 logger = logging.getLogger(__name__)
 
-# Prints the missing packages, of those that an engine process needs.
+# Prints which packages an engine process lacks.
 _LACK = """
 from importlib.util import find_spec
 print(", ".join(name for name in ("vllm", "msgspec", "numpy") if find_spec(name) is None))
@@ -31,11 +31,11 @@ async def start_engine(
     host_memory: int | None = None, *, imports_first: bool = False
 ) -> ChildProcess:
     """Start a process that speaks the messages of `ipc/messages.py`. With `imports_first` it
-    imports the packages of models before it reads a message. `host_memory` is a descriptor of
-    memory for copies of KV blocks. Raises `OSError` if the system refuses, such as for lack of
-    memory or descriptors.
+    imports the models' packages before it reads a message. `host_memory` is a descriptor of memory
+    for copies of KV blocks. Raises `OSError` if the system refuses, for example because memory is
+    short.
     """
-    # OpenMP threads that spin while they wait would take processor time from other threads.
+    # OpenMP threads that spin while they wait would slow down other threads.
     added = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
     arguments = [messages.NO_HOST_MEMORY if host_memory is None else str(host_memory)]
     return await start_child(
@@ -50,14 +50,14 @@ async def start_engine(
 class VllmEngines:
     """Starts engine processes in the environment that has vLLM.
 
-    penstock is not installed in that environment. Links to our packages are on its path, so engine
-    and server have one version. llguidance is linked too: its compiled part fits any Python, and
-    vLLM's own version reads some grammars differently.
+    That environment lacks penstock. Links to our packages are on its path, so that engine and
+    server have the same version. llguidance is linked too: its compiled part works with any Python,
+    and vLLM's own version reads some grammars differently.
     """
 
     def __init__(self, python: str, module: str = "penstock_shard.vllm_engine.main") -> None:
         self._module = module
-        # Only this class needs it in this process: another process checks constraints.
+        # Imported here because the rest of this process does not need it.
         import llguidance
 
         self._python = python
@@ -67,7 +67,7 @@ class VllmEngines:
             os.symlink(place, os.path.join(self._packages.name, package.__name__))
 
     def lack(self) -> str:
-        """The reason why engines cannot run in that environment; "" if they can."""
+        """Return why engines cannot run in that environment; "" if they can."""
         try:
             asked = subprocess.run(
                 [self._python, "-c", _LACK],
@@ -82,9 +82,9 @@ class VllmEngines:
         return f"has no {asked.stdout.strip()}" if asked.stdout.strip() else ""
 
     async def start(self) -> ChildProcess:
-        """Start an engine. Raises OSError if the Python is missing or the system refuses."""
+        """Raises OSError if the Python is missing or the system refuses."""
         folder = self._packages.name
-        # Sockets of an engine that has ended.
+        # Sockets of an earlier engine.
         remove_sockets(Path(folder))
         return await start_child(
             self._module,
@@ -102,7 +102,7 @@ def remove_sockets(folder: Path) -> None:
 
 
 class Standby:
-    """Provides engine processes: the spare if there is one, else a new one."""
+    """Provides engine processes: the spare, or else a new one."""
 
     def __init__(self, start: StartProcess, start_spare: StartProcess) -> None:
         self._start = start
@@ -110,7 +110,7 @@ class Standby:
         self._spare: ChildProcess | None = None
 
     async def take(self) -> ChildProcess:
-        """Get a process. Raises OSError if the system refuses one."""
+        """Raises OSError if the system refuses a process."""
         spare, self._spare = self._spare, None
         if spare is None:
             return await self._start()
@@ -122,7 +122,7 @@ class Standby:
         return await self._start()
 
     async def prepare(self) -> None:
-        """Start a spare if none exists. A failure, such as for lack of memory, is only logged."""
+        """Start a spare if none exists. A failure is only logged."""
         if self._spare is not None:
             return
         try:
@@ -137,14 +137,14 @@ class Standby:
 
 
 async def _end(process: ChildProcess) -> None:
-    # A spare waits for its first message, or imports, and has nothing to finish.
+    # A spare has nothing to finish.
     process.writer.close()
     process.kill()
     await process.wait()
 
 
 def manner_of_end(status: int | None) -> str:
-    """Describe the end of a process that reported no error."""
+    """Describe how a process ended that reported no error."""
     if status is not None and status < 0:
         return f"it was killed by signal {-status}"
     return f"it exited with status {status} and without a word"

@@ -1,4 +1,4 @@
-"""Tracks the images that the engine has. If memory is short, images not in use are dropped."""
+"""Tracks the images that the engine has. If memory is short, unused images are dropped."""
 
 from __future__ import annotations
 
@@ -13,34 +13,32 @@ from penstock_shard.ipc.messages import ImageDrop, ImagePiece, Output
 from penstock_shard.ipc.request import PlacedImage, Request
 from penstock_shard.server.validation import Refusal
 
-# All processors refuse longer sides, or make a single row of patches.
+# Image processors refuse longer sides, or make a single row of patches.
 MAX_SIDE_PIXELS = 65_535
 _COLOURS = 3
 # Hashing a chunk takes less than a millisecond.
 MAX_CHUNK_BYTES = 2**20
-# An image takes half a kilobyte besides its pixels; these may be only 3 bytes.
+# An image takes half a kilobyte besides its pixels, which may be only 3 bytes.
 _MOST_IMAGES = 100_000
 
 
 @dataclass(slots=True)
 class _Kept:
     num_bytes: int
-    # Width and height in pixels.
+    # Width, height in pixels.
     size: tuple[int, int]
-    # Requests that name the image and have not ended.
+    # Live requests that name the image.
     num_users: int = 0
 
 
 class EngineImages:
-    """Decides which images the engine gets and drops."""
-
     def __init__(self, most_bytes: int, tell: Callable[[ImagePiece | ImageDrop], None]) -> None:
         self._most_bytes = most_bytes
         self._tell = tell
         self._numbers = itertools.count(1)
-        # By digest, the most recently named last.
+        # By digest; the most recently named is last.
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
-        # Bytes of the kept images and the arriving ones.
+        # Bytes of kept and arriving images.
         self.num_bytes = 0
         self.num_engines = 0
         self.num_put = 0
@@ -55,8 +53,8 @@ class EngineImages:
         return digest in self._kept
 
     def begin(self, digest: bytes, width: int, height: int) -> IncomingImage:
-        """Make room for an image that arrives. Raises `Refusal` for lack of room, or if the digest
-        or size cannot be an image's.
+        """Make room for an arriving image. Raises `Refusal` for lack of room, or for an impossible
+        digest or size.
         """
         if len(digest) != DIGEST_BYTES:
             raise _refusal("digest", f"{len(digest)} bytes", f"{DIGEST_BYTES} bytes")
@@ -93,7 +91,7 @@ class EngineImages:
         self._tell(piece)
 
     def end(self, incoming: IncomingImage, *, is_whole: bool) -> None:
-        """Note that an image is complete, or that the rest will not arrive."""
+        """Keep an arrived image; drop it if it is not whole or known already."""
         if is_whole and incoming.digest not in self._kept:
             self._tell(ImagePiece(incoming.number, incoming.num_bytes, b"", incoming.digest))
             self._kept[incoming.digest] = _Kept(incoming.num_bytes, incoming.size)
@@ -112,7 +110,7 @@ class EngineImages:
         digests = list(by_digest)
         num_bytes = sum(_COLOURS * image.width * image.height for image in by_digest.values())
         if num_bytes > self._most_bytes:
-            # A new upload would not help: the images never fit together.
+            # Sending them again would not help: they never fit together.
             bound = f"at most {self._most_bytes} bytes (--image-cache-bytes)"
             raise _refusal("images", f"{num_bytes} bytes of pixels", bound)
         for index, image in enumerate(request.images):
@@ -139,7 +137,7 @@ class EngineImages:
                 field="pixels",
                 value=image.digest.hex(),
             )
-        # Requests share cached features, so the size must be true.
+        # Requests share cached features, so the size must be right.
         if (image.width, image.height) != kept.size:
             width, height = kept.size
             given = f"{image.width}x{image.height}"
@@ -165,7 +163,7 @@ class IncomingImage:
         self._num_come = 0
 
     def add(self, data: bytes) -> None:
-        """Add the next pixels. Raises `Refusal` if they exceed the image or a chunk's bound."""
+        """Add pixels. Raises `Refusal` if they exceed the image's or a chunk's size."""
         if len(data) > MAX_CHUNK_BYTES:
             raise _refusal("pixels", f"a chunk of {len(data)} bytes", f"{MAX_CHUNK_BYTES} bytes")
         self._num_come += len(data)
@@ -175,7 +173,7 @@ class IncomingImage:
         self._images.tell(ImagePiece(self.number, self.num_bytes, data))
 
     def check(self) -> None:
-        """Raise `Refusal` if the image is not what was announced, or its engine has died."""
+        """Raise `Refusal` if the image differs from what was announced, or its engine has died."""
         if self._engine != self._images.num_engines:
             raise Refusal(Code.UNAVAILABLE, "the engine died while the image came")
         if self._num_come != self.num_bytes:

@@ -1,4 +1,4 @@
-"""Answers calls that need the last output of each of their requests: of all, or an error."""
+"""Collects the last output of each of a call's requests, or fails if one fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock_shard.server.validation import Refusal
 
 
 async def last_outputs(engine: EngineSupervisor, requests: abc.Sequence[Request]) -> list[Output]:
-    """The last output of each request, in order. Cancellation aborts the live requests.
+    """Return the last output of each request, in order. Cancellation aborts the live requests.
 
     Raises:
         Refusal: one of the requests failed; the others are aborted.

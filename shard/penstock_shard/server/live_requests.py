@@ -1,4 +1,4 @@
-"""The server's live requests: the destination of their outputs, and counts for each class."""
+"""The server's live requests: where their outputs go, and counts for each class."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from penstock_shard.ipc import messages
 
-# Classes in a report. Less urgent classes are added to the last one.
+# Most classes in a report. The last one includes less urgent classes.
 MAX_CLASSES = 8
 
 Deliver = Callable[[messages.Output], None]
@@ -17,7 +17,7 @@ Deliver = Callable[[messages.Output], None]
 
 @dataclass(eq=False, slots=True)
 class Route:
-    """A live request: the destination of its outputs, its token count, and its progress."""
+    """A live request."""
 
     request_id: str
     attempt: int
@@ -25,23 +25,20 @@ class Route:
     num_tokens: int
     priority: int
     arrived_s: float
-    # True if the request ran in engines that died, and may have killed them.
+    # True if the request may have killed engines.
     suspect: bool = False
     num_given: int = 0
-    # The time when the engine began to compute it.
     started_s: float | None = None
     deadline: asyncio.TimerHandle | None = None
-    # The check of the constraint, before the engine gets the request.
+    # Check of the constraint, before the engine gets the request.
     checking: asyncio.Task[None] | None = None
-    # Wait until its first step; None before that step, and after an output carried it.
+    # Wait until its first step. None before that step, and after an output carried it.
     queue_s: float | None = None
 
 
 @dataclass(slots=True)
 class ClassLoad:
-    """Live requests of one class: the numbers that run and wait, and the tokens of requests without
-    an output yet.
-    """
+    """Live requests of one class. `queued_prompt_tokens` counts requests without an output yet."""
 
     priority: int
     running: int = 0
@@ -59,14 +56,14 @@ class ClassLoads:
         load.queued_prompt_tokens += route.num_tokens
 
     def start(self, route: Route) -> None:
-        """Count a request as running. Call it before `started_s` is set."""
+        """Count a request as running. Call this before `started_s` is set."""
         if route.started_s is None:
             load = self._classes[route.priority]
             load.waiting -= 1
             load.running += 1
 
     def end_prompt(self, route: Route) -> None:
-        """Stop counting the tokens of a request that has its first output."""
+        """Stop counting the prompt of a request that has its first output."""
         self._classes[route.priority].queued_prompt_tokens -= route.num_tokens
 
     def remove(self, route: Route) -> None:
@@ -81,9 +78,9 @@ class ClassLoads:
             del self._classes[route.priority]
 
     def report(self, most_tokens: int) -> list[ClassLoad]:
-        """The load of each class, the most urgent first; empty if all requests have the default
-        priority. The tokens of all classes are at most `most_tokens`, the engine's own count: the
-        engine knows how many prompt tokens are cached or computed already.
+        """Return the load of each class, the most urgent first; empty if all requests have the
+        default priority. The classes' tokens are scaled down to `most_tokens`, the engine's count,
+        which leaves out cached and computed prompt tokens.
         """
         if self._classes.keys() <= {0}:
             return []

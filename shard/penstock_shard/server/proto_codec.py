@@ -1,6 +1,4 @@
-"""Translates between protobuf messages and the shard's own types. Only this module imports the
-stubs.
-"""
+"""Translates between protobuf and the shard's types. Only this module imports the stubs."""
 
 from __future__ import annotations
 
@@ -36,10 +34,10 @@ from penstock_shard.server.kv.held_pieces import PiecesReport
 from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.server.validation import IncomingEmbedding, IncomingRequest, TokenIds
 
-# Re-exported, so that other modules need not import generated code.
+# Re-exported, so that other modules import no generated code.
 Servicer = ShardServicer
 add_servicer: Callable[[ShardServicer, grpc.aio.Server], None] = add_ShardServicer_to_server
-# Raised when a call's bytes are not a valid message.
+# Raised if a message is not valid protobuf.
 UnreadableMessage = DecodeError
 EmbedResponse = pb.EmbedResponse
 ABORT_RESPONSE = pb.AbortResponse()
@@ -51,11 +49,11 @@ KV_SERVICE_NAME: Final[str] = pb.DESCRIPTOR.services_by_name["KvTransfer"].full_
 _EVERY_ATTEMPT = 2**32
 
 _FILE_CHUNK_BYTES = 64 * 1024
-# A larger response is split, so that it does not delay others.
+# Larger responses are split, so that they do not delay others.
 _RESPONSE_BYTES = 256 * 1024
-# Most tokens in the columns of one response, at 12 bytes each.
+# Most tokens in a response's columns, at 12 bytes each.
 _MAX_COLUMN = 16_384
-# Columns on the wire: one of these tags, a length, and the column's bytes.
+# A column on the wire is one of these tags, a length, and bytes.
 _IDS_TAG, _LOGPROBS_TAG = (
     bytes([pb.Logprobs.DESCRIPTOR.fields_by_name[name].number << 3 | 2])
     for name in ("top_token_ids", "top_logprobs")
@@ -75,7 +73,6 @@ _POOLINGS: Mapping[Pooling, pb.EmbedRequest.Pooling] = {
 
 
 def incoming(message: pb.GenerateRequest) -> IncomingRequest:
-    """Read a request, unchecked."""
     sampling = message.sampling
     return IncomingRequest(
         **scalars(message),
@@ -118,7 +115,6 @@ def _thinking_budget(message: pb.GenerateRequest) -> ThinkingBudget | None:
 
 
 def incoming_embedding(message: pb.EmbedRequest) -> IncomingEmbedding:
-    """Read a request, unchecked."""
     poolings = {number: pooling for pooling, number in _POOLINGS.items()}
     given = scalars(message) | {"pooling": poolings.get(message.pooling)}
     return IncomingEmbedding(**given, inputs=[_ids(each.token_ids) for each in message.inputs])
@@ -127,7 +123,7 @@ def incoming_embedding(message: pb.EmbedRequest) -> IncomingEmbedding:
 def add_embedding(
     response: pb.EmbedResponse, vector: bytes, *, dimensions: int | None, normalize: bool
 ) -> None:
-    """Add an engine's vector as the request asks: cut to `dimensions`, then scaled to length 1."""
+    """Cut an engine's vector to `dimensions`, scale it to length 1 with `normalize`, and add it."""
     values = np.frombuffer(vector, dtype="<f4")[:dimensions].astype(np.float64)
     if normalize:
         # A zero vector stays zero.
@@ -146,9 +142,9 @@ def prefetch_response(cached_tokens: int | None) -> pb.PrefetchResponse:
 def responses(
     outputs: Iterable[Output], numbers: Mapping[tuple[str, int], int] = _NO_NUMBERS
 ) -> Iterator[pb.GenerateResponse]:
-    """Yield responses of bounded size; a large merged output is split.
+    """Yield responses of bounded size.
 
-    `numbers`: (request id, attempt) -> the number that the caller gave the attempt.
+    `numbers`: (request id, attempt) -> the caller's number for the attempt.
     """
     response = pb.GenerateResponse()
     rows: list[tuple[int, int, int]] = []
@@ -179,7 +175,7 @@ def responses(
 
 
 def _number_of(output: Output, numbers: Mapping[tuple[str, int], int]) -> int:
-    """The number under which the output goes into the columns; 0 if it cannot."""
+    """Return the attempt's number in the columns; 0 if the output does not fit in them."""
     return numbers.get((output.request_id, output.attempt), 0) if _is_one_token(output) else 0
 
 
@@ -196,8 +192,8 @@ def _is_one_token(output: Output) -> bool:
 
 
 def _pieces(output: Output) -> Iterator[Output]:
-    """Yield the output in pieces of bounded size; the last piece has its finish or error. Tokens
-    that were merged with an error precede it: readers of an error read nothing else.
+    """Split an output into pieces of bounded size; the last has its finish or error. Tokens come
+    before an error, because a reader of an error reads nothing else.
     """
     scores, prompt_scores = output.logprobs, output.prompt_logprobs
     while prompt_scores is not None and len(prompt_scores.chosen) > (rows := _rows(prompt_scores)):
@@ -262,7 +258,7 @@ def _set_logprobs(message: pb.Logprobs, logprobs: Logprobs) -> None:
     message.chosen.extend(logprobs.chosen)
     message.ranks.extend(logprobs.ranks)
     message.top_n = logprobs.top_n
-    # A column may have a whole vocabulary: copy its bytes once, without parsing.
+    # A column may be a whole vocabulary: copy its bytes without parsing.
     for tag, column in ((_IDS_TAG, logprobs.best_ids), (_LOGPROBS_TAG, logprobs.best_logprobs)):
         if column:
             message.MergeFromString(b"".join((tag, _varint(len(column)), column)))
@@ -320,7 +316,7 @@ def _default_sampling(defaults: Mapping[str, float]) -> pb.SamplingParams:
 
 
 def file_chunks(files: Mapping[str, bytes]) -> Iterator[pb.FileChunk]:
-    """Yield the files in chunks; each file's last chunk has the sha256 of the file."""
+    """Yield the files in chunks; each file's last chunk has its sha256."""
     for name, data in files.items():
         last = max(0, len(data) - 1) // _FILE_CHUNK_BYTES * _FILE_CHUNK_BYTES
         for start in range(0, last + 1, _FILE_CHUNK_BYTES):
@@ -390,7 +386,7 @@ _RECORD_TAG = bytes([pb.FetchBlocksResponse.DESCRIPTOR.fields_by_name["record"].
 
 
 def kv_handlers(fetch_blocks: Callable[..., object]) -> grpc.GenericRpcHandler:
-    """The service that peers call; `fetch_blocks` yields records."""
+    """The service for peers. `fetch_blocks` yields records."""
     method = grpc.unary_stream_rpc_method_handler(
         fetch_blocks,
         request_deserializer=pb.FetchBlocksRequest.FromString,
@@ -402,7 +398,7 @@ def kv_handlers(fetch_blocks: Callable[..., object]) -> grpc.GenericRpcHandler:
 def fetch_blocks(
     channel: grpc.aio.Channel, key: str, namespace: bytes, prefix: PrefixNames, num_known: int
 ) -> Any:
-    """Call a peer; the call yields records."""
+    """Call a peer. Iterating over the call yields records."""
     request = pb.FetchBlocksRequest(
         namespace=namespace,
         root=prefix.root,
@@ -419,7 +415,7 @@ def fetch_blocks(
 
 
 def fetch_request(message: pb.FetchBlocksRequest) -> tuple[bytes, PrefixNames]:
-    """The requested namespace and prefix.
+    """Read the namespace and prefix.
 
     Raises:
         ValueError: one line that names the wrong field.
@@ -443,7 +439,7 @@ def pack_record(record: memoryview) -> bytes:
 
 
 def record_in(message: bytes) -> memoryview:
-    """The record of an encoded FetchBlocksResponse; empty if it has none."""
+    """Return the record of an encoded FetchBlocksResponse; empty if it has none."""
     if message[:1] != _RECORD_TAG:
         return memoryview(b"")
     length = shift = 0

@@ -1,7 +1,7 @@
-"""The RPCs of a shard: checks requests, passes them to the engine, writes its outputs.
+"""A shard's RPCs: check requests, pass them to the engine, write its outputs.
 
-Each Generate call has a reader task, a writer (the handler itself), and an outbox between engine
-and writer. The outbox merges a slow caller's outputs, so that they delay no other caller.
+Each Generate call has a reader task, a writer (the handler), and an outbox for the engine's
+outputs. The outbox merges the outputs of a slow caller, so that it delays no other caller.
 """
 
 from __future__ import annotations
@@ -37,32 +37,30 @@ from penstock_shard.server.validation import (
 )
 
 if TYPE_CHECKING:
-    # The class is generic in its type stubs only.
+    # The class is generic only in type stubs.
     Context = grpc.aio.ServicerContext[Any, Any]
 
 logger = logging.getLogger(__name__)
 
 _MIN_REPORT_INTERVAL_S = 0.1
 _MAX_REPORT_INTERVAL_S = 1.0
-# Time for the pixels of an image to arrive.
 _IMAGE_TIMEOUT_S = 60.0
-# No more requests are read from a call with this many unread outputs: refusals would pile up for a
-# caller that reads nothing.
+# A call with this many unread outputs reads no more requests. Otherwise refusals would pile up for
+# a caller that does not read.
 _MAX_UNREAD_OUTPUTS = 4096
 _MAX_ABORTS_IN_RPC = 65_536
 _MAX_RETAINED_IN_RPC = 1024
 _MAX_RETAINED_PRIORITY = 100
 _MAX_RETAINED_S = 86_400.0
-# gRPC's properties of a caller's certificate. The first that is present identifies the caller.
+# gRPC's properties of a caller's certificate. The first one present identifies the caller.
 _CALLER_NAMES = ("x509_subject_alternative_name", "x509_common_name", "x509_pem_cert")
 
 
 class Outbox:
-    """Outputs that wait to be written to one call, merged per request.
+    """Outputs to be written to one call, merged per request.
 
-    Its size is bounded: one output per live request, with at most that request's tokens, and a
-    bounded size of log-probabilities. `end` ends a request that exceeds this size, by id and
-    attempt.
+    It holds at most one output per live request, and a bounded size of log-probabilities. A request
+    that exceeds this size is ended with `end(id, attempt)`.
     """
 
     def __init__(
@@ -76,10 +74,10 @@ class Outbox:
         self._num_being_written = 0
         # Prefix of the call's request ids in the engine.
         self.namespace = namespace
-        # The error that ends the call itself.
+        # Error that ends the whole call.
         self.broken: Error | None = None
-        # Live (request id, attempt) of this call, in order of arrival -> the number that the caller
-        # gave the attempt for columns; 0: none.
+        # Live requests in order of arrival: (request id, attempt) -> the caller's number for the
+        # attempt in columns; 0: none.
         self.live: dict[tuple[str, int], int] = {}
         self.requests_total = 0
         self.last_error: Error | None = None
@@ -91,7 +89,7 @@ class Outbox:
         if waiting is None:
             self._outputs[key] = output
         elif waiting.is_last:
-            # The outbox ended the request, and this is the engine's answer.
+            # The outbox ended the request; this is the engine's reply.
             return
         elif waiting.scores_bytes + output.scores_bytes > MAX_UNREAD_SCORES_BYTES:
             output = self._outputs[key] = _too_much_unread(waiting)
@@ -104,7 +102,9 @@ class Outbox:
         self._changed.set()
 
     def close(self, broken: Error | None = None) -> None:
-        """Accept no more requests. The call ends after the live ones, or at once with `broken`."""
+        """Accept no more requests. The call ends after its live requests, or at once if `broken` is
+        given.
+        """
         self._closed = True
         self.broken = broken
         self._changed.set()
@@ -116,11 +116,11 @@ class Outbox:
 
     @property
     def num_unread(self) -> int:
-        """Outputs not sent to the caller yet."""
+        """Outputs that the caller has not got yet."""
         return len(self._outputs) + self._num_being_written
 
     async def take(self) -> list[Output]:
-        """Wait for outputs and take all; empty when the call is over."""
+        """Wait for outputs and take them all. Empty when the call is over."""
         self._num_being_written = 0
         while not self._outputs:
             if self.broken is not None or (self._closed and not self.live):
@@ -144,9 +144,7 @@ def _too_much_unread(waiting: Output) -> Output:
 
 
 def _close(outbox: Outbox, reader: asyncio.Task[None]) -> None:
-    """Close the outbox after its reader task. If the reader failed, end the call with the reader's
-    error, which nobody would see otherwise.
-    """
+    """Close the outbox after its reader task. If the reader failed, end the call with its error."""
     error = None if reader.cancelled() else reader.exception()
     if error is None:
         outbox.close()
@@ -166,14 +164,11 @@ class ShardServicer(proto_codec.Servicer):
         self._engine = engine
         self._follower = follower
         self._config = config
-        # Outboxes of open Generate calls.
         self._outboxes: set[Outbox] = set()
 
     @property
     def num_unread(self) -> int:
         return sum(outbox.num_unread for outbox in self._outboxes)
-
-    # ---- generation ----
 
     async def Generate(
         self, request_iterator: AsyncIterator[Any], context: Context
@@ -194,7 +189,7 @@ class ShardServicer(proto_codec.Servicer):
         finally:
             self._outboxes.discard(outbox)
             reader.cancel()
-            # A copy: requests that the engine does not have yet end at once, and leave `live`.
+            # Copied, because requests not yet in the engine end at once and leave `live`.
             for request_id, attempt in list(outbox.live):
                 self._engine.abort(outbox.namespace + request_id, attempt)
 
@@ -208,7 +203,7 @@ class ShardServicer(proto_codec.Servicer):
         incoming = proto_codec.incoming(message)
         request_id, attempt = incoming.request_id[:MAX_ID_CHARACTERS], incoming.attempt
         if (request_id, attempt) in outbox.live:
-            # Sent twice on one call: a refusal would read as the end of the running one.
+            # A refusal would look like the end of the running attempt.
             logger.warning("attempt %d of request %r came twice", attempt, request_id)
             return
         ready = self._engine.ready
@@ -242,7 +237,7 @@ class ShardServicer(proto_codec.Servicer):
             outlet,
             deadline_s=deadline_s,
             suspect=incoming.suspect,
-            # A caller's name counts only within its call, so nobody can take another's turns.
+            # A caller's name counts only within its call, so that nobody can take another's turns.
             caller=(outbox, incoming.caller[:MAX_ID_CHARACTERS]),
         )
 
@@ -274,8 +269,6 @@ class ShardServicer(proto_codec.Servicer):
             self._engine.tell(proto_codec.retention(namespace + request_id, request))
         return proto_codec.RETAIN_RESPONSE
 
-    # ---- embeddings ----
-
     async def Embed(self, request: Any, context: Context) -> Any:
         ready = await self._ready(context)
         incoming = proto_codec.incoming_embedding(request)
@@ -291,11 +284,9 @@ class ShardServicer(proto_codec.Servicer):
             proto_codec.add_embedding(
                 response, vector, dimensions=incoming.dimensions, normalize=incoming.normalize
             )
-            # Many long vectors take a tenth of a second: let other calls run in between.
+            # Many long vectors take 0.1 s: let other calls run in between.
             await asyncio.sleep(0)
         return response
-
-    # ---- moves ----
 
     async def Prefetch(self, request: Any, context: Context) -> Any:
         ready = await self._ready(context)
@@ -308,8 +299,6 @@ class ShardServicer(proto_codec.Servicer):
             await _abort(context, proto_codec.status(refusal.error), refusal.error.message)
         return proto_codec.prefetch_response(output.cached_tokens)
 
-    # ---- images ----
-
     async def PutImage(self, request_iterator: AsyncIterator[Any], context: Context) -> Any:
         ready = await self._ready(context)
         try:
@@ -321,11 +310,10 @@ class ShardServicer(proto_codec.Servicer):
             await _abort(context, proto_codec.status(refusal.error), refusal.error.message)
 
     async def _put_image(self, chunks: AsyncIterator[Any]) -> bool:
-        """Receive an image; true if the engine has it already. Raises `Refusal`."""
+        """Receive an image; return true if the engine already has it. Raises `Refusal`."""
         incoming: IncomingImage | None = None
         images, is_whole = self._engine.images, False
         try:
-            # A timeout, because an arriving image takes memory.
             async with asyncio.timeout(_IMAGE_TIMEOUT_S):
                 async for chunk in chunks:
                     if incoming is None:
@@ -345,8 +333,6 @@ class ShardServicer(proto_codec.Servicer):
             if incoming is not None:
                 images.end(incoming, is_whole=is_whole)
         return False
-
-    # ---- facts about the shard ----
 
     async def GetInfo(self, request: Any, context: Context) -> Any:
         ready = await self._ready(context)
@@ -374,7 +360,7 @@ class ShardServicer(proto_codec.Servicer):
             self._engine.unlisten(changed)
 
     async def WatchBlocks(self, request: Any, context: Context) -> AsyncIterator[Any]:
-        # Closed as soon as the caller is gone: changes would pile up.
+        # Close it as soon as the caller is gone: changes would pile up.
         async with aclosing(self._engine.pieces.watch()) as reports:
             async for report in reports:
                 yield proto_codec.blocks_report(report)
@@ -384,15 +370,12 @@ class ShardServicer(proto_codec.Servicer):
         loop = asyncio.get_running_loop()
         end_s = loop.time() + request.limit_ms / 1000 if request.limit_ms else float("inf")
         while True:
-            # The present counts. More requests may end while the report is sent; the last report
-            # includes them.
+            # Counted before sending: if requests end meanwhile, another report follows.
             live, waiting = self._engine.num_live, self._engine.num_waiting
             yield proto_codec.drain_progress(live - waiting, waiting)
             if live == 0 or loop.time() >= end_s:
                 return
             await asyncio.sleep(_MIN_REPORT_INTERVAL_S)
-
-    # ---- adapters ----
 
     async def LoadAdapter(self, request: Any, context: Context) -> Any:
         await self._ready(context)
@@ -410,10 +393,8 @@ class ShardServicer(proto_codec.Servicer):
             await _refuse(context, refusal)
         return proto_codec.UNLOAD_ADAPTER_RESPONSE
 
-    # ---- internals ----
-
     def _check_engine(self, instance_id: str) -> None:
-        """Raise `Refusal` if the request names another engine instance; "" names any."""
+        """Raise `Refusal` if the request is for another engine instance; "" means any."""
         if instance_id and instance_id != self._engine.instance_id:
             raise Refusal(Code.UNAVAILABLE, "the engine that was meant is gone; this is another")
 
@@ -426,19 +407,19 @@ class ShardServicer(proto_codec.Servicer):
 
 
 def _namespace(context: Context) -> str:
-    """A prefix of request ids for the caller's certificate: callers with different certificates
-    cannot end or replace each other's requests. Empty for callers without a certificate.
+    """Return a prefix for request ids, made from the caller's certificate ("" without one). Callers
+    with different certificates cannot abort or replace each other's requests.
     """
     shown = context.auth_context() or {}
     for key in _CALLER_NAMES:
-        # gRPC reports a missing common name as an empty one.
+        # gRPC gives an empty common name if there is none.
         if any(names := shown.get(key, ())):
             return hashlib.blake2b(b"\n".join(sorted(names)), digest_size=8).hexdigest() + "/"
     return ""
 
 
 async def _refuse(context: Context, refusal: Refusal) -> NoReturn:
-    """Abort, with the field at fault in metadata: a gRPC status has no place for a field."""
+    """Abort with the field at fault in metadata: a gRPC status has no field for it."""
     error = refusal.error
     await context.abort(proto_codec.status(error), error.message, ((FIELD_METADATA, error.field),))
     raise AssertionError("abort raises")

@@ -1,7 +1,7 @@
-"""Keeps one engine process alive and routes its outputs to the callers.
+"""Keeps one engine process alive and routes its outputs to callers.
 
-Runs on the server's event loop. When the engine dies, ends its requests as retryable, and restarts
-the engine with back-off; detects hangs. Imports neither torch nor gRPC.
+Runs on the server's event loop. If the engine dies or hangs, its requests end as retryable, and the
+engine is restarted with back-off. Imports neither torch nor gRPC.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ logger = logging.getLogger(__name__)
 _FIRST_BACK_OFF_S = 0.25
 _MAX_BACK_OFF_S = 10.0
 _WATCHDOG_S = 0.1
-# A sleep that ends later than this shows that this process was stopped or suspended.
+# If a sleep ends later than this, our process was stopped or suspended.
 _STOPPED_S = 0.5
-# A step that takes this many times its expected duration hangs.
+# A step hangs if it takes this many times its expected duration.
 _HUNG_STEPS = 10
 
 
 class EngineFailed(Exception):
-    """The engine does not keep running; the text is one line for a person."""
+    """The engine does not keep running. The text is one line for a person."""
 
 
 class ModelRefused(EngineFailed):
-    """The engine cannot load the model; trying again would not help."""
+    """The engine cannot load the model; another try would not help."""
 
 
 class EngineSupervisor:
@@ -82,10 +82,9 @@ class EngineSupervisor:
         self._live_tokens = 0
         self.classes = ClassLoads()
         self._early_aborts = EarlyAborts(clock)
-        # Messages that this turn of the event loop queues for the engine.
+        # Messages to send at the end of this turn of the event loop.
         self._inbox = messages.Inbox([], [])
         self._transfers = transfers
-        # Pieces of prefixes, for routers.
         self.pieces = HeldPieces()
         self.adapters = ServerAdapters(config, self.tell, self._adapters_changed, kept_adapters)
         self.images = EngineImages(config.image_cache_bytes, self.tell)
@@ -94,22 +93,19 @@ class EngineSupervisor:
         self._listeners: dict[asyncio.Event, None] = {}
         self._beat = messages.Beat(0.0, 0.0)
         self._beat_at_s = self._clock()
-        # True if the engine gave any output. Its death is no failed start then.
+        # True if the engine gave any output; then its death is no failed start.
         self._worked = False
-        # The last engine's reason for not loading, if any.
         self._refusal = ""
-        # Id of the last engine that became ready; empty before the first.
+        # Id of the last engine that became ready; "" before the first.
         self.instance_id = ""
         self.load = messages.Load()
         self.draining = False
-        # True while the shard drains and clients should move their requests to other shards.
+        # True if clients should move their requests to other shards.
         self.handing_over = False
-
-    # ---- state ----
 
     @property
     def ready(self) -> messages.Ready | None:
-        """The engine's Ready message; None while no engine is ready."""
+        """The Ready message; None while the engine is not ready."""
         return self._ready
 
     @property
@@ -122,7 +118,7 @@ class EngineSupervisor:
 
     @property
     def hangs(self) -> bool:
-        """True if the engine sends no message, or a step takes far longer than expected."""
+        """True if no message arrives, or a step takes far longer than expected."""
         limit_s = self._config.stall_timeout_s
         if self.beat_age_s >= limit_s:
             return True
@@ -131,7 +127,6 @@ class EngineSupervisor:
 
     @property
     def serving(self) -> bool:
-        """True if the engine is ready and does not hang."""
         return self._ready is not None and not self.hangs
 
     @property
@@ -140,24 +135,22 @@ class EngineSupervisor:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that do not run, including requests that the engine has not got yet."""
+        """Requests that do not run; some have not reached the engine yet."""
         return max(self.load.waiting, self.num_live - self.load.running)
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens of requests that do not run; an estimate between load reports of the engine."""
+        """Tokens of requests that do not run. An estimate between the engine's load reports."""
         return max(self.load.queued_tokens, self._live_tokens - self.load.running_tokens)
 
     def listen(self) -> asyncio.Event:
-        """An event that is set at each change of load or state; call `unlisten` later."""
+        """Return an event that is set at each change of load or state. Call `unlisten` later."""
         event = asyncio.Event()
         self._listeners[event] = None
         return event
 
     def unlisten(self, event: asyncio.Event) -> None:
         self._listeners.pop(event, None)
-
-    # ---- requests ----
 
     def submit(
         self,
@@ -168,10 +161,10 @@ class EngineSupervisor:
         suspect: bool = False,
         caller: Hashable = None,
     ) -> None:
-        """Hand a request to the engine. `deliver` gets its outputs; exactly one of them is last.
+        """Hand a request to the engine. `deliver` gets its outputs; exactly one is last.
 
-        A suspect request ran in engines that died; only one is accepted at a time. Callers take
-        turns to have their constraints checked.
+        A suspect request may have killed engines; only one is accepted at a time. Constraint checks
+        take turns by `caller`.
         """
         key = (request.request_id, request.attempt)
         if self._early_aborts.include(*key):
@@ -203,15 +196,15 @@ class EngineSupervisor:
 
     def _supersede(self, present: Route, request: Request) -> None:
         if present.checking is None and request.constraint is not None:
-            # The engine may get the new attempt only after its constraint is checked. Until then
-            # the engine would continue the old attempt.
+            # The engine gets the new attempt only after its constraint is checked, and would
+            # continue the old one until then.
             self._abort_in_engine(present)
         self._end_route(present, finish=FinishReason.ABORTED)
 
     def _check(
         self, route: Route, request: Request, constraint: Constraint, caller: Hashable
     ) -> None:
-        """Hand the request to the engine once its constraint is known to be valid."""
+        """Hand the request to the engine once its constraint is valid."""
         verdict = self._checker.known(constraint)
         if verdict is None:
             waiting = self._await_verdict(route, request, constraint, caller)
@@ -241,7 +234,7 @@ class EngineSupervisor:
             self._end_route(route, error=error)
             return
         try:
-            # If the adapter was unloaded meanwhile, the engine must not get the request.
+            # The adapter may have been unloaded meanwhile.
             check_adapter(request.adapter, request.adapter_hash, self.adapters.loaded)
         except Refusal as refusal:
             self._end_route(route, error=refusal.error)
@@ -251,7 +244,7 @@ class EngineSupervisor:
     def _refusal_of(self, request: Request, suspect: bool) -> messages.Error | None:
         if self.draining:
             return messages.Error(Code.UNAVAILABLE, "the shard is draining")
-        # A hung engine reads nothing from the socket: messages would pile up here.
+        # A hung engine reads no messages; they would pile up here.
         if not self.serving:
             return messages.Error(Code.UNAVAILABLE, "the shard's engine is not serving")
         routes = self._routes.values()
@@ -260,7 +253,7 @@ class EngineSupervisor:
             reason = "another request that engines died of is being tried"
             return messages.Error(Code.RESOURCE_EXHAUSTED, reason)
         config = self._config
-        # A higher attempt replaces the one it ends.
+        # A higher attempt replaces a lower one.
         num_others = self.num_live - (request.request_id in self._routes)
         if num_others >= config.max_num_seqs + config.max_queued_requests:
             return messages.Error(
@@ -268,7 +261,7 @@ class EngineSupervisor:
                 f"{num_others} requests run or wait; --max-num-seqs is {config.max_num_seqs}, "
                 f"--max-queued-requests {config.max_queued_requests}",
             )
-        # While no request waits, one is always accepted: the context length bounds its tokens.
+        # If no request waits, accept one: the context length bounds its tokens.
         if self.num_waiting and self.queued_tokens + request.num_tokens > config.max_queued_tokens:
             return messages.Error(
                 Code.RESOURCE_EXHAUSTED,
@@ -278,13 +271,12 @@ class EngineSupervisor:
         return None
 
     def live_attempt(self, request_id: str) -> int | None:
-        """The live attempt of this request id; None if none is live."""
         route = self._routes.get(request_id)
         return None if route is None else route.attempt
 
     def abort(self, request_id: str, attempt: int) -> None:
-        """End a request before the next step, if this attempt or a lower one is live. An abort
-        that arrives before its attempt is remembered.
+        """End a request before the next step, if this attempt or a lower one is live. An abort that
+        arrives before its attempt is remembered.
         """
         route = self._routes.get(request_id)
         if (route is None or route.attempt < attempt) and len(request_id) <= MAX_ID_CHARACTERS:
@@ -317,7 +309,7 @@ class EngineSupervisor:
         finish: FinishReason | None = None,
         error: messages.Error | None = None,
     ) -> None:
-        """Give a request its last output. Later outputs of the engine for it are dropped."""
+        """Give a request its last output. The engine's later outputs for it are dropped."""
         key = (route.request_id, route.attempt)
         last = messages.Output(*key, 0, [], finish=finish, error=error, queue_s=route.queue_s)
         route.queue_s = None
@@ -346,10 +338,8 @@ class EngineSupervisor:
         if self._process is not None:
             self._process.writer.write(encode_frame(inbox))
 
-    # ---- the process ----
-
     def drain(self, *, hand_over: bool) -> None:
-        """Accept no more requests; with `hand_over`, ask clients to move theirs elsewhere."""
+        """Accept no more requests. With `hand_over`, ask clients to move theirs to other shards."""
         self.draining = True
         self.handing_over = self.handing_over or hand_over
         self._inbox.drains = True
@@ -360,12 +350,12 @@ class EngineSupervisor:
         """Keep an engine running until cancelled.
 
         Raises:
-            ModelRefused: the first engine said that it cannot load.
+            ModelRefused: the first engine reported that it cannot load.
             EngineFailed: engines failed to start too often in a row.
         """
         try:
             await self._keep_running()
-            # A draining shard admits no requests, and the live ones ended with the engine.
+            # A draining shard gets no requests, and the engine's death ended the others.
             logger.info("the engine is gone while the shard drains; none is needed any more")
             await asyncio.Event().wait()
         finally:
@@ -373,7 +363,7 @@ class EngineSupervisor:
             await self._stop()
 
     async def _keep_running(self) -> None:
-        """Start one engine after another, until one ends while the shard drains."""
+        """Start one engine after another until one ends while the shard drains."""
         failures = 0
         back_off_s = _FIRST_BACK_OFF_S
         while not self.draining:
@@ -387,14 +377,14 @@ class EngineSupervisor:
                 reason = self._refusal or manner
                 raise EngineFailed(f"{failures} engines failed in a row: {reason}")
             if self._worked:
-                # Callers whose requests ended with the engine are waiting.
+                # Callers wait to retry their requests.
                 back_off_s = 0.0
             logger.warning("starting the engine again in %.2f s", back_off_s)
             await asyncio.sleep(back_off_s)
             back_off_s = min(max(2 * back_off_s, _FIRST_BACK_OFF_S), _MAX_BACK_OFF_S)
 
     async def _run_once(self) -> str:
-        """Run one engine to its end. Describe the end, for an error without a message."""
+        """Run one engine to its end. Return how it ended, in case it left no error message."""
         self._worked = False
         try:
             process = await self._start()
@@ -411,7 +401,7 @@ class EngineSupervisor:
             watchdog.cancel()
         was_ready, num_live = self._ready is not None, len(self._routes)
         self._died()
-        # End the requests first: the process may take a while to end.
+        # End the requests first, because the process may take a while to end.
         manner = manner_of_end(await self._stop())
         if was_ready:
             ended = "1 request ends" if num_live == 1 else f"{num_live} requests end"
@@ -419,7 +409,6 @@ class EngineSupervisor:
         return manner
 
     async def _kill_when_it_hangs(self) -> None:
-        """Kill the engine when it hangs, so that its requests end and another engine starts."""
         while self._ready is None or not self.hangs:
             slept_at_s = self._clock()
             await asyncio.sleep(_WATCHDOG_S)
@@ -431,12 +420,12 @@ class EngineSupervisor:
         )
         if self._process is not None:
             self._process.kill()
-            # A process that is stuck in a device driver may survive a kill. Closing the link ends
-            # its requests even then, so that callers retry them elsewhere.
+            # A process stuck in a device driver may survive a kill. Closing the link ends its
+            # requests even then, so that callers retry elsewhere.
             self._process.writer.transport.abort()
 
     def _excuse(self, late_s: float) -> None:
-        """Do not count the time for which this process was stopped as silence of the engine."""
+        """Do not count time for which our own process was stopped as the engine's silence."""
         if late_s > _STOPPED_S:
             self._beat_at_s = min(self._clock(), self._beat_at_s + late_s)
 
@@ -462,7 +451,7 @@ class EngineSupervisor:
                     self._transfers.take(message)
 
     async def _start(self) -> ChildProcess:
-        """Start a process. Raises OSError if the system refuses."""
+        """Raises OSError if the system refuses."""
         self._process = process = await self._start_process()
         config = dataclasses.replace(self._config, api_key=None, kv_peer_key=None)
         start = messages.Start(config, self.adapters.begin_engine())
@@ -471,9 +460,9 @@ class EngineSupervisor:
         return process
 
     async def _stop(self) -> int | None:
-        """Close our end of the link, so that the engine exits; kill it after a second. Return the
-        exit status. Raises EngineFailed if the engine or a child of it survives: the next engine
-        would lack device memory.
+        """Close our end of the link, so that the engine exits; kill it after a second. Return its
+        exit status. Raises EngineFailed if it or a child survives, because the next engine would
+        lack device memory.
         """
         process, self._process = self._process, None
         if process is None:
@@ -481,7 +470,8 @@ class EngineSupervisor:
         process.writer.close()
         try:
             try:
-                # Not `wait_for`: before Python 3.12 it loses a cancellation at the moment of exit.
+                # Not `wait_for`: before Python 3.12 it may lose a cancellation at the moment of
+                # exit.
                 async with asyncio.timeout(1.0):
                     return await process.wait()
             except TimeoutError:
@@ -553,7 +543,7 @@ class EngineSupervisor:
             self._notify()
 
     def _died(self) -> None:
-        """End the live requests as retryable, and mark requests that may have killed the engine."""
+        """End the live requests as retryable; mark those that may have killed the engine."""
         if self._ready is not None or not self.draining:
             self.metrics.on_engine_death()
         self._ready = None

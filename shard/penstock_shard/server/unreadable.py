@@ -1,6 +1,6 @@
-"""Answers messages that are not valid protobuf with our own error, for every service.
+"""Answers messages that are not valid protobuf, for every service.
 
-gRPC's own answer would be an unknown error with protobuf's text and an exception's name.
+gRPC's answer would be an unknown error with protobuf's text and an exception's name.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import grpc
 
 from penstock_shard.server.proto_codec import UnreadableMessage
 
-# gRPC's own type is generic only for type checkers.
+# gRPC's type is generic only for type checkers.
 Handler = Any
 
-# Makers of handlers, by the attribute in which a handler has its function.
+# Makers of handlers, by the handler attribute that holds the function.
 _KINDS = {
     "unary_unary": grpc.unary_unary_rpc_method_handler,
     "unary_stream": grpc.unary_stream_rpc_method_handler,
@@ -26,7 +26,7 @@ _KINDS = {
 
 
 class RefuseUnreadable(grpc.aio.ServerInterceptor):
-    """Ends calls whose request cannot be read, as the caller's mistake."""
+    """Refuses calls with unreadable requests as the caller's mistake."""
 
     async def intercept_service(
         self,
@@ -39,7 +39,7 @@ class RefuseUnreadable(grpc.aio.ServerInterceptor):
 
 def _reading(handler: Handler, method: str) -> Handler:
     kind, answer = next((k, found) for k in _KINDS if (found := getattr(handler, k)) is not None)
-    # Messages of a stream are read while the handler runs.
+    # A stream's messages are read while the handler runs.
     streams = handler.request_streaming
     read = (lambda requests: requests) if streams else handler.request_deserializer
 
@@ -69,5 +69,4 @@ def _refuse(context: Any, method: str) -> None:
 
 
 def unreadable(method: str) -> str:
-    """The error's text for callers."""
     return f"{method}: a message cannot be read; send the one that the service's proto names"

@@ -1,6 +1,6 @@
 """Checks a request against what the shard serves, and fills in the model's defaults.
 
-Pure functions of an incoming request, `RunnerInfo` and configuration; they return a `Request` or
+Pure functions of an incoming request, `RunnerInfo` and configuration. They return a `Request` or
 raise a `Refusal`.
 """
 
@@ -39,7 +39,7 @@ from penstock_shard.ipc.sampling_ranges import SAMPLING_RANGES, Range, out_of_bo
 
 TokenIds = npt.NDArray[np.uint32]
 
-# Bounds of one Embed call; callers split larger ones.
+# Bounds of one Embed call. Callers split larger ones.
 MAX_EMBEDDING_INPUTS = 1024
 _MAX_EMBEDDING_BYTES = 32 * 2**20
 
@@ -66,7 +66,7 @@ _NO_OBJECTIVE = Objective()
 
 
 class Refusal(Exception):
-    """The request cannot be served; `error` goes to the caller."""
+    """The request cannot be served. `error` goes to the caller."""
 
     def __init__(
         self, code: Code, message: str, *, field: str = "", value: object = "", bound: str = ""
@@ -87,13 +87,13 @@ def _no_ids() -> TokenIds:
 
 @dataclass(slots=True)
 class IncomingRequest:
-    """An unchecked GenerateRequest. An absent field for which 0 has a meaning is None."""
+    """An unchecked GenerateRequest. A field is None if it is absent and 0 has a meaning."""
 
     request_id: str
     attempt: int
     prompt: TokenIds
     output: TokenIds
-    # Stands for the attempt in responses of one token; 0: none.
+    # Names the attempt in responses of one token; 0: none.
     number: int = 0
     model: str = ""
     temperature: float | None = None
@@ -118,7 +118,7 @@ class IncomingRequest:
     logprob_token_ids: TokenIds = field(default_factory=_no_ids)
     cache_salt: str = ""
     adapter: str = ""
-    # Required content hash of the adapter; empty: any.
+    # Required content hash; empty: any.
     adapter_hash: str = ""
     priority: int = 0
     deadline_ms: int | None = None
@@ -130,20 +130,20 @@ class IncomingRequest:
     instance_id: str = ""
     hand_back: bool = False
     suspect: bool = False
-    # Address of a shard that may have the KV blocks; unchecked, and used only if it is a peer's.
+    # A shard that may have the KV blocks. Unchecked; used only if it is a peer.
     kv_source: str = ""
     images: abc.Sequence[PlacedImage] = ()
-    # For logs and traces only; unchecked.
+    # Only for logs and traces; unchecked.
     label: str = ""
     traceparent: str = ""
-    # A name that tells apart the users who share the call; unchecked.
+    # Tells apart the users of one call; unchecked.
     caller: str = ""
 
 
 def check(
     incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig, namespace: str = ""
 ) -> Request:
-    """Make the request for the engine, with all defaults, and its id in the caller's namespace.
+    """Make the engine's request, with all defaults and with `namespace` before its id.
 
     Raises:
         Refusal: a field is out of its bounds (INVALID_ARGUMENT), the model or adapter is not loaded
@@ -176,8 +176,7 @@ def check(
         max_tokens=max_tokens,
         stop_token_ids=frozenset(stop_token_ids),
         logprobs=0 if only_requested else incoming.logprobs,
-        # Prompt log-probabilities are delivered before the first token: a continued request has
-        # them already.
+        # A continued request has them already: they are delivered before the first token.
         prompt_logprobs=None if incoming.output.size else incoming.prompt_logprobs,
         cache_salt=incoming.cache_salt,
         adapter=incoming.adapter,
@@ -197,7 +196,7 @@ def check(
 def check_prefetch(
     incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig, call_id: str
 ) -> Request:
-    """A request `call_id` that only fetches the KV blocks of a later one. Raises as `check`."""
+    """Make a request that only fetches the KV blocks of a later one. Raises as `check`."""
     checked = check(incoming, info, config)
     return msgspec.structs.replace(
         checked, request_id=call_id, attempt=0, constraint=None, only_fetches=True
@@ -214,12 +213,12 @@ class IncomingEmbedding:
     dimensions: int | None = None
     normalize: bool = False
     instance_id: str = ""
-    # The user's own id, which nothing here reads.
+    # The user's own id; not read here.
     label: str = ""
 
 
 def check_embedding(incoming: IncomingEmbedding, info: RunnerInfo, call_id: str) -> list[Request]:
-    """Make a request for each input. Their ids begin with `call_id`, which must be unique.
+    """Make a request for each input. `call_id`, which must be unique, begins their ids.
 
     Raises:
         Refusal: a field is out of its bounds (INVALID_ARGUMENT), or the shard serves no embeddings
@@ -292,9 +291,10 @@ def _check_features(incoming: IncomingRequest, info: RunnerInfo) -> None:
 
 
 def check_adapter(name: str, content_hash: str, loaded: abc.Sequence[Adapter]) -> str:
-    """The content hash of the loaded adapter `name`; "" for the name "".
+    """Return the content hash of the loaded adapter `name`; "" for the name "".
 
-    Raises `Refusal` if it is not loaded, or if its content is not `content_hash` ("" allows any).
+    Raises `Refusal` if it is not loaded, or has another content than `content_hash` ("" allows
+    any).
     """
     if not name:
         return ""
@@ -314,7 +314,6 @@ def check_adapter(name: str, content_hash: str, loaded: abc.Sequence[Adapter]) -
 
 
 def _check_lengths(incoming: IncomingRequest, max_model_len: int) -> int:
-    """Check the lengths; return max_tokens."""
     num_prompt = incoming.prompt.size
     if not 1 <= num_prompt < max_model_len:
         _refuse(
@@ -377,7 +376,7 @@ def _marks_of(budget: ThinkingBudget | None) -> Iterator[tuple[str, TokenIds]]:
 def _check_images(
     incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig
 ) -> tuple[PlacedImage, ...]:
-    """Check the images' places; whether the shard has the images is checked later."""
+    """Check where the images are in the prompt. Their pixels are checked later."""
     end = 0
     if any(group.bidirectional_images for group in info.cache_groups):
         _check_whole_images(incoming, info, config)
@@ -416,7 +415,7 @@ def _check_constraint(constraint: Constraint, max_bytes: int) -> None:
 
 
 def _reluctant_stop_ids(incoming: IncomingRequest, info: RunnerInfo) -> frozenset[int]:
-    """Eos ids that the request ignores, but that still end it once its constraint is complete."""
+    """Return eos ids that the request ignores until its constraint is complete."""
     if incoming.constraint is None or not incoming.ignore_eos:
         return frozenset()
     return frozenset(info.eos_token_ids)
@@ -425,7 +424,7 @@ def _reluctant_stop_ids(incoming: IncomingRequest, info: RunnerInfo) -> frozense
 def _check_something_is_left(
     incoming: IncomingRequest, stop_token_ids: abc.Sequence[int], vocab_size: int
 ) -> None:
-    """Refuse a request that bans all of its allowed token ids at its next position."""
+    """Refuse a request that bans all its allowed token ids at its next position."""
     allowed: abc.Sequence[int] = incoming.allowed_token_ids.tolist() or range(vocab_size)
     never = {int(word[0]) for word in incoming.bad_words if word.size == 1}
     if incoming.output.size < incoming.min_tokens:
@@ -454,7 +453,7 @@ def _sampling(incoming: IncomingRequest, defaults: Mapping[str, float]) -> Sampl
         if not bias.holds(value):
             _refuse("logit_bias", f"{value} for id {token_id}", str(bias))
     if values["temperature"] < GREEDY_TEMPERATURE:
-        # Greedy: these parameters have no effect, so requests that differ only in them are equal.
+        # Without effect when greedy. So requests that differ only in these are equal.
         values |= {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
         top_k, seed = 0, 0
     else:
@@ -477,8 +476,8 @@ def _sampling(incoming: IncomingRequest, defaults: Mapping[str, float]) -> Sampl
 
 
 def _seed_of(request_id: str) -> int:
-    """A seed for a request without one. All attempts get the same seed, so they draw the same
-    tokens.
+    """Return a seed for a request without one. All its attempts get the same seed, so they draw the
+    same tokens.
     """
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")
 

@@ -1,4 +1,4 @@
-"""Keeps a machine's vLLM workers running, which compute for machine 0. Serves no requests."""
+"""Keeps a machine's vLLM workers running for machine 0. Serves no requests."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""KV blocks exchanged with other shards: the server's part of it."""
+"""The server's part of exchanging KV blocks with other shards."""

@@ -1,4 +1,4 @@
-"""Tracks which pieces of prefixes the engine holds, for callers that follow them."""
+"""Tracks which prefix pieces the engine holds, for callers that watch them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 
 from penstock_proto.prefix_hash import Tier
 
-# Bound of the pieces; further ones are ignored.
 _MOST_PIECES = 2**20
-# The pieces are kept in this many parts; copying one takes a tenth of a millisecond.
+# Pieces are kept in this many parts. Copying a part takes 0.1 ms.
 _NUM_PARTS = 256
-# Pieces in one report. To write or read it takes less than a millisecond.
+# Most pieces in one report, which takes less than a millisecond to write or read.
 _MOST_IN_REPORT = 1024
 # A caller with more unread changes gets a new snapshot.
 _MOST_CHANGED = 65_536
@@ -21,8 +20,8 @@ _MIN_REPORT_INTERVAL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class PiecesReport:
-    """Names of pieces, each with its `Tier`. `begins` and `ends` mark the first and last report of
-    a snapshot.
+    """Names of pieces, each with its `Tier`. `begins` and `ends` mark a snapshot's first and last
+    report.
     """
 
     instance_id: str
@@ -33,7 +32,7 @@ class PiecesReport:
 
 @dataclass(eq=False, slots=True)
 class _Watch:
-    """News for a caller: a whole snapshot if the caller `is_behind`, else the changed names."""
+    """News for a caller: a whole snapshot if `is_behind`, else the changed names."""
 
     is_behind: bool = True
     changed: dict[int, None] = field(default_factory=dict)
@@ -51,14 +50,11 @@ class _Watch:
         self.news.set()
 
     def take(self) -> list[int]:
-        """Take changed names for one report."""
         count = min(len(self.changed), _MOST_IN_REPORT)
         return [self.changed.popitem()[0] for _ in range(count)]
 
 
 class HeldPieces:
-    """Owns the pieces reported by the present engine, and the callers that follow them."""
-
     def __init__(self) -> None:
         self._instance_id = ""
         self._parts: list[dict[int, int]] = [{} for _ in range(_NUM_PARTS)]
@@ -69,21 +65,21 @@ class HeldPieces:
         return self._count
 
     def begin(self, instance_id: str) -> None:
-        """Begin with a new engine, which holds only what it reports."""
+        """Begin with a new engine and forget the old one's pieces."""
         self._instance_id, self._count = instance_id, 0
         self._parts = [{} for _ in range(_NUM_PARTS)]
         for watch in self._watches:
             watch.restart()
 
     def take(self, changes: Mapping[int, int]) -> None:
-        """Take the engine's report: names of pieces, and the `Tier` of each."""
+        """`changes`: name of a piece -> its `Tier`."""
         names = [name for name, tier in changes.items() if self._set(name, tier)]
         if names:
             for watch in self._watches:
                 watch.note(names)
 
     def _set(self, name: int, tier: int) -> bool:
-        """Set a piece's tier; true if it has changed."""
+        """Set a piece's tier; return true if it changed."""
         part = self._parts[name % _NUM_PARTS]
         before = part.get(name, Tier.GONE)
         if before == tier or (before == Tier.GONE and self._count >= _MOST_PIECES):
@@ -101,7 +97,7 @@ class HeldPieces:
         self._watches.add(watch)
         try:
             while True:
-                # Clear first: changes that arrive while reports are read must be sent too.
+                # Clear first, so that changes that arrive while reports are read are sent too.
                 watch.news.clear()
                 if watch.is_behind:
                     watch.is_behind = False
@@ -118,8 +114,8 @@ class HeldPieces:
         return name, self._parts[name % _NUM_PARTS].get(name, Tier.GONE)
 
     def _snapshot(self, watch: _Watch) -> Iterator[PiecesReport]:
-        """Yield reports of all pieces. Changes between two reports are sent after them. Ends early
-        when a new snapshot is needed.
+        """Yield reports of all pieces; end early if a new snapshot is needed. Changes during a
+        snapshot are sent after it.
         """
         instance_id, pieces, begins = self._instance_id, list[tuple[int, int]](), True
         for number in range(_NUM_PARTS):

@@ -1,4 +1,4 @@
-"""The shards from which KV blocks are fetched: their addresses, and whether they can be trusted."""
+"""The shards from which KV blocks are fetched: their addresses, and which of them are paused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LOOK_UP_S = 30.0
 
 
 class KvPeers:
-    """Calls only the configured peers, even if a request names another address."""
+    """Calls only configured peers, even if a request names another address."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class KvPeers:
         self._connector = Connector(tls)
         self._clock = clock
         self._channels: dict[str, grpc.aio.Channel] = {}
-        # Nothing is fetched from a peer before this time.
+        # address -> time until which the peer is not asked.
         self._paused_until_s: dict[str, float] = {}
         # Addresses of the configured names.
         self._looked_up: frozenset[str] = frozenset()
@@ -52,7 +52,7 @@ class KvPeers:
         self._looking_up = asyncio.Lock()
 
     def look_at_certificates(self) -> None:
-        """Reload TLS files that have changed, even while nothing connects."""
+        """Reload changed TLS files even while nobody connects."""
         self._connector.credentials()
 
     async def fetch(
@@ -110,9 +110,9 @@ class KvPeers:
 
 
 async def _look_up(address: str) -> set[str]:
-    """The addresses of a host name with a port; none if the name cannot be resolved."""
+    """Return the addresses of a host name with a port; none if it does not resolve."""
     host, _, port = address.rpartition(":")
-    # UnicodeError: no host can have such a name.
+    # UnicodeError: not a possible host name.
     with contextlib.suppress(OSError, UnicodeError):
         infos = await asyncio.get_running_loop().getaddrinfo(host, int(port))
         return {

@@ -1,4 +1,4 @@
-"""The call by which other shards fetch KV blocks."""
+"""The RPC by which other shards fetch KV blocks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from penstock_shard.server.kv.transfers import BlockTransfers, TooManyExports
 
 
 class KvTransferServicer:
-    """Answers peers. `KeyCheck` has checked their key."""
+    """Answers peers, after `KeyCheck` has checked their key."""
 
     def __init__(self, transfers: BlockTransfers) -> None:
         self._transfers = transfers
 
     async def fetch_blocks(self, request: Any, context: Any) -> AsyncGenerator[memoryview, None]:
-        """Yield the records of the requested prefix."""
         try:
             namespace, prefix = proto_codec.fetch_request(request)
         except ValueError as error:
@@ -27,7 +26,7 @@ class KvTransferServicer:
         if namespace != self._transfers.namespace or not namespace:
             return
         try:
-            # Closed as soon as the caller is gone: an open export keeps slots from being reused.
+            # Close it as soon as the caller is gone: an open export keeps slots from being reused.
             async with aclosing(self._transfers.export(prefix, request.num_known)) as records:
                 async for record in records:
                     yield record

@@ -1,7 +1,7 @@
-"""Passes KV blocks between the host memory that the engine fills and other shards.
+"""Passes KV blocks between the engine's host memory and other shards.
 
 The engine knows the content of slots, and decides which blocks it accepts; this module reads and
-writes the bytes. After any failure it tells the engine that no more blocks will arrive, and the
+writes the bytes. After a failure it tells the engine that no more blocks will arrive, and the
 engine computes them.
 """
 
@@ -32,18 +32,18 @@ from penstock_shard.kv_transfer.arena import Arena, RecordName, namespace_of
 
 logger = logging.getLogger(__name__)
 
-# Exports at once: each keeps slots from being reused. More may wait, for at most `_TURN_S`.
+# Each running export keeps slots from being reused. Others wait for at most `_TURN_S`.
 _MOST_EXPORTS = 2
 _MOST_WAITING = 32
 _TURN_S = 2.0
 _MOST_FETCHES = 8
-# Time for the engine to provide the requested copies.
+# Time for the engine to provide copies.
 _EXPORT_S = 10.0
-# Bounds of the wait for the first block. After `_FIRST_S`, the peer's host may be gone; after this
-# share of the whole time, too many callers ask the peer.
+# Longest wait for the first block: `_FIRST_S`, when the peer's host may be gone, or this share of
+# the deadline, when the peer may be overloaded.
 _FIRST_S = 3.0
 _FIRST_SHARE = 1 / 3
-# The engine is told of arrivals when they have this size or are complete, or when slots run out.
+# Report arrivals to the engine when they have this size or are complete, or when slots run out.
 _ARRIVAL_BYTES = 2**20
 
 Tell = Callable[[Export | Arrival | int], None]
@@ -54,7 +54,7 @@ class TooManyExports(Exception):
 
 
 class FetchFailed(Exception):
-    """No more blocks of a fetch will arrive; the text says why."""
+    """No more blocks of a fetch will arrive. The text gives the reason."""
 
 
 class Distrusted(FetchFailed):
@@ -65,21 +65,21 @@ class Peers(Protocol):
     def fetch(
         self, source: str, namespace: bytes, prefix: PrefixNames, num_known: int
     ) -> AsyncGenerator[memoryview, None]:
-        """Yield the records that a peer has of a prefix, without its first blocks.
+        """Yield a peer's records of a prefix, without its first `num_known` blocks.
 
         Raises:
             FetchFailed: `source` is no peer, or the call failed.
         """
 
     def note_late(self, source: str) -> None:
-        """Note that the peer took longer than computing would have."""
+        """Note that a peer took longer than computing would have."""
 
     def distrust(self, source: str, reason: str) -> NoReturn:
-        """Stop trusting a peer that sent forbidden data. Raises Distrusted."""
+        """Stop trusting a peer. Raises Distrusted."""
 
 
 class BlockTransfers:
-    """Exports and fetches of successive engines."""
+    """The exports and fetches of one engine after another."""
 
     def __init__(self, memory: memoryview, peers: Peers) -> None:
         self._memory = memory
@@ -94,11 +94,11 @@ class BlockTransfers:
         # Free slots to write into, by pool.
         self._inbound: defaultdict[int, list[int]] = defaultdict(list)
         self._slots_came = asyncio.Event()
-        # Names of the engine's blocks; empty without an engine.
+        # Namespace of the engine's block names; empty without an engine.
         self.namespace = b""
 
     def on_engine_ready(self, info: RunnerInfo, tell: Tell) -> None:
-        """Begin with a new engine, which owns the memory's content; `tell` sends it messages."""
+        """Begin with a new engine, which owns the memory's content. `tell` sends it messages."""
         self._arena, self._tell, self.namespace = (
             Arena(self._memory, info),
             tell,
@@ -106,7 +106,6 @@ class BlockTransfers:
         )
 
     def on_engine_death(self) -> None:
-        """Forget the engine's slots."""
         self._arena, self.namespace = None, b""
         self._inbound.clear()
         for export in self._exports.values():
@@ -118,7 +117,6 @@ class BlockTransfers:
         self._fetches.clear()
 
     def take(self, message: FromEngine) -> None:
-        """Handle an engine's message about blocks."""
         match message:
             case InboundSlots():
                 for pool, slot in message.slots:
@@ -139,8 +137,6 @@ class BlockTransfers:
                 fetch = self._fetches.get(message.number)
                 if fetch is not None:
                     fetch.cancel()
-
-    # ---- to other shards ----
 
     async def export(self, prefix: PrefixNames, num_known: int) -> AsyncGenerator[memoryview, None]:
         """Yield the engine's records of a prefix, parents first. Each is valid until the next.
@@ -190,8 +186,6 @@ class BlockTransfers:
             if self._arena is arena:
                 self._tell(number)
 
-    # ---- from other shards ----
-
     def _begin(self, fetch: Fetch) -> None:
         if len(self._fetches) >= _MOST_FETCHES or self._arena is None:
             self._tell(Arrival(fetch.number, [], is_last=True))
@@ -219,23 +213,21 @@ class BlockTransfers:
     async def _receive(
         self, fetch: Fetch, arena: Arena, came: list[Slot], on_record: Callable[[], None]
     ) -> None:
-        """Write arriving records into slots. `came`: the slots that the engine has not been told
-        of.
-        """
+        """Write arriving records into slots. `came`: slots not yet reported to the engine."""
         num_bytes = 0
         found = self._peers.fetch(fetch.source, self.namespace, fetch.prefix, fetch.num_known)
         async with aclosing(found) as records:
             async for record in records:
                 on_record()
                 num_bytes += await self._put(fetch, arena, record, came)
-                # The engine replaces only slots whose arrival it knows.
+                # The engine gives new slots only for reported ones.
                 if num_bytes >= _ARRIVAL_BYTES or self._lacks_slots:
                     self._tell(Arrival(fetch.number, came.copy()))
                     came.clear()
                     num_bytes = 0
 
     async def _put(self, fetch: Fetch, arena: Arena, record: memoryview, came: list[Slot]) -> int:
-        """Write a record into a slot; return the record's length."""
+        """Return the record's length."""
         name = arena.name_of(record)
         if name is None or not arena.is_whole(record, name):
             self._peers.distrust(fetch.source, "a block came that is damaged")
@@ -259,7 +251,7 @@ class BlockTransfers:
 
 
 def _is_asked_for(name: RecordName, prefix: PrefixNames) -> bool:
-    """True if a block is part of the prefix. The next engine can find only such blocks."""
+    """True if a block is part of the prefix; the next engine could not find another block."""
     if name.index >= len(prefix.digests):
         return False
     num_bytes = len(prefix.token_ids) // len(prefix.digests)

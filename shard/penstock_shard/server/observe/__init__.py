@@ -1,1 +1,1 @@
-"""Metrics, log lines and traces of a shard and its requests."""
+"""Metrics, logs and traces of a shard and its requests."""

@@ -1,4 +1,4 @@
-"""A shard's counters for Prometheus, as the supervisor reports them."""
+"""A shard's Prometheus counters, updated by the supervisor."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _WAIT_BUCKETS_S = (
 _REQUEST_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
 _POWERS_OF_TWO = tuple(float(2**power) for power in range(15))
 _PREEMPTIONS = (0.0, 1.0, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0)
-# Outcomes whose tokens may be wasted, unless the caller wanted no more of them.
+# Outcomes that may waste tokens. The caller may also have wanted no more.
 _CUT_SHORT = ("aborted", "deadline_exceeded")
 
 
 class ShardMetrics:
     def __init__(self) -> None:
-        # The creation times of counters would be a third of the output, and nobody needs them.
+        # Creation times would be a third of the output, and nobody needs them.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._add_requests()
@@ -45,7 +45,7 @@ class ShardMetrics:
             "outcome",
         )
         for finish in FinishReason:
-            # Create the series now: without a 0 before it, a rate misses the first request.
+            # Create the series with a 0: otherwise a rate misses the first request.
             self._requests.labels(finish.value)
         self._request_seconds = self._histogram(
             "request_seconds", "From a request's arrival to its end.", _REQUEST_BUCKETS_S
@@ -111,10 +111,7 @@ class ShardMetrics:
         name = f"penstock_shard_{name}"
         return Histogram(name, text, buckets=tuple(buckets), registry=self.registry)
 
-    # ---- events ----
-
     def on_request_start(self, num_tokens: int, queue_s: float) -> None:
-        """Count a request that starts its first step."""
         self._prompt_tokens.inc(num_tokens)
         self._queue_seconds.observe(queue_s)
 
@@ -123,7 +120,6 @@ class ShardMetrics:
         self._cached_tokens.inc(cached_tokens)
 
     def on_request_end(self, last: Output, num_tokens: int, seconds: float) -> None:
-        """Count a request that `last` ended after `num_tokens` tokens and `seconds` seconds."""
         outcome = _outcome(last)
         self._requests.labels(outcome).inc()
         self._request_seconds.observe(seconds)
@@ -136,9 +132,7 @@ class ShardMetrics:
         self._requests.labels(error.code.name.lower()).inc()
 
     def on_step(self, before: Load, after: Load, num_tokens: int) -> None:
-        """Count a step that gave `num_tokens`. The engine's counters are totals, so add their
-        differences.
-        """
+        """Count a step that gave `num_tokens`. Loads have totals, so add their differences."""
         if num_tokens:
             self._output_tokens.inc(num_tokens)
         if after.steps_total == before.steps_total:

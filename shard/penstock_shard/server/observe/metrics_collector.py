@@ -1,4 +1,4 @@
-"""Metrics of a shard for Prometheus: its counters, and the engine's state at each scrape."""
+"""A shard's Prometheus metrics: counters, and the engine's state at each scrape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock_shard.server.supervisor import EngineSupervisor
 
 
 def serve_metrics(engine: EngineSupervisor, config: ShardConfig, dates: CertificateDates) -> None:
-    """Serve metrics on `config.metrics_port`, in threads, as long as the process runs.
+    """Serve metrics on `config.metrics_port`, in threads, until the process ends.
 
     Raises:
         OSError: the port is in use, or the address is not this machine's.
@@ -33,8 +33,8 @@ def serve_metrics(engine: EngineSupervisor, config: ShardConfig, dates: Certific
 
 
 class ShardCollector(Collector):
-    """Collects all metrics, under our names and those of other servers. Another thread handles the
-    engine's messages, so the values may be from different moments.
+    """Collects all metrics, under our names and those of other servers. Runs in a thread, so the
+    values may be from different moments.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ def engine_state(engine: EngineSupervisor, config: ShardConfig) -> Iterator[Metr
 
 
 def certificates(dates: CertificateDates) -> Iterator[Metric]:
-    """The expiry times of the certificates in use; none without TLS."""
+    """Yield when the certificates in use expire; nothing without TLS."""
     family = GaugeMetricFamily(
         "penstock_shard_certificate_expires_timestamp_seconds",
         "When the certificates in use expire (Unix time), by the flag that names their file: "

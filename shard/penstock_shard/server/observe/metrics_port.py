@@ -1,4 +1,4 @@
-"""Serves metrics over HTTP, in threads: to a few callers at a time, each for a few seconds.
+"""Serves metrics over HTTP, in threads: to a few callers at once, each for a few seconds.
 
 Callers need no key.
 """
@@ -19,14 +19,14 @@ from prometheus_client.registry import Collector
 
 logger = logging.getLogger(__name__)
 
-# More connections at once are closed without an answer.
+# More connections are closed without an answer.
 _MAX_CALLERS = 8
 # Time for a whole connection.
 _CALLER_TIMEOUT_S = 5.0
 
 
 def serve_in_threads(registry: Collector, host: str, port: int) -> None:
-    """Serve the registry's metrics as long as the process runs.
+    """Serve the registry's metrics until the process ends.
 
     Raises:
         OSError: the port is in use, or the address is not this machine's.
@@ -48,7 +48,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, family: int, address: tuple[str, int]) -> None:
         self.address_family = family
-        # Arrival of each connection, by `time.monotonic`.
+        # connection -> its arrival, by `time.monotonic`.
         self._arrived_s: dict[socket.socket, float] = {}
         super().__init__(address, _Handler)
 
@@ -64,14 +64,14 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """End connections whose time is up; called twice a second."""
+        """End connections that exceed their time. Called twice a second."""
         late_s = time.monotonic() - _CALLER_TIMEOUT_S
         for request, arrived_s in list(self._arrived_s.items()):
             if arrived_s < late_s:
                 try:
                     request.shutdown(socket.SHUT_RDWR)
                 except OSError:
-                    # The connection's thread has closed it, or the client has left.
+                    # It was closed meanwhile.
                     continue
 
     def handle_error(self, request: Any, client_address: Any) -> None:

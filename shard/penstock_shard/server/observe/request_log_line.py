@@ -1,6 +1,6 @@
 """A log line for each request, with JSON fields and a text.
 
-Prompts and outputs as text never reach a shard; their token ids never reach its log.
+Logs no token ids. Prompts and outputs never reach a shard as text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _words(fields: Mapping[str, str | int | float]) -> str:
 
 
 def fields_of(record: ShardRecord) -> dict[str, str | int | float]:
-    """The fields of the line; unknown values are left out."""
+    """Return the line's fields, without unknown values."""
     given: dict[str, str | int | float | None] = {
         "request_id": record.request_id,
         "label": record.label or None,

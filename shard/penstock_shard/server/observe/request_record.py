@@ -1,6 +1,6 @@
-"""Records each request at this shard, updated by its outputs and passed on at its end.
+"""Records each request of this shard, for log lines and traces.
 
-Log lines and trace spans are made from records. A request for neither is not recorded.
+A record is updated by the request's outputs and passed on at its end.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ class ShardRecord:
 
     request_id: str
     attempt: int
-    # The user's own id of the request.
+    # The user's own request id.
     label: str
     instance_id: str
     prompt_tokens: int
-    # Output tokens generated before this attempt.
+    # Output tokens from earlier attempts.
     given_tokens: int
-    # Context of the request's span, and id of the parent span; None and "" without a trace.
+    # The request's span and its parent's id; None and "" without a trace.
     context: SpanContext | None = None
     parent_span_id: str = ""
 
     # Unix time in ns.
     arrived_ns: int = field(default_factory=time.time_ns)
     arrived_s: float = field(default_factory=time.monotonic)
-    # Time from arrival to first step.
+    # From arrival to first step.
     queue_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -49,7 +49,7 @@ class ShardRecord:
     # The engine's load at the first token, and at the end.
     first_load: Load | None = None
     last_load: Load | None = None
-    # The request's end, `finish` or `error`; and its cost, if the engine ended it.
+    # How the request ended, and its cost, if the engine ended it.
     finish: FinishReason | None = None
     error: Error | None = None
     work: Work | None = None
@@ -69,13 +69,11 @@ OnEnd = Callable[[ShardRecord], None]
 
 
 class Follower:
-    """Records requests for the log and for traces."""
-
     def __init__(
         self, log: OnEnd | None, trace: OnEnd | None, share: float, load: Callable[[], Load]
     ) -> None:
-        """`log` gets every request; `trace` gets requests with a sampled trace. `share`: the share
-        of requests without a trace that start a sampled one.
+        """`log` gets every request; `trace` gets requests with a sampled trace. `share`: share of
+        requests without a trace for which a trace is sampled.
         """
         self._log = log
         self._trace = trace
@@ -85,7 +83,7 @@ class Follower:
     def outlet(
         self, incoming: IncomingRequest, instance_id: str, deliver: Callable[[Output], None]
     ) -> Callable[[Output], None]:
-        """A callback for the request's outputs, which records them and then calls `deliver`."""
+        """Return a callback that records an output and passes it to `deliver`."""
         context, parent_span_id = SpanContext.parse(incoming.traceparent), ""
         if self._trace is not None:
             context, parent_span_id = begin(incoming.traceparent, self._share)

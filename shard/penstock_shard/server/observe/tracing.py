@@ -1,7 +1,6 @@
-"""Makes the spans of a request's trace: one for the request, with children for the queue, the
-prefill and the decode.
+"""Makes a request's trace spans: its own, with children for queue, prefill and decode.
 
-Attributes have OpenTelemetry's names, if it defines them. Spans never contain token ids.
+Attributes have OpenTelemetry's names where those exist. Spans never contain token ids.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ def trace_request(sink: SpanSink, record: ShardRecord) -> None:
 
 
 def spans_of(record: ShardRecord) -> list[Span]:
-    """The request's span, and a child for each phase that it reached."""
+    """Return the request's span, and a child for each phase that it reached."""
     assert record.context is not None
     assert record.ended_s is not None
     whole = Span(
@@ -81,5 +80,5 @@ def _attributes(record: ShardRecord) -> dict[str, Value]:
 
 
 def _error(record: ShardRecord) -> str:
-    """The error's gRPC status, or "". The message is left out: it may quote the request."""
+    """Return the error's gRPC status, or ""; not the message, which may quote the request."""
     return "" if record.error is None else proto_codec.status(record.error).name
