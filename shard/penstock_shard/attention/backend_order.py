@@ -19,8 +19,8 @@ from penstock_shard.attention.torch_varlen import make_torch_varlen
 from penstock_shard.device.triton_support import fault_on
 from penstock_shard.errors import ModelError
 
-# Device types on which each backend has run correctly, not in Triton's interpreter or with
-# stand-ins for libraries.
+# Device types on which each backend has run correctly. Runs in Triton's interpreter or with
+# stand-ins for libraries do not count.
 RAN_ON_HARDWARE: dict[str, frozenset[str]] = {
     "cpu": frozenset({"cpu"}),
     "sdpa": frozenset({"cpu"}),

@@ -26,7 +26,7 @@ _HOPPER = (9, 0)
 
 
 class _FlashAttention(LibraryBackend):
-    """The decode call, in which the versions differ only in the name of the block table."""
+    """The decode call; only the name of its block table argument differs between versions."""
 
     name = "flash_attn"
     table: str
@@ -97,7 +97,7 @@ class FlashAttention3(_FlashAttention):
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
         keys, values = spec.head_dim, spec.head_dim_v
-        # The kernels for different sizes of keys and values.
+        # Head sizes with kernels if keys and values differ.
         served = values <= 256 if keys <= 64 else 128 < keys <= 192 and 96 < values <= 128
         if keys != values and not served:
             return f"has no kernel for keys of {keys} and values of {values}"

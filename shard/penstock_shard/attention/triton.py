@@ -310,7 +310,7 @@ class _Call:
         )
 
     def _sinks(self) -> Tensor:
-        """Return the sinks, or any tensor without sinks, which kernels do not read."""
+        """Return the sinks. Without sinks, return any tensor, because kernels do not read it."""
         return self.output if self._mask.sinks is None else self._mask.sinks
 
     def _launch(self, tiling: _Tiling) -> dict[str, Any]:

@@ -11,8 +11,8 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def memory_left() -> int | None:
-    """The bytes that this process may still take. Without a limit, None with version 2, and more
-    than all memory with version 1.
+    """The bytes that this process may still take. Without a limit: None with version 2 of control
+    groups, more than all memory with version 1.
     """
     lefts = (_memory_left_in(group) for group in _groups("memory"))
     return min((left for left in lefts if left is not None), default=None)

@@ -63,7 +63,7 @@ class PairShape(msgspec.Struct, array_like=True):
 
 
 class PlaceAdapter(msgspec.Struct, array_like=True, tag="place_adapter"):
-    """A whole model's adapter. Its values follow from device to device, in this order."""
+    """An adapter of the whole model. Its values follow from device to device, in this order."""
 
     index: int
     pairs: list[PairShape]

@@ -147,7 +147,7 @@ class MirroredModel:
         try:
             self._graphs.capture(shapes, block_size, pad_blocks)
         except torch.OutOfMemoryError as error:
-            # What cannot be captured fails on every rank, but only rank 0 may lack memory.
+            # Work that cannot be captured fails on every rank, but only rank 0 may lack memory.
             raise RankFailed(
                 f"rank 0 could not record its CUDA graphs: {error}; lower "
                 "--gpu-memory-utilization or --max-num-seqs, or give --enforce-eager"
@@ -200,8 +200,8 @@ class MirroredModel:
         self._followers.tell(Call("watch_memory", []))
 
     def least_free(self, num_bytes: int, share: float) -> int:
-        """Return the smallest free memory of all ranks. `num_bytes` is free at rank 0, and on cpu
-        is divided by the ranks. A rank may use `share` of its device.
+        """Return the smallest free memory of all ranks. `num_bytes` is rank 0's free memory, which
+        on cpu all ranks share. A rank may use `share` of its device.
         """
         if self.device.type == "cpu":
             return num_bytes // self._ranks.size

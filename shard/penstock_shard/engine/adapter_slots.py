@@ -1,7 +1,7 @@
 """The engine's adapters: their names, and their indices in the runner.
 
-A thread reads an adapter while steps run; it is placed between two steps. An unloaded adapter loses
-its name at once, but keeps its index until the last request with it has ended.
+A thread reads an adapter while steps run; then the adapter is placed between two steps. An unloaded
+adapter loses its name at once, but keeps its index until the last request with it has ended.
 """
 
 from __future__ import annotations

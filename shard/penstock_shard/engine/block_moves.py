@@ -45,7 +45,7 @@ class BlockMoves:
         self.fetches: PendingFetches | None = None
         self.exports: Exports | None = None
         self.send: Callable[[FromBlocks], None] = lambda message: None
-        # Sequences that have waited; and sequences that only load blocks, and have them.
+        # Sequences that need not wait any more; and those that only load blocks, and have all.
         self._ready: list[Sequence] = []
         self._fetched: list[Sequence] = []
         # Set when the shard begins to end.
@@ -73,9 +73,7 @@ class BlockMoves:
         return None if self.reads is None else self.reads.due_s
 
     def hold(self, sequence: Sequence) -> bool:
-        """Hold a sequence that must wait for blocks until `take_ready`. False if it need not
-        wait.
-        """
+        """Hold a sequence until `take_ready` if it must wait for blocks; false if it need not."""
         fetches = self.fetches is not None and self.fetches.hold(sequence)
         return fetches or self._reads(sequence)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# Before any copies were timed.
+# The number before any copies were timed.
 _FIRST_BLOCKS = 8
 # The weight of the latest turn.
 _LATEST = 0.25

@@ -48,8 +48,8 @@ def main() -> int:
     # Service managers signal all processes at once, but the server drains and ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # The thread that steps waits no longer for the interpreter lock, for example while another
-    # thread compiles a schema.
+    # The thread that steps waits at most this long for the interpreter lock, for example while
+    # another thread compiles a schema.
     sys.setswitchinterval(_SWITCH_S)
     link = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
     if IMPORT_FIRST in sys.argv[3:]:

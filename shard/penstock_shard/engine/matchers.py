@@ -34,7 +34,7 @@ class PendingMatchers:
         self.on_done = on_done
         self._threads = threads
         self._waiting: dict[Sequence, _Making] = {}
-        # So that a step does not look at all waiting sequences.
+        # A queue, so that a step need not look at all waiting sequences.
         self._done: SimpleQueue[Sequence] = SimpleQueue()
 
     def __len__(self) -> int:

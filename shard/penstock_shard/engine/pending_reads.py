@@ -14,7 +14,7 @@ from penstock_shard.kv_transfer.host_tier import HostTier, name_of
 from penstock_shard.kv_transfer.read_plan import Chain, plan_reads
 from penstock_shard.sequence import Sequence
 
-# A sequence waits no longer.
+# The longest wait of a sequence.
 _MOST_WAIT_S = 2.0
 
 _Block = tuple[Prefix, int]

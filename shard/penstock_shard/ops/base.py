@@ -46,7 +46,7 @@ class Matrix(Protocol):
 
     @property
     def has_rows(self) -> bool:
-        """True if `rows` works."""
+        """True if `rows` is supported."""
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return a copy [T, K], in the dtype of activations, of the rows at ids int64 [T]."""
@@ -139,7 +139,6 @@ class Ops(Protocol):
     """The operations. An implementation may write its result to `out`; use the returned tensor."""
 
     device: torch.device
-    # Of activations.
     dtype: torch.dtype
     # The form in which `pack` stores a weight.
     weights: WeightKind

@@ -1,9 +1,9 @@
 """fp8 and int4 matrices: quantized at load, multiplied by kernels of torch and torchao.
 
 fp8 is e4m3 (Micikevicius et al., 2022) with a scale for each output row; activations are rounded
-too, with a scale for each token. Other devices emulate fp8 products in float32, where products of
-two e4m3 numbers are exact, but sums are not. int4 quantizes only weights, by torchao, in groups of
-128.
+too, with a scale for each token. A device without fp8 products emulates them in float32, where
+products of two e4m3 numbers are exact, but sums are not. int4 quantizes only weights, by torchao,
+in groups of 128.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FP8_MULTIPLE = 16
 INT4_GROUP = 128
 # Elements of a weight that are rounded at once, in float32.
 _PIECE = 1 << 24
-# A scale is tried on so few columns before whole rows are compared.
+# A scale is tried on this many columns before whole rows are compared.
 _GLANCE = 64
 # The lower bound for a row's largest value: below it, the scale would be subnormal and lose bits.
 _SMALLEST = torch.finfo(torch.float32).tiny * FP8_MAX
@@ -52,8 +52,8 @@ def multiplies_fp8_groups(device: torch.device) -> bool:
 def captures_fp8(device: torch.device) -> bool:
     """Tell whether a CUDA graph may capture the device's fp8 products.
 
-    On compute capability 8.9 with torch before 2.12, they may never end unless they run on the
-    default stream (pytorch issue 177651).
+    On compute capability 8.9 with torch before 2.12, these products may never end unless they run
+    on the default stream (pytorch issue 177651).
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != _FP8_CAPABILITY:
         return True

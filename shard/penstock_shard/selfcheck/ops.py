@@ -250,7 +250,7 @@ def _rounding(in_torch: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
 
 def _ranked(noise: _Noise, ops: Ops, in_torch: bool) -> Tensor:
     """Draw tokens in the order of the logits, with top-p, top-k, and all filters."""
-    # Rounded, for many ties.
+    # Round to get many ties.
     spread = torch.tensor([0.5, 4.0, 1.0, 2.0], device=ops.device).unsqueeze(1)
     logits = ((noise.wide(4, _RANKED) * spread * 16).round() / 16).to(ops.dtype)
     best, one, rows = logits.amax(dim=1), 2.0**42, [2, 0, 3, 1]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from penstock_shard.errors import ModelError
 
-# The largest error of a logit from rounding, in standard deviations of the model's logits.
+# The largest error of a logit that rounding explains, in standard deviations of the model's logits.
 _TOLERANCE = {
     "float32": 1e-3,
     "float16": 0.1,

@@ -56,7 +56,7 @@ class RandomSteps:
         self._inputs = InputBuilder(block_size, model.device, self._groups, graphs=graphs)
         self._random = random.Random(1)
         self._free = [list(range(size)) for size in _pools(num_blocks, self._groups)]
-        # An error in reading block tables shall change results.
+        # Shuffle, so that an error in reading block tables changes results.
         for blocks in self._free:
             self._random.shuffle(blocks)
 
