@@ -9,8 +9,8 @@ from penstock_shard.device import cgroup
 
 
 def default_threads() -> int:
-    """The number of compute threads on cpu: one less than the cores that this process may use. More
-    threads would exhaust a control group's quota early in each period and then stall.
+    """The number of compute threads on cpu: one less than this process's cores. More threads would
+    exhaust a control group's quota early in each period and then stall.
     """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))

@@ -51,6 +51,6 @@ def empty_caches(device: torch.device) -> None:
 
 
 def _free_and_total(device: torch.device) -> tuple[int, int]:
-    """Return free and total bytes. Unused memory of torch's allocator counts as free."""
+    """Unused memory of torch's allocator counts as free."""
     empty_caches(device)
     return torch.cuda.mem_get_info(device)

@@ -95,7 +95,6 @@ class BlockMoves:
         return ready if self.reads is None else [*ready, *self.reads.take()]
 
     def take_fetched(self) -> list[Sequence]:
-        """Take sequences that only load blocks and have them all."""
         fetched, self._fetched = self._fetched, []
         return fetched
 

@@ -344,7 +344,6 @@ class Engine:
                 self._end(sequence, error=Error(Code.UNAVAILABLE, message))
 
     def _collect(self) -> None:
-        """Wait for the oldest launched step; handle its results."""
         try:
             results = self._runner.collect()
         except StepOutOfMemory as error:
@@ -417,7 +416,6 @@ class Engine:
                 self._forget(sequence)
 
     def _release(self) -> None:
-        """Have the runner drop data of free slots."""
         for slot in self._scheduler.slots.take_freed():
             self._runner.release(slot)
 

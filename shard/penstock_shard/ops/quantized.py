@@ -67,7 +67,6 @@ def multiplies_int4(device: torch.device) -> bool:
 
 
 def has_torchao() -> bool:
-    """Tell whether torchao, which int4 needs, is installed."""
     return importlib.util.find_spec("torchao") is not None
 
 

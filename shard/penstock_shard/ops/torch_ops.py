@@ -259,7 +259,6 @@ def _fits_fp8(parts: Sequence[Tensor]) -> bool:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """Return the RMSNorm over the last dimension, in the dtype of x."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return (normed * (weight.float() + offset)).to(x.dtype)

@@ -187,7 +187,6 @@ class Bridge:
             self._settle_adapters()
 
     def _waiting_tokens(self) -> int:
-        """Count prompt tokens of requests in the core without output."""
         return sum(each.waiting_tokens for each in self._known.values() if each.is_started)
 
     async def _watch(self) -> None:

@@ -18,7 +18,7 @@ _RETRY_S = 1.0
 
 
 def listening_port(master_port: int) -> int:
-    """Return machine 0's port for these connections: the next after vLLM's own."""
+    """Return machine 0's port, the next after vLLM's own."""
     return master_port + 1
 
 
