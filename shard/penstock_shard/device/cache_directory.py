@@ -54,8 +54,8 @@ def load_directory() -> Path:
 
 
 def state_directory() -> Path:
-    """The directory of state for the next start; it may not exist yet. Raises OSError if the user has
-    no home directory, as in some containers.
+    """The directory of state for the next start; it may not exist yet. Raises OSError if the user
+    has no home directory, as in some containers.
     """
     if chosen := os.environ.get("PENSTOCK_STATE"):
         return Path(chosen)
