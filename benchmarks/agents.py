@@ -1,26 +1,25 @@
-"""Agents, and what of their prompts a fleet finds cached: rules of choosing a shard, compared.
+"""Compares policies by the share of agents' prompts that a fleet finds cached.
 
     python benchmarks/agents.py
     python benchmarks/agents.py --loads 80 --rules least-load prefix-affinity --kv-tokens 640000
     python benchmarks/agents.py --real
 
-Sessions of dozens of turns on one growing prompt come at random. They share system prompts with
-tools, pause while a tool runs, and some start subagents. `--help` lists what can be changed.
+Sessions begin at random. Each has dozens of turns on one growing prompt. They share system prompts
+with tools, pause while a tool runs, and some start subagents. See `--help` for all settings.
 
-Shards are the shard's own engine, scheduler and KV block manager over a simulated device, and the
-client package's policies choose, as in `fleet.py`. Time is virtual: the same seed gives the same
-figures on any machine. A load is in % of the sessions a second that keep all shards busy if each
-finds cached what any has computed before. `one-shard` is no policy, but a mark for them: it has all
-of a session at one shard, the one with the fewest sessions.
+As in `fleet.py`, a shard's own engine, scheduler and KV block manager run over a simulated device,
+and the client package's policies choose shards. Time is virtual: the same seed gives the same
+figures on any machine. A load of 100 % is the rate of sessions that keeps all shards busy if each
+finds cached what any has computed. `one-shard` is a reference, no policy: it sends all requests of
+a session to one shard, the one that had the fewest sessions.
 
-`--real` has a router and shards with the fake runner as processes instead, and small sessions with
-short pauses, in the time of this machine.
+`--real` runs a router and shards with the fake runner as processes in real time instead, with small
+sessions and short pauses.
 
-Columns: requests that came in the measured time, and how many of those had their whole answer by
-its end; the share of prompt tokens that was found cached, and that in % of what one cache that
-forgets nothing would have found; seconds to the first token, and before the first step (where a
-request still waits at the end, how long it has waited); and how many requests the busiest shard had
-for each that the mean shard had.
+Columns: requests in the measured time; those that ended in it; the share of prompt tokens that was
+found cached, also in % of the share in a cache without evictions; seconds to the first token and to
+the first step (for a request that still waits at the end, until then); and the requests of the
+busiest shard divided by the mean.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from penstock_common.flags import number
 
 _RULES = ("round-robin", "least-load", "prefix-affinity", "session", ONE_SHARD)
 _POSITIVE = number(float, above=0)
-# What is said of each field of `Habits`.
+# Help texts of the fields of `Habits`.
 _OF_AGENTS = {
     "systems": "system prompts with tools that there are",
     "zipf": "the n-th is chosen in proportion to n to the power of -Z",
@@ -73,7 +72,7 @@ _OF_SHARDS = {
     "max_num_seqs": "most requests in a step",
     "retained_share": "most of the blocks that are retained",
 }
-# With --real, whose other values are those of its shards' flags.
+# With --real, flags of its shards set the other values.
 _REAL_SHARDS = {"kv_tokens": 60_000}
 
 
@@ -133,7 +132,7 @@ def _add_field(group: Any, name: str, text: str, default: float, small: float | 
 
 
 def _completed(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.Namespace:
-    """Set the values that depend on the mode, where none are given."""
+    """Set the defaults that depend on the mode."""
     simulated = {"rules": list(_RULES), "loads": [60.0, 80.0, 95.0], "shards": 8, "warm_up": 30.0,
                  "seconds": 90.0, **{name: getattr(Gpu(), name) for name in _OF_SHARDS},
                  **dataclasses.asdict(Habits())}  # fmt: skip
@@ -192,7 +191,7 @@ def _simulated(args: argparse.Namespace, habits: Habits) -> Iterator[tuple[str, 
 def _real(args: argparse.Namespace, habits: Habits) -> Iterator[tuple[str, str, Figures]]:
     to_s = args.warm_up + args.seconds
     trace = sessions(habits, per_s=args.rate, seconds=to_s, seed=args.seed)
-    # Those that were under way would find nothing cached.
+    # Sessions in progress at the start would find nothing cached.
     trace = [session for session in trace if not session.said]
     for rule in args.rules:
         figures = real.run(rule, trace, args.shards, args.kv_tokens, from_s=args.warm_up, to_s=to_s)

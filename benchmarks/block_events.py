@@ -1,12 +1,12 @@
-"""What it costs a router to know which pieces of prefixes shards hold, and to choose by that.
+"""Measures a router's cost to know the prefix pieces that shards hold, and to choose by them.
 
     python benchmarks/block_events.py
     python benchmarks/block_events.py --blocks-per-minute 4000000 --seconds 60
 
-A shard's server in a process of its own tells of blocks of 16 tokens that come and go, of which
-every eighth ends a piece; here the client library follows it, as in a router. Prints which share of
-a core that takes, all threads together and less what an idle connection takes; the bytes of a
-piece; and how long the policy takes to choose among shards that hold the prompt or do not.
+A shard's server in its own process reports blocks of 16 tokens that come and go; every eighth ends
+a piece. The client library follows it here, as in a router. Prints the share of a core for that,
+over all threads and above an idle connection; the bytes of a piece; and the policy's time to choose
+among shards that hold the prompt or do not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from penstock_shard.server.supervisor import EngineSupervisor
 _BLOCK_SIZE = 16
 _BLOCKS_IN_PIECE = 8
 _STEP_S = 0.01
-# Pieces that the shard holds; one more that comes displaces the oldest.
+# Pieces that the shard holds. A new one replaces the oldest.
 _HELD = 100_000
 _TRIALS = 300
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 async def serve(blocks_per_minute: int) -> None:
-    """Until killed; prints its port."""
+    """Serve until killed; print the port."""
     held = HeldPieces()
     held.begin("engine")
     engine = cast(EngineSupervisor, SimpleNamespace(pieces=held))
@@ -102,7 +102,7 @@ async def _share_of_core(blocks_per_minute: int, seconds: float) -> float:
     shard = ShardState(f"127.0.0.1:{int(await server.stdout.readline())}")
     watch = PieceWatch(shard)
     try:
-        # All that it holds has come by then.
+        # Wait until all pieces have come.
         async with asyncio.timeout(60):
             while blocks_per_minute and len(shard.pieces.told) < _HELD * 0.99:
                 await asyncio.sleep(0.1)

@@ -1,10 +1,10 @@
-"""What the engine's own Python costs beside the runner: scheduling, taking in results, encoding.
+"""Measures the engine's own Python beside the runner: scheduling, results, encoding.
 
     python benchmarks/bookkeeping.py                     (fake runner, 1,024 sequences)
     python benchmarks/bookkeeping.py --runner model --sequences 64
 
-Prints medians over steady decode steps, per step and per token, and the share of a step that is
-output processing: taking in what was sampled and encoding it for the server process.
+Prints medians over steady decode steps, per step and per token; and output processing's share of a
+step: handling sampled tokens and encoding them for the server process.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _model_runner(args: argparse.Namespace, scratch: Path) -> Runner:
 
 
 class _Timed:
-    """Calls of one function, and what each took."""
+    """Times the calls of a function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

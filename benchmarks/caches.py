@@ -1,15 +1,14 @@
-"""What a decode step reads of a cache of latents, and what a long context holds of a window.
+"""Measures reads of a cache of latents by a decode step, and blocks of a long context with windows.
 
     python benchmarks/caches.py
     python benchmarks/caches.py --context-tokens 32768 --threads 2 --kv-dtype float32
 
-First, one decode step of latent attention in one layer, with the sizes of DeepSeek-V2-Lite, on the
-CPU kernels: over cached latents, as they are served (absorbed), and over cached keys and values of
-all heads (naive). Both write the new token's and make the products with `kv_b_proj`, and both must
-give the same values. They take turns over caches that are rotated, so that these come from memory.
-Medians are given, of the time and, as a busy machine makes that longer, of CPU time in all threads.
-Then, what the block manager holds of one sequence, for layers that see a window and for layers that
-see everything.
+First, a decode step of one layer of latent attention, with the sizes of DeepSeek-V2-Lite, on the
+CPU kernels: over cached latents, as served (absorbed), and over cached keys and values of all heads
+(naive). Both write the new token's, compute the products with `kv_b_proj`, and must give the same
+values. They take turns over several caches, so that these come from memory. Prints medians of time,
+and of CPU time in all threads, because a busy machine makes the time longer. Then, the blocks of
+one sequence in the block manager, for layers with a window and for layers that see everything.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from penstock_shard.ops.cpu_ops import CpuOps
 
 HEADS, RANK, ROTATED, PLAIN, VALUE = 16, 512, 64, 128, 128
 BLOCK_TOKENS = 16
-# What the caches of one way take up at least, several times the processor's.
+# The least bytes of one way's caches, several times the processor's cache.
 LEAST_ROTATED_BYTES = 1 << 28
 
 
@@ -55,12 +54,14 @@ def main() -> None:
     show_held(window=1024, context_tokens=32_000, chunk_tokens=512)
 
 
-# ---- what a step reads -------------------------------------------------------------------------
+# ---- reads of a step ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to attend: bytes of cache that a step reads; the step, which gives [1, H, V]."""
+    """A way to attend: the bytes of cache that a step reads, and the step, which returns [1, H,
+    V].
+    """
 
     name: str
     read_bytes: int
@@ -87,7 +88,7 @@ def show_reads(args: argparse.Namespace) -> None:
 
 
 def median_times_s(ways: tuple[Way, ...], turns: int) -> list[tuple[float, float]]:
-    """Of a step of each: seconds, and seconds of CPU time; they take turns."""
+    """Return the median seconds and CPU seconds of a step of each way; ways take turns."""
     times: list[list[tuple[float, float]]] = [[] for _ in ways]
     for _ in range(turns):
         for way, taken in zip(ways, times, strict=True):
@@ -101,14 +102,14 @@ def median_times_s(ways: tuple[Way, ...], turns: int) -> list[tuple[float, float
 
 
 class LatentLayer:
-    """One sequence in a layer of random weights; its last token is the one that a step computes."""
+    """One sequence in a layer of random weights. A step computes its last token."""
 
     def __init__(self, num_tokens: int, dtype: torch.dtype, threads: int) -> None:
         self._kernels: CpuKernels = load_kernels()
         self._kernels.set_threads(threads)
         self._ops = CpuOps(self._kernels, "float16")
         self._dtype = dtype
-        # kv_b_proj: from a latent to keys, without the part that is rotated, and values.
+        # kv_b_proj: makes keys, without the rotated part, and values of a latent.
         self._weight = torch.randn(HEADS * (PLAIN + VALUE), RANK) * RANK**-0.5
         self._matrix = self._ops.pack([self._weight])
         self._query = torch.randn(1, HEADS, PLAIN + ROTATED)
@@ -137,7 +138,7 @@ class LatentLayer:
         return Way("naive", read_bytes, step)
 
     def _keys_and_values(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """rows [T, 1, R + P] -> those of each head, [T, H, N + P] and [T, H, V]."""
+        """Make keys [T, H, N + P] and values [T, H, V] of rows [T, 1, R + P]."""
         latents = rows[:, 0, :RANK].contiguous()
         expanded = self._matrix.linear(latents).view(-1, HEADS, PLAIN + VALUE)
         rotated = rows[..., RANK:].expand(-1, HEADS, -1)
@@ -146,7 +147,7 @@ class LatentLayer:
     def _caches(
         self, key: Tensor, value: Tensor, *, values_in_keys: bool = False
     ) -> tuple[Iterator[KvCache], int]:
-        """Caches with the same content, again and again, and the bytes of one."""
+        """Return caches with the same content, in an endless cycle, and the bytes of one."""
         _, heads, dim = key.shape
         sizes = (self._num_blocks, BLOCK_TOKENS, heads, dim, value.shape[-1])
         caches: list[KvCache] = []
@@ -168,7 +169,7 @@ class LatentLayer:
         )
 
 
-# ---- what a sequence holds ---------------------------------------------------------------------
+# ---- blocks of a sequence ----------------------------------------------------------------------
 
 
 def show_held(*, window: int, context_tokens: int, chunk_tokens: int) -> None:
@@ -189,8 +190,8 @@ def show_held(*, window: int, context_tokens: int, chunk_tokens: int) -> None:
 def held_tokens(
     window: int, context_tokens: int, chunk_tokens: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The most tokens that there are blocks for, while a prompt of so many is computed, and in a
-    thousand decode steps after it; for layers with the window, and for layers without.
+    """Return the most tokens in blocks, while a prompt is computed and in a thousand decode steps
+    after it; each for layers with and without the window.
     """
     groups = (CacheGroup(window=window), CacheGroup(pool=1))
     num_blocks = 2 * context_tokens // BLOCK_TOKENS
@@ -200,7 +201,7 @@ def held_tokens(
     sequence = make_sequence(prompt=range(context_tokens))
 
     def held_after(start: int, end: int) -> tuple[int, ...]:
-        """A step computes the tokens from `start` to `end`."""
+        """Count tokens in blocks after a step computes [start, end)."""
         blocks.slide(sequence, start)
         assert blocks.grow(sequence, end), "no blocks are left"
         return tuple(len(blocks.blocks_of(sequence, group)) * BLOCK_TOKENS for group in range(2))

@@ -1,20 +1,20 @@
-"""Measures constraints: tokens a second, a device's time, and everybody else's tokens.
+"""Measures constraints: tokens a second, the device's time, and the gaps of other streams.
 
-    python benchmarks/constraints.py                  # all of them
+    python benchmarks/constraints.py                  # all parts
     python benchmarks/constraints.py throughput --rounds 7
     python benchmarks/constraints.py period compile
 
-throughput: a shard with a model on the CPU serves 64 sequences, none, half or all of which must be
-JSON of a schema. Rounds of each kind follow one another on the same shard, and medians are given.
+throughput: a shard with a model on the CPU serves 64 sequences; none, half or all of them must be
+JSON of a schema. The three take turns on one shard. Prints medians.
 
-period: a shard with the fake runner, whose steps take exactly 20 ms as on a device stream, serves
-the same. Did the device wait for masks, its steps would be longer.
+period: a shard with the fake runner, with steps of exactly 20 ms as on a device stream, serves the
+same. If the device waited for masks, steps would be longer.
 
-compile: 32 sequences run while twice a second a request comes with a schema of 5 kB that nobody has
-sent before, and without that, in turns: the gaps between tokens of the 32.
+compile: 32 sequences run, in turns with and without two requests a second that bring new schemas of
+5 kB. Prints the gaps between tokens of the 32.
 
-schemas: each schema of SchemaStore's catalogue that stands by itself, and of GeoJSON, is checked in
-a fork as a shard's server has it: how many are served, and the processor time of a check.
+schemas: checks each self-contained schema of SchemaStore's catalog, and of GeoJSON, in a fork, as a
+shard's server does. Prints the number of served ones, and the processor time of a check.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ def main() -> None:
             parts[name](args, Path(scratch) / "shard.log")
 
 
-# ---- What is asked -----------------------------------------------------------------------------
+# ---- Requests ----------------------------------------------------------------------------------
 
 
 def schema_of_rows() -> Constraint:
-    """Objects without end, so that every sequence gets all of its tokens."""
+    """Return a schema of endless objects, so that every sequence gets all its tokens."""
     row = {
         "type": "object",
         "properties": {
@@ -127,7 +127,7 @@ def asked(seed: int, constraint: Constraint | None, num_tokens: int) -> Generati
 
 
 async def read(client: ShardClient, request: GenerationRequest) -> list[float]:
-    """When each of its tokens came."""
+    """Return the times at which the request's tokens came."""
     times: list[float] = []
     async with client.submit(request) as stream:
         async for output in stream:
@@ -161,7 +161,7 @@ async def _rates(
     rates: dict[str, list[float]] = {name: [] for name in shares}
     constraint = schema_of_rows()
     async with ShardClient(address) as client:
-        # The first of each compiles, and warms the automata up.
+        # The first round compiles, and warms up automata.
         for number in range(-1, rounds):
             for name, share in shares.items():
                 requests = [
@@ -193,7 +193,7 @@ async def _period_ms(address: str, share: int, num_tokens: int) -> float:
             asked(i, constraint if i < share else None, num_tokens) for i in range(_SEQUENCES)
         ]
         times = await asyncio.gather(*(read(client, request) for request in requests))
-    # Without the first steps, in which prompts are computed.
+    # Leave out the first steps, which compute prompts.
     spans = [(of[-1] - of[10]) / (len(of) - 11) for of in times]
     return 1000 * statistics.median(spans)
 
@@ -225,7 +225,9 @@ def compile_beside(args: argparse.Namespace, log_file: Path) -> None:
 async def _gaps(
     address: str, seconds: float, number: int, compiles: bool
 ) -> tuple[list[float], list[float]]:
-    """Gaps of the sequences beside, and after how long each new schema had its first token; ms."""
+    """Return the other sequences' gaps, and the times to the first tokens with new schemas, in
+    ms.
+    """
     rng = random.Random(number)
     took: list[float] = []
 
@@ -237,7 +239,7 @@ async def _gaps(
             await asyncio.sleep(1 / _COMPILES_A_SECOND)
 
     async with ShardClient(address) as client:
-        # The child that checks schemas is there.
+        # Start the child that checks schemas.
         await read(client, asked(0, new_schema(rng), 1))
         beside = [
             asyncio.create_task(read(client, asked(i, None, int(1000 * seconds / _STEP_MS))))
@@ -256,7 +258,7 @@ async def _gaps(
 
 
 def check_schemas(args: argparse.Namespace, log: Path) -> None:
-    """Check each in a fork of its own, so that nothing is known from the one before."""
+    """Check each schema in a new fork, so that nothing is cached."""
     from conformance.real_schemas import catalogue, geojson
 
     compiler = plain_compiler()
@@ -273,7 +275,7 @@ def check_schemas(args: argparse.Namespace, log: Path) -> None:
 
 
 def _checked(compiler: Compiler, schema: str) -> tuple[str, float]:
-    """Say why the schema is refused ("": it is not), with the seconds of processor time."""
+    """Return the reason of a schema's refusal, or "", and the seconds of processor time."""
     reading, writing = os.pipe()
     process_id = os.fork()
     if not process_id:

@@ -1,4 +1,4 @@
-"""What clients notice when shards die, hang, drain and restart: gaps between tokens, and errors.
+"""Measures what clients notice when shards die, hang, drain and restart: gaps and errors.
 
     python benchmarks/failover.py crash
     python benchmarks/failover.py hang
@@ -6,14 +6,14 @@
     python benchmarks/failover.py aborts --seconds 30
     python benchmarks/failover.py crash --model DIR
 
-Starts shards of its own on this machine, with the fake runner unless --model names a model, and
-drives them through `penstock_client.Fleet`, as a router does. Every output is compared with that of
-an unbroken run; a difference is an error and ends the script with status 1.
+Starts shards on this machine, with the fake runner unless --model names a model, and sends them
+requests through `penstock_client.Fleet`, as a router does. Every output is compared with that of an
+unbroken run; a difference ends the script with status 1.
 
-`crash` kills an engine in each round and prints the gap that its streams saw, beside the largest
-gap of a calm run and the time to prefill. `hang` stops one. `rolling` restarts four shards one
-after another under a steady stream of requests. `aborts` aborts so many requests a second, and
-prints how long that takes to reach the engine and how many tokens come after it.
+`crash` kills an engine in each round. It prints the gaps of its streams, the largest gap of a calm
+run and the time to prefill. `hang` stops an engine instead. `rolling` restarts four shards one
+after another under steady requests. `aborts` aborts requests at a steady rate. It prints how long
+an abort takes to reach the engine, and the tokens that come after it.
 """
 
 from __future__ import annotations
@@ -65,8 +65,6 @@ def main() -> int:
 
 @dataclass
 class Reading:
-    """One request as its client saw it."""
-
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     error: str = ""
@@ -76,7 +74,7 @@ class Reading:
         return [later - earlier for earlier, later in itertools.pairwise(self.times_s)]
 
     def gap_over(self, at_s: float) -> float | None:
-        """The gap in which this moment lies; None before the first token and after the last."""
+        """Return the gap around this moment; None before the first and after the last token."""
         for earlier, later in itertools.pairwise(self.times_s):
             if earlier <= at_s < later:
                 return later - earlier
@@ -179,7 +177,7 @@ async def strike(args: argparse.Namespace, folder: Path) -> int:
                 wrong += sum(a.token_ids != b.token_ids for a, b in zip(calm, broken, strict=True))
                 usual_s = percentile(calm_gaps, 0.99)
                 seen = [reading.gap_over(struck_s) for reading in broken]
-                # The streams of the other shard saw nothing, or had to make room for these.
+                # Streams of the other shard saw no gap, or only had to make room.
                 gaps += [gap for gap in seen if gap is not None and gap > 2 * usual_s]
                 print(f"round {number + 1} of {args.rounds}", end="\r", file=sys.stderr)
     heading()
@@ -191,7 +189,7 @@ async def strike(args: argparse.Namespace, folder: Path) -> int:
 
 
 async def rolling(args: argparse.Namespace, folder: Path) -> int:
-    """Restart four shards one after another, again and again, while requests arrive."""
+    """Restart four shards one after another, repeatedly, while requests arrive."""
     rng = random.Random(args.seed)
     shards = start_shards(args, folder, 4)
     kinds = make_requests(args, rng, 32)
@@ -246,8 +244,8 @@ async def rolling(args: argparse.Namespace, folder: Path) -> int:
 
 
 async def aborts(args: argparse.Namespace, folder: Path) -> int:
-    """Submit and abort at a steady rate. Ten times a second the aborted stream is kept and read, to
-    see when the engine ended it and what it still gave.
+    """Submit and abort at a steady rate. Ten times a second, read an aborted stream on, to see when
+    the engine ended it and which tokens came after the abort.
     """
     rng = random.Random(args.seed)
     flags = ("--max-num-seqs", "512", "--max-queued-requests", "4096")
@@ -293,7 +291,7 @@ async def aborts(args: argparse.Namespace, folder: Path) -> int:
 
 
 async def blocks_in_use_at_rest(client: ShardClient) -> int:
-    """Once nothing runs any more, or after ten seconds."""
+    """Count blocks in use once nothing runs, or after ten seconds."""
     reports = client.watch_load()
     until_s = time.monotonic() + 10
     load = await anext(reports)

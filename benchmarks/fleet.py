@@ -4,19 +4,19 @@
     python benchmarks/fleet.py mixed --rate 2 --policies round-robin least-load
     python benchmarks/fleet.py chat --shards 200 --seconds 30 --plot fleet.png --json fleet.json
 
-Every shard is the shard's own engine, scheduler and KV block manager over a device whose steps take
-a computed time: 10 ms, 0.1 ms for each prompt token and each decode, and a little for each key; it
-caches 160,000 tokens. Load reports come to the fleet at most ten times a second, and the client
-package's policies choose.
+Every shard is a shard's own engine, scheduler and KV block manager over a simulated device. A step
+takes 10 ms, 0.1 ms for each prompt token and each decode, and a little for each key; 160,000 tokens
+fit into the cache. Load reports reach the fleet at most ten times a second, and the client
+package's policies choose shards.
 
 `chat`: conversations of 2 to 12 turns that share four system prompts, with pauses of 8 s between
-turns. `mixed`: single requests that share nothing, one in ten with a prompt of 4,000 to 16,000
-tokens, three times as many for 2 s of every 20. The same seed gives the same traffic and the same
-figures on any machine.
+turns. `mixed`: single requests that share nothing; one in ten has a prompt of 4,000 to 16,000
+tokens; for 2 s of every 20, the rate is three times as high. The same seed gives the same traffic
+and figures on any machine.
 
 Columns: output tokens a second while requests came; milliseconds to the first token, and between
-tokens; the share of prompt tokens that was found in a cache; and how many requests the busiest
-shard had for each that the mean shard had, sampled once a second.
+tokens; the share of prompt tokens that was found cached; and the requests of the busiest shard
+divided by the mean, sampled once a second.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def run(
     trace: str, policy: str, shards: int, seconds: float, rate: float, seed: int
 ) -> SimulatedFleet:
-    """Run all of the trace's requests through one policy; what is going on is said on stderr."""
+    """Run all requests of the trace through a policy; report progress on stderr."""
     make_trace, _ = _TRACES[trace]
     conversations = make_trace(
         random.Random(seed), shards=shards, seconds=seconds, starts_per_s=rate
@@ -134,7 +134,7 @@ def row(name: str, summary: Summary) -> str:
 
 
 def plot(runs: dict[str, SimulatedFleet], seconds: float, title: str, path: Path) -> None:
-    """Time to the first token as a distribution, the cached share and the imbalance."""
+    """Draw the distribution of times to first tokens, the cached share and the imbalance."""
     figure: Any = importlib.import_module("matplotlib.figure").Figure(
         figsize=(12, 3.6), layout="constrained"
     )

@@ -1,9 +1,9 @@
-"""Log-probabilities of GGUF files here and by llama.cpp: what follows random prompts.
+"""Compares log-probabilities of GGUF files with llama.cpp's, after random prompts.
 
     python benchmarks/gguf_logits.py --peers DIR FILE.gguf ...
 
-peers.md says how llama.cpp gets into DIR. Both round activations to int8 where weights are codes,
-each in its own way, so small differences are expected.
+See peers.md to put llama.cpp into DIR. Both round activations to int8 for quantized weights, in
+different ways, so small differences are expected.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def here(directory: Path, prompts: Prompts) -> Iterator[tuple[int, float]]:
-    """The likeliest token after each prompt, and its log-probability."""
+    """Yield the likeliest token after each prompt, and its log-probability."""
     driver = Driver(load(directory, dtype="auto", kv_blocks=256, threads=2))
     for prompt in prompts:
         sequence = make_sequence(prompt, logprobs=0, max_tokens=1)
@@ -69,7 +69,7 @@ def here(directory: Path, prompts: Prompts) -> Iterator[tuple[int, float]]:
 
 
 def by_llama_cpp(peers: Path, file: Path, prompts: Prompts) -> Iterator[dict[int, float]]:
-    """The same, as the one entry of a dictionary."""
+    """Yield the same, as a dictionary with one entry."""
     with serving(peers, file) as url:
         for prompt in prompts:
             body = {"prompt": prompt, "n_predict": 1, "temperature": 0, "n_probs": 1}

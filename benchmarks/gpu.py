@@ -1,36 +1,36 @@
-"""What one GPU gives beside what it could: parts, in order of value, within a given time.
+"""Measures one GPU against its limits: parts, in order of value, within a given time.
 
     python benchmarks/gpu.py --seconds 270 --out found
     python benchmarks/gpu.py --seconds 270 --out found env machine checks+tokens 8b
     python benchmarks/gpu.py --seconds 600 --out found --device cpu --tiny
 
-Weights are random, in the shapes of models people serve. Each part runs in a process of its own
-with a bound on its time; one that hangs writes its stacks to its log and is ended with all that it
-started, and the others go on. --out has rows.json with each row once it is found, summary.txt with
-the table and logs.txt after every part, and triton-cache.tar.gz at the end: the compiled kernels,
-for the next run on such a device. With --tiny the same runs on a processor in a few minutes: its
-figures mean nothing, and its goals are not met.
+Weights are random, in the shapes of real models. Each part runs in its own process, for a bounded
+time. One that hangs writes its stacks to its log and is ended with all that it started; the others
+go on. --out gets rows.json, with each row at once, summary.txt with the table and logs.txt after
+every part, and triton-cache.tar.gz at the end: compiled kernels for the next run on such a device.
+With --tiny, everything runs on a CPU in a few minutes; its figures mean nothing, and goals are not
+met.
 
-Nothing but Python, torch, Triton and transformers needs to be installed: --wheels has the rest.
+Only Python, torch, Triton and transformers need to be installed: --wheels has the rest.
 
-parts (a+b: side by side, so nothing of theirs is a figure)
+parts (a+b: side by side, without figures)
   env          packages, tools, imports, a first product
-  machine      bytes a second of a copy, and flops of a product: what the rest is held against
+  machine      bytes a second of a copy, and flops of a product, to compare the rest with
   checks       each kind of kernels and each attention backend alone, beside plain torch
   tokens       tokens of small models beside transformers': step by step, from graphs, exact
   8b           a decode step's time beside bytes / (0.9 x the copy's rate), batch 1, 32 and 256,
-               context 512; prompts a second beside the product's rate; the kernels that take most
-  http         a few ShareGPT-like requests over HTTP: that it serves
+               context 512; prompts a second beside the product's rate; the longest kernels
+  http         a few ShareGPT-like requests over HTTP, to see that it serves
   sampler      sampling 256 rows by their parameters, beside logits read once
   attention    keys and values read a second by decode attention
-  8b-exact     equal bits whatever the batch and the chunks, and what that costs
+  8b-exact     equal bits with any batch and chunks, and the cost of that
   requests     ShareGPT-like requests over HTTP, completions and chats
   transformers the same requests through transformers' continuous batching
   8b-fp8       decode steps with weights in fp8
   8b-1k        completions of 1,000 tokens after 1,000, over HTTP, with weights and KV cache in fp8
   1.5b         steps while streams are read over gRPC, beside the device's own time for them; decode
                steps
-  70b-fp8      the same of a large model, with up to 1,024 streams
+  70b-fp8      the same with a large model and up to 1,024 streams
   30b-a3b      decode steps of a model with experts
 """
 
@@ -54,10 +54,10 @@ from benchmarks.gpu_bench.parts import FULL, PARTS, TINY
 from benchmarks.gpu_bench.results import add_rows, read_rows, write_report
 from benchmarks.gpu_bench.run_parts import Run, run_together
 
-# Less has no room for a part.
+# No part fits into less.
 _LEAST_S = 15
 _WHEELS_S = 60.0
-# Left when compiled kernels must be packed.
+# Kept for packing compiled kernels.
 _LAST_S = 1.5
 
 
@@ -68,7 +68,7 @@ def main() -> int:
         _run_part(args)
         return 0
     bare_machine.allow_many_files()
-    # Raises SystemExit where the run is, so that all is ended and written.
+    # Raises SystemExit, so that everything is ended and written.
     signal.signal(signal.SIGTERM, _end)
     scratch = Path(tempfile.mkdtemp(prefix="gpu-parts-"))
     with marks.watched(str(scratch), scratch):
@@ -90,7 +90,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="of what is not installed")
     parser.add_argument("--triton-cache", type=Path, metavar="FILE", help="of an earlier run")
     parser.add_argument("--commit", help="of the source, where git cannot say it")
-    # For the process of one part, and of some of its attempts.
+    # For processes of a part, or of some of its attempts.
     parser.add_argument("--run", choices=tuple(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--first", type=int, help=argparse.SUPPRESS)
@@ -130,7 +130,7 @@ def _end(number: int, frame: object) -> None:
 
 
 def _run(args: argparse.Namespace, scratch: Path, until_s: float) -> None:
-    """Run all parts, then pack what was compiled; also where a signal ends the part that runs."""
+    """Run all parts, then pack compiled kernels, even if a signal ends a part."""
     add_rows(args.out, _about(args))
     site = scratch / "site"
     if args.wheels:
@@ -157,7 +157,7 @@ def _run(args: argparse.Namespace, scratch: Path, until_s: float) -> None:
 
 
 def _note(out: Path, what: str, failed: str) -> None:
-    """Note what went wrong before or after the parts, if anything did."""
+    """Record a failure before or after the parts, if any."""
     if failed:
         add_rows(out, {"what": "part failed", "part": what, "failed": failed})
         print(f"{what}: {failed}", file=sys.stderr)
@@ -182,7 +182,7 @@ def _commit(args: argparse.Namespace) -> str:
 
 
 def _run_part(args: argparse.Namespace) -> None:
-    """Run a part, or some of its attempts, in this process, which was started for that."""
+    """Run a part, or some of its attempts, in this process."""
     part, size = PARTS[args.run], TINY if args.tiny else FULL
     if part.attempts is None:
         assert part.rows is not None

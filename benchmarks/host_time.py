@@ -1,11 +1,11 @@
-"""What a step costs on the host, by kind of row: the engine with a model that computes nothing.
+"""Measures a step on the host, by kind of row: the engine with a model that computes nothing.
 
     python benchmarks/host_time.py
     python benchmarks/host_time.py --rows 256 --steps 400
 
-The model's logits are there already, so a step is scheduling, inputs, sampling on the cpu (of a
-vocabulary of 128 ids, so that it is little) and taking in results. Printed are medians over steady
-decode steps, in microseconds. To compare two checkouts, run each in turns.
+The logits exist already, so a step is scheduling, inputs, sampling on the cpu (with a small
+vocabulary of 128 ids) and handling results. Prints medians over steady decode steps, in
+microseconds. To compare two checkouts, run each in turns.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _KINDS: Mapping[str, Mapping[str, Any]] = {
 
 
 class _NoModel:
-    """Gives the same logits at each position."""
+    """Returns the same logits at each position."""
 
     device = torch.device("cpu")
 

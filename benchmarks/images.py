@@ -1,11 +1,11 @@
-"""What images cost the text streams beside them: a shard with a small random model that sees.
+"""Measures how images slow text streams of a shard with a small random model that sees.
 
     python benchmarks/images.py
     python benchmarks/images.py --family internvl --pixels 4194304
 
-Streams of text decode throughout; then, in turns, images come beside them or do not. Prints the
-times between tokens of the streams, and those to the first tokens of the requests with images; and
-how long a hundred requests with one image take, of which one encodes it.
+Text streams decode all the time, in turns with and without requests with images. Prints the times
+between the streams' tokens, the times to first tokens of requests with images, and the time of a
+hundred requests with one image, which only the first encodes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from support.processes import Shard, running
 from penstock_client import Fleet, GenerationRequest, InvalidRequest, PromptImage, SamplingParams
 from penstock_common.image_digest import image_digest
 
-# About 60 M parameters of text and 15 M of an encoder.
+# About 60 M parameters for text and 15 M for the encoder.
 _TEXT = {
     "hidden_size": 640,
     "num_hidden_layers": 8,
@@ -144,7 +144,7 @@ async def _with_image(
 
 
 async def _tokens_of(fleet: Fleet, args: argparse.Namespace) -> int:
-    """As the shard's own refusal says."""
+    """Return the number of an image's tokens, which the shard's refusal names."""
     seen: Any = _Seen()
     try:
         await _with_image(fleet, args, 0.5, 1, seen)

@@ -1,10 +1,10 @@
-"""The CPU kernels beside torch's products, and how fast memory can be read.
+"""Compares CPU kernels with torch's products, and with the speed of memory.
 
     python benchmarks/kernels.py [--threads 1 2] [--rows 1 8 64] [--json]
 
-One layer of 768 inputs and 3,072 outputs; weights are rotated, so that they come from memory and
-not from a cache. Contenders run in turns and medians are given: a busy machine is slower for all
-of them. PENSTOCK_CPU_LEVEL=avx2 (or portable) measures a lower level.
+The layer has 768 inputs and 3,072 outputs. Weights alternate, so that they come from memory and not
+from a cache. Contenders take turns, because a busy machine is slower for all; medians are printed.
+PENSTOCK_CPU_LEVEL=avx2 (or portable) measures a lower level.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from penstock_shard.kernels.weight_layouts import WEIGHT_KINDS
 N, K = 3072, 768
 ROWS = (1, 2, 4, 8, 16, 64, 128, 512)
 READ_BYTES = 1 << 29
-# What all contenders' weights together take up at least, where the caches are smaller.
+# The least bytes of all contenders' weights, if caches are smaller.
 LEAST_ROTATED_BYTES = 1 << 28
 
 
@@ -112,7 +112,7 @@ Product = Callable[[Tensor], object]
 
 
 def _contenders(kernels: CpuKernels) -> Iterator[tuple[str, tuple[int, list[Product]]]]:
-    """Names, bytes of one weight, and as many weights as the caches cannot hold."""
+    """Yield names, the bytes of a weight, and more weights than fit into caches."""
     weight = torch.randn(N, K) * K**-0.5
     for kind in WEIGHT_KINDS:
         size = kernels.pack(weight, kind).nbytes
@@ -141,12 +141,12 @@ def _rotating(products: list[Product], x: Tensor) -> Callable[[], object]:
 
 
 def _copies(size: int) -> int:
-    # Five contenders take turns, and each pushes the others' weights out.
+    # Each of five contenders evicts the others' weights.
     return max(2, 2 * max(_cache_bytes(), LEAST_ROTATED_BYTES) // (5 * size))
 
 
 def _cache_bytes() -> int:
-    """Of the last level, as far as the kernel tells."""
+    """Return the size of the last-level cache; 0 if the kernel does not tell it."""
     sizes = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
     return max((int(size.read_text().strip().rstrip("K")) << 10 for size in sizes), default=0)
 
@@ -197,7 +197,7 @@ def _attention(kernels: CpuKernels, threads: int, turns: int) -> Iterator[Result
 def _attending(
     kernels: CpuKernels, shape: Shape, dtype: torch.dtype
 ) -> tuple[Callable[[], object], int]:
-    """A call of attention over caches that are rotated, and the bytes it reads of one."""
+    """Return a call of attention over alternating caches, and the bytes that it reads of one."""
     blocks = shape.sequences * -(-shape.length // 16)
     size = 2 * blocks * 16 * shape.kv_heads * shape.dim * dtype.itemsize
     caches = cycle([_filled(shape, blocks, dtype) for _ in range(_copies(size))])
@@ -222,7 +222,7 @@ def _filled(shape: Shape, blocks: int, dtype: torch.dtype) -> KvCache:
 
 
 def _medians(runs: list[Callable[[], object]], turns: int) -> list[float]:
-    """Seconds of each; they take turns."""
+    """Return the median seconds of each; they take turns."""
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(turns):
         for run, seconds in zip(runs, times, strict=True):

@@ -1,12 +1,12 @@
-"""What a move costs with and without its KV blocks: two shards, and a request that goes on.
+"""Measures moves of a request between two shards, with and without its KV blocks.
 
     python benchmarks/kv_moves.py --model DIR --tokens 1000 4000 16000
 
-For each length a prompt is computed on the first shard, which gives eight tokens; then the second
-shard goes on after them, once with the first as its source of KV blocks and once, with another
-prompt of the same length, without; and once after it has fetched them ahead, as a drain has it do
-while the request still runs on the first. Prints the time to the first token of the second shard:
-what a reader sees as a pause. And how much processor time of both shards a fetched megabyte took.
+For each length, the first shard computes a prompt and eight tokens. Then the second shard
+continues: once with the first shard as source of KV blocks; once without a source, for another
+prompt of the same length; and once after it has fetched the blocks ahead, as in a drain while the
+request still runs on the first shard. Prints the time to the second shard's first token, which is a
+reader's pause, and the processor time of both shards for a fetched megabyte.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ async def _measure(first: Shard, second: Shard, num_tokens: int, rounds: int) ->
         used_s = _cpu_s(first) + _cpu_s(second) - before_s
         fetched.append(answer.first_s)
         assert answer.cached_tokens >= num_tokens - 48, answer
-        # The same again, all of which is there: what was not for the fetch.
+        # Ask again, with all blocks there: this processor time is not for the fetch.
         again_s = _cpu_s(first) + _cpu_s(second)
         await _ask(second, prompts[1], begun[1].token_ids)
         used_s -= _cpu_s(first) + _cpu_s(second) - again_s
@@ -142,7 +142,7 @@ async def _ask(shard: Shard, prompt: list[int], output: list[int], source: str =
 
 
 def _cpu_s(shard: Shard) -> float:
-    """Of the server and the engine."""
+    """Return the processor time of server and engine."""
     processes = [psutil.Process(shard.process.pid), shard.engine]
     return sum(times.user + times.system for times in (each.cpu_times() for each in processes))
 

@@ -1,12 +1,11 @@
-"""Output tokens per second of the engine, without servers, beside another engine in the same run.
+"""Compares output tokens a second of the engine, without servers, with another engine.
 
     python benchmarks/offline.py --versus transformers
     python benchmarks/offline.py --model DIR --streams 16 --prompt-tokens 128 --output-tokens 64
 
-Both sides run in this process on the same checkpoint and threads, and take turns, so that a busy
-neighbour hits both; medians are compared. transformers computes in float32 on float32 weights,
-penstock as --dtype and --quantization say. Without --model a random Llama of 130 M parameters, or
-another --family, is made in a temporary directory.
+Both run in this process with the same checkpoint and threads, in turns, so that a busy neighbor
+slows both; medians are compared. transformers computes in float32, penstock by --dtype and
+--quantization. Without --model, a random Llama of 130 M parameters, or another --family, is made.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Before torch is imported: spinning OpenMP threads lose much to any neighbour.
+# Before importing torch: with neighbors, spinning OpenMP threads lose much.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -97,7 +96,7 @@ def run(args: argparse.Namespace, directory: Path) -> None:
     rng = random.Random(0)
     vocab_size = runner.info.vocab_size
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    # Round 0 warms up and is not counted. Prompts are new in each: no prefix is ever reused.
+    # Round 0 warms up. Each round has new prompts, so that no prefix is reused.
     for round_ in range(args.rounds + 1):
         for name, contender in contenders.items():
             prompts = make_prompts(rng, args.streams, args.prompt_tokens, vocab_size)
@@ -127,7 +126,7 @@ def report(rates: dict[str, list[float]]) -> None:
 
 
 def engine_contender(runner: Runner, config: ShardConfig, args: argparse.Namespace) -> Contender:
-    """The engine as the shard runs it, greedy, end-of-sequence ignored."""
+    """Return the engine as in a shard: greedy, without end of sequence."""
     info = runner.info
     blocks = BlockManager.of(info, config.batched_tokens("cpu"))
     limits = SchedulerLimits(
@@ -156,8 +155,8 @@ def engine_contender(runner: Runner, config: ShardConfig, args: argparse.Namespa
 
 
 def transformers_contender(directory: Path, args: argparse.Namespace) -> Contender:
-    """transformers' own continuous batching, greedy, on its sdpa attention; `generate` of one batch
-    where layers keep a state, which that does not serve.
+    """Return transformers' continuous batching, greedy, with sdpa attention; or `generate` for one
+    batch if layers keep a state, which continuous batching does not support.
     """
     import torch
     from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig

@@ -1,12 +1,11 @@
-"""Random models of real shapes, with tokenizers that other servers can read too.
+"""Makes random models of real shapes, with tokenizers that other servers can read.
 
     python benchmarks/peer_models.py DIR
 
 Writes DIR/130m (hidden 768, 12 layers, vocabulary 32,000), DIR/1b (hidden 2,048, 22 layers) and
-DIR/3m (hidden 128, 4 layers, vocabulary 8,192): Llama, bfloat16 but for the last, which is float32.
-The same weights each time. The tokenizers are
-byte-level BPE, trained on the sources of Python's standard library, because every id a random
-model picks must be text: what is measured is streams of text.
+DIR/3m (hidden 128, 4 layers, vocabulary 8,192): Llama, in bfloat16, the last in float32. Weights
+are the same each time. Tokenizers are byte-level BPE, trained on the sources of Python's standard
+library, because every id that a random model picks must be text in a stream.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from model_maker import make_model
 
-# Model, dtype of its weights, and what differs from model_maker's llama-130m.
+# Model -> dtype of weights, and differences from model_maker's llama-130m.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "130m": ("bfloat16", {}),
     "1b": (
@@ -72,7 +71,7 @@ def make(directory: Path, dtype: str, changes: dict[str, Any]) -> None:
 
 
 def write_tokenizer(directory: Path, vocabulary: int) -> None:
-    """In place of model_maker's, with as many ids as the model has."""
+    """Write a tokenizer with as many ids as the model has, in place of model_maker's."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer: Any = Tokenizer(models.BPE())
@@ -92,7 +91,7 @@ def write_tokenizer(directory: Path, vocabulary: int) -> None:
 
 
 def corpus() -> Iterator[str]:
-    """Sources of the standard library, in a fixed order, up to CORPUS_BYTES."""
+    """Yield sources of the standard library, in a fixed order, up to CORPUS_BYTES."""
     left = CORPUS_BYTES
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if left > 0 and "site-packages" not in path.parts:

@@ -1,4 +1,4 @@
-"""The servers that `peers.py` compares, and what each is asked for."""
+"""The servers that `peers.py` compares, and their requests."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A server: its command line and how to ask it.
+    """A server: its command line, and how to call it.
 
     In `command` and `environment`, {peers}, {model}, {port}, {port2}, {threads}, {cpus}, {slots}
-    and {context} are filled in. It is left out when `needs` is not in the folder of the peers.
+    and {context} are replaced. The server is left out if `needs` is not in the folder of the peers.
     """
 
     name: str
@@ -26,14 +26,14 @@ class Contender:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model and what is asked of it: prompt and output tokens, and numbers of streams."""
+    """A model's requests: prompt and output tokens, and numbers of streams."""
 
     prompt_tokens: int
     output_tokens: int
     streams: tuple[int, ...]
 
     def requests(self, streams: int) -> int:
-        """Few, so that a run is over before a neighbour wakes up; more rounds make up for it."""
+        """Return the number of requests: few, so that a run ends before a neighbor disturbs it."""
         return max(4, 2 * streams)
 
 
@@ -57,10 +57,10 @@ _VLLM = (
 )
 _VLLM_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "2",
-    # Left to itself it computes on one core fewer and keeps that for HTTP.
+    # By default, it leaves a core to HTTP.
     "VLLM_CPU_OMP_THREADS_BIND": "{cpus}",
     "VLLM_NO_USAGE_STATS": "1",
-    # As its documentation advises.
+    # By its documentation.
     "LD_PRELOAD": "{peers}/tcmalloc/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4:"
     "{peers}/vllm/lib/libiomp5.so",
 }
@@ -75,7 +75,7 @@ def _llama(weights: str) -> Contender:
         f"llama.cpp {weights}",
         f"{_LLAMA} -m {{model}}-{weights}.gguf",
         needs="llama-build/bin/llama-server",
-        # It closes a connection after a stream without saying so.
+        # It silently closes a connection after a stream.
         bench_flags=("--no-keepalive",),
     )
 
@@ -127,7 +127,7 @@ CONTENDERS = (
         needs="tf/bin/transformers",
         environment={"HF_HUB_CACHE": "{peers}", "OMP_NUM_THREADS": "{threads}"},
         model="{model}",
-        # It knows no way to ignore the end of sequence, and no [DONE].
+        # It cannot ignore the end of sequence, and sends no [DONE].
         body={"ignore_eos": None},
         bench_flags=("--no-done",),
     ),

@@ -1,11 +1,11 @@
-"""penstock and other servers under one load, in turns, on the same cores of this machine.
+"""Compares penstock and other servers under the same load, in turns, on the same cores.
 
     python benchmarks/peers.py --peers DIR --rounds 3 --output peers.json
 
-peers.md says how to put the others into DIR, and what was measured. One that is not there is left
-out and named. In each round each contender is started, warmed up, loaded by `penstock bench` and
-stopped; whatever else the machine does meanwhile is counted, and a disturbed run is repeated.
-Prints a table of medians in Markdown, and draws them.
+See peers.md for how to put the others into DIR, and for results. Missing servers are named and left
+out. In each round, each contender is started, warmed up, loaded by `penstock bench` and stopped. A
+run that the machine's other work disturbs is repeated. Prints a table of medians in Markdown, and
+draws them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ QUIET_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Settings that one run of this script holds fixed."""
+    """The settings of a run of this script."""
 
     peers: Path
     models: Path
@@ -63,7 +63,7 @@ class Bench:
         return CASES[self.case_name]
 
     def values(self) -> dict[str, Any]:
-        """Values that a contender's command line may name."""
+        """The values for a contender's command line."""
         slots = max(self.case.streams)
         per_request = self.case.prompt_tokens + self.case.output_tokens
         return {
@@ -72,14 +72,14 @@ class Bench:
             "threads": self.threads,
             "cpus": ",".join(map(str, self.cores[: self.threads])),
             "slots": slots,
-            # A prompt of n words may be a few tokens more.
+            # A prompt of n words may have a few more tokens.
             "context": slots * (per_request + 64),
         }
 
 
 def main() -> None:
     args = parse_args()
-    # As Ctrl-C does: no server may be left behind.
+    # Like Ctrl-C, so that no server is left.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     chosen = present(args)
     with tempfile.TemporaryDirectory() as scratch:
@@ -98,7 +98,7 @@ def main() -> None:
         try:
             runs.extend(run_rounds(bench, chosen, args.rounds))
         finally:
-            # Also what was measured before Ctrl-C.
+            # Also results before Ctrl-C.
             if args.output:
                 report = {"machine": machine(bench), "runs": runs}
                 args.output.write_text(json.dumps(report, indent=2) + "\n")
@@ -139,7 +139,7 @@ def cpu_list(text: str) -> tuple[int, ...]:
 
 
 def present(args: argparse.Namespace) -> list[Contender]:
-    """The contenders that were asked for and are there."""
+    """List the wanted contenders that exist."""
     names = [name.strip() for name in args.only.split(",") if name.strip()]
     unknown = set(names) - {contender.name for contender in CONTENDERS}
     if unknown:
@@ -159,7 +159,7 @@ def present(args: argparse.Namespace) -> list[Contender]:
 def run_rounds(
     bench: Bench, contenders: Sequence[Contender], rounds: int
 ) -> Iterator[dict[str, Any]]:
-    """Every run, one dict each; also printed as it ends."""
+    """Yield every run, and print it."""
     for round_ in range(rounds):
         for contender in contenders:
             try:
@@ -174,13 +174,13 @@ def run_rounds(
 
 
 def warm_up(server: RunningServer) -> None:
-    """Send as many at once as will ever be, so that nothing is allocated or compiled later."""
+    """Send the largest number of streams, so that nothing is allocated or compiled later."""
     streams = max(server.bench.case.streams)
     server.load(streams, requests=streams, seed=time.time_ns() // 1_000_000)
 
 
 class ServerError(Exception):
-    """A server that did not start, or does not answer as it should."""
+    """A server did not start, or answers wrongly."""
 
 
 @dataclass(slots=True)
@@ -192,7 +192,7 @@ class RunningServer:
     ready_s: float
 
     def load(self, streams: int, *, requests: int, seed: int) -> dict[str, Any]:
-        """Return what `penstock bench` measured. Raises ServerError when a request failed."""
+        """Return the figures of `penstock bench`. Raises ServerError if a request failed."""
         case = self.bench.case
         values = self.bench.values()
         command = [
@@ -218,7 +218,7 @@ class RunningServer:
         return [self.process, *self.process.children(recursive=True)]
 
     def cpu_s(self, *, beside_vllm: bool = False) -> float:
-        """Of all its processes, or of those alone that are not vLLM's core and workers."""
+        """Return CPU seconds of all processes, or of those beside vLLM's core and workers."""
         times = [
             process.cpu_times()
             for process in self.tree()
@@ -227,14 +227,14 @@ class RunningServer:
         return sum(each.user + each.system for each in times)
 
     def memory_mb(self) -> tuple[float, float]:
-        """Resident, summed over its processes, and with shared pages counted once."""
+        """Return the sum of resident memory, and the same with shared pages counted once."""
         full = [process.memory_full_info() for process in self.tree()]
         return sum(each.rss for each in full) / 1e6, sum(each.pss for each in full) / 1e6
 
 
 @contextmanager
 def serving(bench: Bench, contender: Contender) -> Iterator[RunningServer]:
-    """The server as long as the block runs."""
+    """Run the server in the context."""
     port, port2 = 18100, 18101
     values = {**bench.values(), "port": port, "port2": port2}
     command = shlex.split(contender.command.format(**values))
@@ -277,7 +277,7 @@ def wait_until_ready(server: RunningServer, log_file: Path) -> None:
 
 
 def stop(server: RunningServer) -> None:
-    """Politely, then by force: nothing of it may run beside the next."""
+    """Terminate, then kill: no process may run beside the next server."""
     with suppress(psutil.NoSuchProcess):
         processes = server.tree()
         server.process.terminate()
@@ -289,7 +289,7 @@ def stop(server: RunningServer) -> None:
 
 
 def undisturbed(server: RunningServer, streams: int) -> dict[str, Any]:
-    """A run that others left alone, or the one they disturbed least, which is marked."""
+    """Return a run that others did not disturb, or the least disturbed one, which is marked."""
     runs: list[dict[str, Any]] = []
     while len(runs) <= server.bench.retries:
         wait_until_quiet(server)
@@ -301,7 +301,7 @@ def undisturbed(server: RunningServer, streams: int) -> dict[str, Any]:
 
 
 def wait_until_quiet(server: RunningServer) -> None:
-    """Until others leave the cores alone for QUIET_S, or patience ends."""
+    """Wait until other processes are quiet for QUIET_S, or patience ends."""
     give_up_s = time.monotonic() + server.bench.patience_s
     while time.monotonic() < give_up_s:
         busy_s, server_s = busy(), server.cpu_s()
@@ -312,9 +312,9 @@ def wait_until_quiet(server: RunningServer) -> None:
 
 
 def measured(server: RunningServer, streams: int) -> dict[str, Any]:
-    """Figures of a load, and what it cost. `other_cpu_s` is what neither server nor load used."""
+    """Return figures and costs of a load. `other_cpu_s` excludes server and load."""
     requests = server.bench.case.requests(streams)
-    # New prompts each time: a prefix cache must find nothing.
+    # New prompts each time, because a prefix cache must find nothing.
     seed = time.time_ns() // 1_000_000
     begin_s, server_s, busy_s, load_s = time.monotonic(), server.cpu_s(), busy(), children_cpu_s()
     beside_s = server.cpu_s(beside_vllm=True)
@@ -343,14 +343,14 @@ def measured(server: RunningServer, streams: int) -> dict[str, Any]:
 
 
 def busy() -> float:
-    """CPU seconds this machine has worked; includes what a hypervisor took away."""
+    """Return the machine's busy CPU seconds, with those that a hypervisor took away."""
     times = psutil.cpu_times()
     busy_s: float = sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
     return busy_s
 
 
 def children_cpu_s() -> float:
-    """Sum the times of ended children: each load is one, and a server after its last run."""
+    """Sum the CPU seconds of ended children: loads, and servers after their last run."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
@@ -369,7 +369,7 @@ def one_line(run: dict[str, Any]) -> str:
 
 
 def markdown(bench: Bench, runs: Sequence[dict[str, Any]]) -> str:
-    """A table for each number of streams: medians over the rounds, and ratios to each penstock."""
+    """Make a table for each number of streams: medians over rounds, and ratios to each penstock."""
     about = machine(bench)
     case = bench.case
     lines = [
@@ -383,7 +383,7 @@ def markdown(bench: Bench, runs: Sequence[dict[str, Any]]) -> str:
 
 
 def plot(bench: Bench, runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """A bar for each server and number of streams: the median of output tokens/s."""
+    """Draw a bar for each server and number of streams: the median of output tokens/s."""
     figure = importlib.import_module("matplotlib.figure").Figure(
         figsize=(9.0, 0.5 + 0.32 * len(bench.case.streams) * len({r["contender"] for r in runs})),
         layout="constrained",
@@ -413,7 +413,7 @@ def table(runs: Sequence[dict[str, Any]]) -> list[str]:
     for run in runs:
         grouped.setdefault(run["contender"], []).append(run)
     for name, group in grouped.items():
-        # Disturbed ones count only where there is nothing else.
+        # Disturbed runs count only if there are no others.
         grouped[name] = [run for run in group if not run["disturbed"]] or group
     speeds = {name: median(group, "output_tokens_per_s") for name, group in grouped.items()}
     ours = [name for name in grouped if name.startswith("penstock")]

@@ -1,11 +1,11 @@
-"""Perplexity of a text with a model's weights in each kind, beside float16, and their size.
+"""Compares perplexity and size of a model's weights of each kind with float16.
 
     python benchmarks/perplexity.py [--model DIR] [--text FILE] [FILE.gguf ...]
 
-Kinds are those of `--dtype` and `--quantization`, the types of GGUF files that the package `gguf`
-writes, and files that were made elsewhere of the same model: types such as Q4_K are written by
-llama.cpp's `llama-quantize` alone. A CPU computes them all. The built-in model is measured unless
-another is named, on conversations of its kind drawn with a seed of their own unless a text is.
+Kinds are those of `--dtype` and `--quantization`, GGUF types that the package `gguf` writes, and
+given files of the same model, because only llama.cpp's `llama-quantize` writes types such as Q4_K.
+A CPU computes all. By default, the model is the built-in one, and the text has conversations like
+its training data, drawn with another seed.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def conversations() -> list[str]:
 def measure(
     directory: Path, settings: dict[str, Any], windows: list[list[int]]
 ) -> tuple[float, int]:
-    """Mean negative log-likelihood a token, and bytes of the weights."""
+    """Return the mean negative log-likelihood of a token, and the weights' bytes."""
     runner = load(directory, kv_blocks=256, threads=2, **settings)
     driver = Driver(runner)
     found: list[float] = []

@@ -1,13 +1,12 @@
-"""Costs and limits of the router, against shards with the fake runner on this machine.
+"""Measures costs and limits of the router, with fake-runner shards on this machine.
 
     python benchmarks/router.py tokens
     python benchmarks/router.py latency --seconds 30 --rounds 5 --json latency.json
     python benchmarks/router.py long --plot long.png
 
-Every sub-command starts a shard and a router of its own, sends them load from a process of its own,
-prints a table of medians over its rounds, and ends all of them. Cases take turns within a round.
-The table says how many cores each part used, and how many processes that have nothing to do with
-it: figures of a machine that others use are rough.
+Every sub-command starts a shard and a router, loads them from another process, prints a table of
+medians over its rounds, and ends all processes. Cases take turns in each round. The table has the
+cores that each part and unrelated processes used: on a machine that others use, figures are rough.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ from benchmarks.router_bench.scenario import Scenario, positive
 from penstock_cli.arguments import positive_int
 from penstock_common.version import how_to_install
 
-# Each with the step time of its fake runner, if it has one, the seconds of a window and the rounds
-# that suit it.
+# Scenarios with the step time of a fake runner, if any, the seconds of a window, and rounds.
 _SCENARIOS: dict[str, tuple[Scenario, float | None, float, int]] = {
     "tokens": (steady.TOKENS, 20.0, 10.0, 3),
     "latency": (steady.LATENCY, 20.0, 10.0, 3),
@@ -53,7 +51,7 @@ _SCENARIOS: dict[str, tuple[Scenario, float | None, float, int]] = {
 
 def main() -> int:
     args = parse_args(sys.argv[1:])
-    # As Ctrl-C does: no process may be left behind.
+    # Like Ctrl-C, so that no process is left.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     scenario: Scenario = args.scenario
     rows: list[Row] = []
@@ -64,7 +62,7 @@ def main() -> int:
                 place = f"{row['round'] + 1} of {args.rounds}"
                 print(f"{row['case']} ({place})", file=sys.stderr, flush=True)
         except (AssertionError, RuntimeError) as error:
-            # A server that does not start, or a load that says nothing.
+            # A server did not start, or a load is silent.
             print(f"{args.name}: {error}", file=sys.stderr)
             return 1
     medians = figures.medians(rows)
@@ -121,7 +119,7 @@ def _add_common(
 
 
 def _new_file(text: str) -> Path:
-    """Found out before anything runs, not after."""
+    """Check the path before anything runs."""
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, not {text!r}")
@@ -138,7 +136,7 @@ def _machine() -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    """Make a value fit JSON, which knows no infinity and no NaN."""
+    """Make a value fit JSON, without infinity and NaN."""
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

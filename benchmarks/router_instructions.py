@@ -1,11 +1,11 @@
-"""How many instructions a router takes for each token of a streamed chat, counted by valgrind.
+"""Counts a router's instructions for each token of a streamed chat, by valgrind.
 
     python benchmarks/router_instructions.py
     python benchmarks/router_instructions.py --versus ../earlier-checkout --turns 5
 
-A chat is streamed through the whole router in memory, from a fleet that gives one token at a time:
-once with few tokens and once with many, so that what a start and a request cost cancels out. With
-another checkout the two take turns, and the medians and their ratio are printed.
+A chat is streamed through the whole router in memory, from a fleet that returns one token at a
+time, with few and with many tokens, so that the costs of start and request cancel out. With another
+checkout, both take turns; prints medians and their ratio.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SOURCES = ("router", "client", "proto", "shard", "tests")
 
 
 def main() -> None:
-    """Count, in turns if there is another checkout."""
+    """Count instructions, in turns with another checkout, if given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--versus", type=Path, help="another checkout of penstock")
     parser.add_argument("--turns", type=int, default=5, help="default: %(default)s")
@@ -77,7 +77,7 @@ def _instructions(checkout: Path, kind: str, tokens: int) -> int:
 
 
 async def _stream(kind: str, tokens: int) -> None:
-    """Stream one chat of so many tokens."""
+    """Stream a chat of `tokens` tokens."""
     from unit.router.chat_template_styles import STYLES
     from unit.router.router_doubles import (
         FakeFleet,

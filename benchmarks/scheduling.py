@@ -1,17 +1,17 @@
-"""What the scheduler promises, on a real model: objectives under overload, a long prompt.
+"""Measures scheduling of a real model: objectives under overload, and a long prompt.
 
     python benchmarks/scheduling.py slo
     python benchmarks/scheduling.py long-prompt --model DIR --prompt-tokens 100000
 
-The engine runs in this process, as the shard's engine process runs it, and is fed by the clock.
+The engine runs in this process, as in a shard's engine process, and gets requests by the clock.
 
-`slo` first measures how many requests a second the device can serve, then offers 1.3 times as many,
-a fifth of them with `slo` seconds between tokens, twice: with the objective said, and without. It
-prints how many of that fifth had their tokens as close together as they asked (on the mean of
-their gaps), output tokens per second, and the longest anybody waited for a token.
+`slo` first measures the requests a second that the device can serve. Then it sends 1.3 times as
+many; a fifth of them should have `slo` seconds between tokens. It does so with and without stating
+this objective. It prints how many of that fifth met it (by the mean of gaps), output tokens a
+second, and the longest wait for a token.
 
-`long-prompt` lets one long prompt join 64 decoding streams and prints the gaps between their tokens
-before and while it is computed.
+`long-prompt` adds a long prompt to 64 decoding streams, and prints the gaps between their tokens
+before and during its computation.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _make_model(directory: Path, args: argparse.Namespace) -> Path:
 
 @dataclass
 class Timeline:
-    """When one request came, and when its tokens did, by the monotonic clock."""
+    """The monotonic times at which a request and its tokens came."""
 
     request: Request
     arrived_s: float
@@ -93,7 +93,7 @@ class Timeline:
         return max([self.times_s[0] - self.arrived_s, *self.gaps_s])
 
 
-# How long a sequence may wait before it goes first, where objectives are measured.
+# In tests of objectives, a sequence that waits longer goes first.
 _AGING_S = 60.0
 
 
@@ -104,7 +104,7 @@ def serve(
     max_queued: int = 10**9,
     aging_s: float = 600.0,
 ) -> list[Timeline]:
-    """Run the engine until all have ended; a request that finds the queue full is turned away."""
+    """Run the engine until all requests have ended; refuse requests while the queue is full."""
     info = runner.info
     blocks = BlockManager.of(info, limits.max_num_batched_tokens)
     scheduler = create_scheduler(limits, blocks, aging_s=aging_s)
@@ -149,7 +149,7 @@ def _limits(config: ShardConfig, args: argparse.Namespace) -> SchedulerLimits:
 
 
 def _chat(name: str, rng: random.Random, vocab: int) -> Request:
-    """Lengths as chats have them: medians of 120 and 100 tokens."""
+    """Return a request with lengths as in chats: medians of 120 and 100 tokens."""
     prompt = min(1024, max(4, int(rng.lognormvariate(4.8, 0.8))))
     output = min(512, max(4, int(rng.lognormvariate(4.6, 0.7))))
     return _request(name, rng, vocab, prompt, output)

@@ -1,4 +1,4 @@
-"""Load on a running server: `penstock bench` by another name.
+"""Loads a running server: another name of `penstock bench`.
 
     python benchmarks/serve.py --streams 1,4,16 --plot benchmarks/plots/serve.png
 

@@ -1,11 +1,10 @@
-"""Prompts that begin alike, over shards that are peers or are not: how often is that computed?
+"""Measures how often shards, with or without peers, compute a shared prefix.
 
     python benchmarks/shared_prompt.py --model DIR
 
-One request comes first; when it has ended, many come at once. For each policy, with and without
-peers, prints how often each token of what is shared was computed in the fleet, and the time to
-first tokens. The shards of all settings are the same, and so are the processors that they share;
-each setting has a prompt of its own.
+When a first request has ended, many come at once. For each policy, with and without peers, prints
+how often the fleet computed each shared token, and the times to first tokens. All settings have
+equal shards on the same processors, and different prompts.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _SETTINGS = (
     ("least-load", True),
     ("prefix-affinity", True),
 )
-# So that the last report of each shard has what it computed.
+# Wait until each shard has reported its work.
 _REPORTED_S = 2.5
 
 
@@ -57,7 +56,7 @@ async def _measure_all(args: argparse.Namespace) -> None:
     for are_peers in (False, True):
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             shards = []
-            # One after the other: each start takes a processor for some seconds.
+            # One after the other, because each start takes a processor for seconds.
             for shard in _start(Path(folder), args, are_peers):
                 stack.enter_context(running(shard))
                 shards.append(shard)
@@ -103,7 +102,7 @@ async def _measure(
 
 
 async def _first_token_s(fleet: Fleet, shared: list[int], rng: random.Random) -> float:
-    """Reads the whole answer."""
+    """Read the whole answer; return the seconds to its first token."""
     own = [rng.randrange(10, 1000) for _ in range(_OWN_TOKENS)]
     sampling = SamplingParams(seed=3, temperature=0.0)
     request = GenerationRequest(

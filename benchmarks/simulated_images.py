@@ -1,17 +1,17 @@
-"""What images cost the text streams beside them, on a simulated GPU and a virtual clock.
+"""Measures how images slow text streams, on a simulated GPU and a virtual clock.
 
     python benchmarks/simulated_images.py
     python benchmarks/simulated_images.py --rates 0.25 4
 
-64 streams of text decode on one shard while requests with an image of four megapixels each come to
-it. The client library, the shard's server, its engine and scheduler are the real ones; a step takes
-what the bytes and multiplications of Llama-3.1-8B take on an H100, and an image what the encoder of
-Qwen2.5-VL-7B takes there (`tests/simulation/encoders.py`). No simulation knows how a device shares
-itself between a step and the encoder. So there are two columns of each figure, the best and a bad
-case: both run as fast as alone; and each gets half of the device while both run.
+64 text streams decode on a shard while requests with images of four megapixels come. Client
+library, server, engine and scheduler are real. A step takes the time of Llama-3.1-8B's bytes and
+multiplications on an H100, an image that of Qwen2.5-VL-7B's encoder
+(`tests/simulation/encoders.py`). The simulation does not know how a device divides itself between
+step and encoder. So each figure has two columns: the best case, in which both run as fast as alone,
+and a bad case, in which each gets half of the device.
 
-The rows differ in what an operator can set. With "roles" there are two shards, one for prompts and
-their images and one that decodes. `x` is the p99 divided by that without images.
+Rows differ in an operator's settings. With "roles", one shard has prompts and images, and another
+decodes. `x` is the p99 divided by the p99 without images.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from simulation.encoders import Encoding
 
 from benchmarks.tables import row, table
 
-# As Qwen2.5-VL counts.
+# Tokens as in Qwen2.5-VL.
 _IMAGE = Image(2464, 1680, 5280)
 _TEXT_TOKENS = 100
 _SHARES = {"beside": None, "halves": 0.5}
@@ -42,14 +42,14 @@ _SHARES = {"beside": None, "halves": 0.5}
 
 @dataclass(frozen=True)
 class _Operated:
-    """What is set."""
+    """An operator's settings."""
 
     max_prefill_tokens: int = 1024
     seconds_between_tokens: float | None = None
     roles: Sequence[str] = ("both",)
 
     def fare(self, share: float | None, per_s: float) -> Fared:
-        """With so many images a second."""
+        """Run with `per_s` images a second."""
         setting = Setting(
             blocks="none" if len(self.roles) == 1 else "ahead",
             device=replace(H100, encoding=Encoding(share)),

@@ -3,17 +3,16 @@
     python benchmarks/simulated_moves.py
     python benchmarks/simulated_moves.py pauses --plot docs/images
 
-The client library, the shards' servers, their engines and KV block managers are the real ones, with
-the fake runner; the network is in memory. What is simulated is time: a step, a copy between device
-and host, and a transfer between hosts take what the bytes and multiplications of Llama-3.1-8B take
-on an H100 (`tests/simulation/devices.py`). Every token is checked. The same figures come on any
-machine.
+Client library, servers, engines and KV block managers are real, with the fake runner and a network
+in memory. Time is simulated: a step, a copy between device and host, and a transfer between hosts
+take the time of Llama-3.1-8B's bytes and multiplications on an H100
+(`tests/simulation/devices.py`). Every token is checked. Figures are the same on any machine.
 
-`pauses`: how long a stream of 1,000 to 32,000 tokens stands still when it goes on elsewhere.
-`drain`: one shard of four is left by 32 streams of 8,000 tokens. `roles`: prompts of 4,000 tokens
-beside 64 streams, on one shard of the role "prefill" and three "decode", or on four of neither.
-`shared`: a hundred requests a second to eight shards; their prompts begin with the same 4,000
-tokens. `joins`: requests queue at one shard when another one joins.
+`pauses`: the pause of a stream of 1,000 to 32,000 tokens that moves. `drain`: 32 streams of 8,000
+tokens leave one shard of four. `roles`: prompts of 4,000 tokens beside 64 streams, on one shard of
+the role "prefill" and three "decode", or on four without roles. `shared`: a hundred requests a
+second to eight shards, with prompts that begin with the same 4,000 tokens. `joins`: requests queue
+at one shard when another joins.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ _SPLIT = ("prefill", "decode", "decode", "decode")
 _ALIKE = ("both",) * 4
 _4K_2, _4K_4, _4K_8 = Load(2), Load(4), Load(8)
 _SHORT = Load(24, prompt_tokens=500)
-# What comes, over which links, and to whom.
+# The load, the links, and the shards.
 _ROLES: Sequence[tuple[str, Load, Setting, dict[str, Sequence[str]]]] = (
     ("no prompts", Load(0), Setting(), {"roles": _SPLIT, "all alike": _ALIKE}),
     ("2 a second of 4,000 tokens", _4K_2, Setting(), {"roles": _SPLIT, "all alike": _ALIKE}),
@@ -121,7 +120,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def pauses(plots: Path | None) -> None:
-    """A table of milliseconds, and a curve for each column."""
+    """Print a table of milliseconds; draw a curve for each column."""
     curves: dict[str, list[float]] = {name: [] for name in _PAUSES}
     table("tokens", *_PAUSES)
     for num_tokens in _LENGTHS:
@@ -133,7 +132,7 @@ def pauses(plots: Path | None) -> None:
         return
     figure, axes = new_figure(1, "A stream goes on at another shard (Llama-3.1-8B, H100)")
     for name, curve in curves.items():
-        # Two of them are the same.
+        # Two curves are equal.
         style = "--" if name.startswith("fetched ahead, 100") else "-"
         axes[0].plot(_LENGTHS, curve, style, marker="o", label=name)
     axes[0].set(xscale="log", yscale="log", xlabel="tokens", ylabel="pause, ms")
@@ -144,7 +143,7 @@ def pauses(plots: Path | None) -> None:
 
 
 def drains(plots: Path | None) -> None:
-    """Steps are those usual before, milliseconds the longest of each stream."""
+    """Print and draw each stream's longest pause, in ms and in usual steps before."""
     found: dict[str, Drain] = {}
     table("blocks", "pause p50, ms", "max", "in steps p50", "max", "drained in, s",
           "others: usual step, ms", "longest")  # fmt: skip
@@ -173,7 +172,6 @@ def drains(plots: Path | None) -> None:
 
 
 def roles(plots: Path | None) -> None:
-    """Milliseconds."""
     found: dict[str, dict[str, Fared]] = {}
     table("prompts that come", "shards", "between tokens p99", "first token p50", "max",
           "longest pause of an answer p50")  # fmt: skip
@@ -204,7 +202,7 @@ def roles(plots: Path | None) -> None:
 
 
 def shared(plots: Path | None) -> None:
-    """Tell how often shared prefixes were computed, and milliseconds to first tokens; no plot."""
+    """Print how often shared prefixes were computed, and milliseconds to first tokens; no plot."""
     table("policy", "shards that got any", "times computed", "first token p50", "p99", "max")
     for name, setting in _SHARED.items():
         fared = shared_prompt(setting, Shared())
@@ -220,7 +218,7 @@ def shared(plots: Path | None) -> None:
 
 
 def joins(plots: Path | None) -> None:
-    """Seconds to first tokens. Draws nothing."""
+    """Print seconds to first tokens; no plot."""
     table("requests at once", "tokens each", "what waits", "first token p50", "p90", "max")
     for num_requests, num_tokens in _QUEUES:
         for name, rebalances in (("stays", False), ("goes where there is room", True)):

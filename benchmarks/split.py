@@ -1,37 +1,37 @@
-"""Gain of two processes for router and engine: the same code in one, and as the pair.
+"""Compares router and engine in two processes with the same code in one process.
 
     python benchmarks/split.py
     python benchmarks/split.py --models fake --streams 256 --step-ms 5 --plot split.png
     python benchmarks/split.py --models 3m 130m --seconds 30 --rounds 5 --json split.json
 
-Each way is started anew in each round, in turns, with the same flags and on the same cores. It is
-asked a few things first: both must give the same tokens. Then it gets completions of ShareGPT-like
-lengths, the same for both: at saturation (so many streams, each answer followed by the next
-request) and at a fixed rate (random moments, whatever the answers). Prints medians over the rounds.
+In each round, each way starts anew, in turns, with the same flags and cores. First, a few requests
+check that both give the same tokens. Then both get the same completions of ShareGPT-like lengths:
+at saturation (a number of streams, each with one request after another) and at a fixed rate (at
+random times, whatever the answers). Prints medians over rounds.
 
 ways
-  one process   the engine's loop is a thread beside the router's event loop, as in servers that are
-                one interpreter; in place of gRPC and a socket there is a callback a step
+  one process   the engine's loop is a thread beside the router's event loop, as in servers with one
+                interpreter; a callback for each step replaces gRPC and a socket
   pair          as `penstock serve` starts them: a router, a shard's server, its engine
-  tokens only   the engine's thread and a reader of its ids, without a router: what is left of a
-                step when nobody makes text (at saturation only)
+  tokens only   the engine's thread and a reader of ids, without a router and text (only at
+                saturation)
 
 models
   fake          no model: a step takes --step-ms, as on a GPU, and the engine works beside it
   3m            the built-in model
-  130m          random weights in the shape of a small Llama, made for this; see --model-dir
+  130m          random weights in the shape of a small Llama; see --model-dir
 
-a step, from the end of one to the end of the next, while there are requests
-  model         the device's time: --step-ms of the fake runner. Of the others the CPU time of the
-                engine's thread in the runner, sampling included (with --threads above 1, its time
-                by the clock less its waits for a core)
-  engine        CPU time of the engine's thread outside the runner; with the fake runner only what
-                does not fit into the step beside it
-  wait          the rest: another thread held the interpreter's lock, or no core was free (of
-                that, 'core', also what a device hides); of the pair also the engine's socket
+parts of a step, from the end of one to the end of the next, while there are requests
+  model         the device's time: --step-ms of the fake runner. For others, CPU time of the
+                engine's thread in the runner, with sampling (with --threads above 1, time by the
+                clock without waits for a core)
+  engine        CPU time of the engine's thread outside the runner; with the fake runner, only as
+                far as it does not fit beside the step
+  wait          the rest: another thread held the interpreter's lock, or no core was free ('core',
+                including waits that a device hides); with the pair also the engine's socket
 
-With a fake runner the period over --step-ms is how much the device starves. The fake runner's
-tokens are hashes, made in Python: they need the interpreter's lock as a GPU would not.
+With a fake runner, the period minus --step-ms is the time that the device starves. Unlike a GPU,
+the fake runner makes its tokens, which are hashes, in Python and needs the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ from penstock_cli.arguments import positive_int
 from penstock_common.version import how_to_install
 
 SATURATION, FIXED_RATE = "saturation", "fixed rate"
-# Numbers of streams that suit each model.
+# Default numbers of streams for each model.
 _STREAMS = {"fake": (64, 256), "3m": (64,), "130m": (16,)}
-# Of what the slower way answers at saturation.
+# The fixed rate, as a share of the slower way's rate at saturation.
 _RATE_SHARE = 0.5
-# Beyond the window: what is due in it may still wait for its first token.
+# Beyond the window, because its requests may wait for first tokens.
 _RESULT_TIMEOUT_S = 60.0
 _COLUMNS = (
     ("case", "case", ""),
@@ -97,12 +97,12 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A model and so many streams: what both ways are compared on."""
+    """A model and a number of streams, for which ways are compared."""
 
     model: str
     streams: int
     flags: tuple[str, ...]
-    # Of a device that works beside the engine; None: the engine's thread computes.
+    # A step of a device that works beside the engine; None if the engine's thread computes.
     step_s: float | None
 
     @property
@@ -112,7 +112,7 @@ class Group:
 
 def main() -> int:
     args = parse_args(sys.argv[1:])
-    # As Ctrl-C does: no process may be left behind.
+    # Like Ctrl-C, so that no process is left.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +122,7 @@ def main() -> int:
                 place = f"{row['round'] + 1} of {args.rounds}"
                 print(f"{row['case']} ({place})", file=sys.stderr, flush=True)
         except (AssertionError, OSError, RuntimeError) as error:
-            # A server that does not start, tokens that differ, or a load that says nothing.
+            # A server did not start, tokens differ, or a load is silent.
             print(f"split: {error}", file=sys.stderr)
             return 1
     medians = figures.medians(rows)
@@ -185,7 +185,7 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
 
 
 def _new_file(text: str) -> Path:
-    """Found out before anything runs, not after."""
+    """Check the path before anything runs."""
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, not {text!r}")
@@ -224,18 +224,18 @@ def _group(model: str, streams: int, args: argparse.Namespace, folder: Path) -> 
 
 
 class _Comparison:
-    """Run all ways on one group."""
+    """Runs all ways on a group."""
 
     def __init__(self, group: Group, args: argparse.Namespace, folder: Path) -> None:
         self._group = group
         self._args = args
         self._folder = folder
         self._rate: float | None = args.rate
-        # What the probes were answered, by whichever way was first.
+        # The first way's answers to probes.
         self._texts: list[str] | None = None
 
     def round(self, number: int) -> Iterator[Row]:
-        """Run each way with each load; the ways' order turns from round to round."""
+        """Run each way with each load; the order of ways alternates."""
         ways = self._args.ways if number % 2 == 0 else self._args.ways[::-1]
         for kind in (SATURATION, FIXED_RATE):
             slowest = float("inf")
@@ -264,7 +264,7 @@ class _Comparison:
         return {**row, "rate": self._rate if kind == FIXED_RATE else None, **found}
 
     def _compare_tokens(self, stack: Stack, way: str) -> None:
-        """Raises `RuntimeError` where they are not those of the others."""
+        """Raises RuntimeError if tokens differ from other ways'."""
         texts = load.probe_texts(stack.port)
         if self._texts is None:
             self._texts = texts
@@ -302,18 +302,18 @@ class _Comparison:
         for name in ("period", "device", "engine", "wait", "core_wait", "engine_cpu"):
             found[f"{name}_ms"] = 1e3 * getattr(parts, f"{name}_s")
         if "one" in cores:
-            # All but the engine's thread: of a model that is other compute threads, too.
+            # All except the engine's thread, with a model's other compute threads.
             engine = parts.thread_cores
             cores = {"router": max(0.0, cores["one"] - engine), "engine": engine, **cores}
         found |= {f"{name}_cores": used for name, used in cores.items()}
         return {**found, "tokens_per_s": parts.tokens / (to_s - from_s)}
 
 
-# ---- what was found -----------------------------------------------------------------------------
+# ---- results ------------------------------------------------------------------------------------
 
 
 def _remarks(medians: Sequence[Row]) -> list[str]:
-    """The pair over one process, where both were measured; and how long the fake device waits."""
+    """Return lines that compare the pair with one process, and the waits of the fake device."""
     remarks = []
     pairs = {(row["group"], row["load"]): row for row in medians if row["way"] == PAIR}
     for row in medians:

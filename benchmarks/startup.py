@@ -1,10 +1,10 @@
-"""How soon a pair is ready, and how much memory it takes: a 130 M model behind a router.
+"""Measures the start and the memory of a 130 M model behind a router.
 
     python benchmarks/startup.py [--rounds 3]
 
-Each round starts a shard and a router as processes, waits until a completion is answered, serves
-16 streams, and adds up the memory of all processes (PSS where the kernel tells it: shared pages
-counted once). The model is random, made once in a temporary directory, and warm on disk.
+Each round starts processes of a shard and a router, waits for the answer to a completion, serves 16
+streams, and adds up the memory of all processes (PSS if the kernel tells it, which counts shared
+pages once). The model is random, and its files are in the page cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _make_model(directory: Path) -> Path:
-    """In a process of its own, so that its memory is not ours."""
+    """Make the model in another process, so that its memory does not count."""
     code = (
         "import sys; from pathlib import Path; from model_maker import make_model; "
         "make_model(Path(sys.argv[1]), 'llama-130m')"

@@ -1,11 +1,11 @@
-"""How much of a device's time the shard loses: the period of steps through gRPC.
+"""Measures the device time that a shard loses, by the period of steps through gRPC.
 
     python benchmarks/step_period.py
     python benchmarks/step_period.py --step-ms 5 --sequences 256
 
-A shard with the fake runner, whose steps take exactly --step-ms as on a device stream, serves so
-many sequences at once over one call; a client reads every token. Were the device never to wait
-for Python, steps would follow each other at --step-ms. Printed is by how much the period is longer.
+A shard with the fake runner, with steps of exactly --step-ms as on a device stream, serves
+--sequences at once over one call; a client reads every token. If the device never waited for
+Python, the period would be --step-ms. Prints by how much it is longer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def measure(log_file: Path, step_ms: float, num_sequences: int, seconds: float) 
         elapsed_s, tokens, cpu_s = asyncio.run(
             _load(shard.address, num_sequences, seconds, processes)
         )
-    # Every sequence gets a token a step.
+    # Every sequence gets a token in each step.
     period_ms = 1000 * elapsed_s * num_sequences / tokens
     lost = 100 * (period_ms / step_ms - 1)
     each = "  ".join(f"{1e6 * used / tokens:6.1f}" for used in cpu_s)
@@ -63,7 +63,7 @@ def measure(log_file: Path, step_ms: float, num_sequences: int, seconds: float) 
 async def _load(
     address: str, num_sequences: int, seconds: float, processes: list[psutil.Process]
 ) -> tuple[float, int, list[float]]:
-    """Seconds measured, and what was in them: tokens received, CPU seconds of each process."""
+    """Return the measured seconds, received tokens, and CPU seconds of each process."""
     received = 0
 
     async def read(client: ShardClient, seed: int) -> None:

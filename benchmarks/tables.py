@@ -1,4 +1,4 @@
-"""Tables of figures, a row as soon as it is known."""
+"""Tables of figures; prints each row at once."""
 
 from __future__ import annotations
 

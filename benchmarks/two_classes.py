@@ -1,16 +1,16 @@
-"""Measures what a fleet at twice its capacity does for the upper of two classes of requests.
+"""Measures a fleet with twice the load of its capacity and two classes of requests.
 
     python benchmarks/two_classes.py
     python benchmarks/two_classes.py --shards 8 --upper 0.5 --seconds 60 --seed 1
 
-Shards, clock and policies are those of `fleet.py`: the shard's own engine and scheduler over a
-device whose steps take a computed time. Requests come at random moments; prompts share nothing.
-The same seed gives the same figures on any machine.
+Shards, clock and policies are those of `fleet.py`: a shard's own engine and scheduler over a
+simulated device. Requests come at random times; prompts share nothing. The same seed gives the same
+figures on any machine.
 
-Three runs: the upper class alone; both, in which the lower has `priority` 1; and both in one class,
-in which nothing is preempted. Columns: milliseconds to the first token of the upper class, and of
-the lower; output tokens a second of both while requests came; how many sequences were put down,
-the most times one was, and how many requests did not get all their tokens in the end.
+There are three runs: the upper class alone; both classes, with `priority` 1 for the lower; and both
+in one class, without preemptions. Columns: milliseconds to the first token of the upper class, and
+of the lower; output tokens a second of both while requests came; preemptions; the most preemptions
+of a sequence; and requests that did not get all their tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _HEADINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request: when it comes, and of which class it is."""
+    """A request, its time and class."""
 
     at_s: float
     prompt_tokens: int
@@ -49,7 +49,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Outcomes of the requests of a run, first tokens in seconds."""
+    """Figures of a run's requests; first tokens in seconds."""
 
     upper_firsts_s: Sequence[float]
     lower_firsts_s: Sequence[float]
@@ -85,13 +85,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-# Requests a second that one shard serves, as the run in one class shows: tokens a second of all
-# shards, by 196 tokens of a request.
+# Requests a second that a shard serves: tokens a second in the run in one class, divided by 196
+# tokens of a request.
 _CAPACITY_PER_S = 6.2
 
 
 def trace(shards: int, load: float, upper: float, seconds: float, seed: int) -> list[Arrival]:
-    """Draw requests at `load` times the capacity; the upper class is `upper` times the capacity."""
+    """Draw requests at `load` times the capacity, with `upper` times the capacity in the upper
+    class.
+    """
     chance = random.Random(f"two classes {seed}")
     arrivals, at_s, rate = [], 0.0, _CAPACITY_PER_S * shards * load
     while (at_s := at_s + chance.expovariate(rate)) < seconds:
@@ -103,7 +105,7 @@ def trace(shards: int, load: float, upper: float, seconds: float, seed: int) -> 
 
 
 def run(arrivals: Sequence[Arrival], shards: int, seconds: float, has_classes: bool) -> Result:
-    """Send them, and wait until all have ended."""
+    """Send the requests, and wait until all have ended."""
     fleet = SimulatedFleet(shards, partial(make_policy, DEFAULT_POLICY))
     answers: list[tuple[Arrival, Answer]] = []
 

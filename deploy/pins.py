@@ -1,8 +1,8 @@
-"""Writes what the images install, each version with the hashes of all its files: `make pins`.
+"""Writes the images' requirements, with the hashes of all files of each version: `make pins`.
 
-One file for each environment, in deploy/requirements, with the versions that are installed here,
-as tests run with them. Hashes are told by the package index that pip is set up to use. torch and
-what only it needs on CUDA are left out: the index and the build of it are the operator's choice.
+Each environment has a file in deploy/requirements, with the versions that are installed here and
+tested. Hashes come from pip's package index. torch and its dependencies for CUDA are left out,
+because operators choose the index and build of torch.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 FOLDER = Path(__file__).parent / "requirements"
-# Each file's packages, with all that those ask for.
+# The packages of each file, to which their dependencies are added.
 FILES = {
     "router": ("penstock-llm[router,otlp]",),
     "shard": ("penstock-llm[shard,otlp]", "torch"),
-    # A shard's server alone, whose engine is vLLM's.
+    # A shard's server without engine, for vLLM's.
     "server": ("penstock-llm[fake,otlp]",),
     "build": ("hatchling",),
-    # flash-attn, compiled in the image's build, and what that takes beside torch and CUDA.
+    # flash-attn, and packages to compile it in the image's build, beside torch and CUDA.
     "flash": ("flash-attn", "einops"),
     "flash-build": ("torch", "ninja", "packaging", "psutil", "setuptools", "wheel"),
 }
 LEFT_OUT = re.compile(r"penstock-llm|torch|triton|(nvidia|cuda)-.+")
-# Of what the tests do without.
+# Versions of packages that tests do not need.
 _NOT_INSTALLED = {"einops": "0.8.2", "flash-attn": "2.8.3", "ninja": "1.13.2"}
-# The images' Python: some packages are asked for by some versions only.
+# The images' Python, on which dependencies depend.
 PYTHON = {"python_version": "3.12", "python_full_version": "3.12.0"}
 _HEADER = """\
 # What deploy/Dockerfile installs, written by `make pins`; hashes are of all files of a release.
@@ -40,16 +40,16 @@ _HEADER = """\
 
 
 class NotPinned(Exception):
-    """A package whose version or hashes cannot be told."""
+    """A package's version or hashes are unknown."""
 
 
 def pins(roots: Iterable[str]) -> dict[str, str]:
-    """Name -> version of what is pinned of these requirements."""
+    """Name -> version of the packages to pin."""
     return {n: version for n, version in packages(roots).items() if not LEFT_OUT.fullmatch(n)}
 
 
 def packages(roots: Iterable[str]) -> dict[str, str]:
-    """Name -> version of these requirements, and of all that they ask for on the images' Python."""
+    """Name -> version of these requirements and their dependencies on the images' Python."""
     found: dict[str, str] = {}
     seen: set[tuple[str, str]] = set()
     todo = list(_named(map(Requirement, roots)))
@@ -64,7 +64,7 @@ def packages(roots: Iterable[str]) -> dict[str, str]:
 
 
 def _installed(name: str) -> tuple[str, list[Requirement]]:
-    """Version and requirements of a package."""
+    """Return the version and requirements of a package."""
     try:
         package = distribution(name)
     except PackageNotFoundError:
@@ -79,7 +79,7 @@ def _is_asked_for(requirement: Requirement, extra: str) -> bool:
 
 
 def _named(requirements: Iterable[Requirement]) -> Iterator[tuple[str, str]]:
-    """Name and extra, the empty one for the package itself."""
+    """Yield names and extras; the extra '' is the package itself."""
     for requirement in requirements:
         name = canonicalize_name(requirement.name)
         yield name, ""
@@ -87,8 +87,8 @@ def _named(requirements: Iterable[Requirement]) -> Iterator[tuple[str, str]]:
 
 
 def hashes(versions: Mapping[str, str]) -> dict[str, list[str]]:
-    """Name -> sha256 of each file of that version in pip's index, for any platform."""
-    # Imports pip's own modules, which warn; only who writes needs them.
+    """Name -> sha256 of each file of the version in pip's index, for any platform."""
+    # These import pip's own modules, which warn.
     from piptools.locations import CACHE_DIR
     from piptools.repositories import PyPIRepository
 
@@ -111,7 +111,7 @@ def hashes(versions: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def text(versions: Mapping[str, str], known: Mapping[str, Iterable[str]]) -> str:
-    """A file of requirements, as `pip install --require-hashes -r` reads it."""
+    """Return a file for `pip install --require-hashes -r`."""
     lines = [
         " \\\n    ".join([f"{name}=={version}", *(f"--hash=sha256:{each}" for each in known[name])])
         for name, version in sorted(versions.items())
@@ -122,7 +122,7 @@ def text(versions: Mapping[str, str], known: Mapping[str, Iterable[str]]) -> str
 def main() -> None:
     files = {name: pins(roots) for name, roots in FILES.items()}
     known = hashes({name: version for each in files.values() for name, version in each.items()})
-    # After all is known, so that an error leaves no file half new.
+    # Write only when all is known, so that an error changes no file.
     for name, versions in files.items():
         (FOLDER / f"{name}.txt").write_text(text(versions, known))
 

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request and what became of it. `cached_tokens` is None where it never had a place in a
-    step. A time of what has not come is how long it has waited. `found_by_all` is what a cache that
-    forgets nothing finds of its prompt. `queue_s`, from its arrival to its first step, is None
-    where nobody tells.
+    """A request and its result. `cached_tokens` is None before its first step. A time is the wait
+    so far if the event has not come. `found_by_all` counts prompt tokens that a cache without
+    evictions finds. `queue_s`, from arrival to first step, is None if unknown.
     """
 
     prompt_tokens: int
@@ -26,8 +25,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Shares are of the prompt tokens of requests that had a place in a step; seconds are of all.
-    `imbalance` is how many requests the busiest shard had for each that the mean shard had.
+    """Shares are those of the prompt tokens of requests that had a step; seconds are those of all
+    requests. `imbalance` is the number of requests of the busiest shard divided by the mean.
     """
 
     requests: int
@@ -43,11 +42,11 @@ class Figures:
 
     @property
     def of_infinite(self) -> float:
-        """Divide what was found cached by what a cache that forgets nothing would have found."""
+        """Divide the cached share by that of a cache without evictions."""
         return self.cached_share / self.infinite_share if self.infinite_share else math.nan
 
     def as_json(self) -> dict[str, float | None]:
-        """Return the figures for JSON, which knows no NaN: null stands for it."""
+        """Return the figures for JSON, with null for NaN."""
         values = {**dataclasses.asdict(self), "of_infinite": self.of_infinite}
         return {name: None if math.isnan(value) else value for name, value in values.items()}
 
@@ -59,7 +58,7 @@ HEADINGS = (
 
 
 def figures_of(requests: Sequence[Request], imbalance: float) -> Figures:
-    """Compute the figures of requests; a figure of no requests is NaN."""
+    """Compute the figures of requests; NaN without requests."""
     begun = [each for each in requests if each.cached_tokens is not None]
     prompts = sum(each.prompt_tokens for each in begun)
     cached = sum(each.cached_tokens or 0 for each in begun)
@@ -80,7 +79,7 @@ def figures_of(requests: Sequence[Request], imbalance: float) -> Figures:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest value that is no less than this share of all; NaN if there are none."""
+    """Return the smallest value that is no less than this share of all; NaN for none."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]

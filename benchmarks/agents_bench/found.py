@@ -1,4 +1,4 @@
-"""Counts what one cache that forgets nothing finds of the prompts of a trace."""
+"""Counts the prompt tokens of a trace that one cache without evictions finds."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from benchmarks.agents_bench.trace import Session, Turn
 
 
 def found_by_all(known_tokens: int, prompt_tokens: int, block_size: int) -> int:
-    """The tokens it finds of a prompt whose first `known_tokens` were computed before: whole
-    blocks, without the prompt's last token.
+    """Count the tokens that the cache finds of a prompt, if the first `known_tokens` were computed
+    before: whole blocks, without the prompt's last token.
     """
     return min(known_tokens, prompt_tokens - 1) // block_size * block_size
 
 
 def known_after(turn: Turn, said: int) -> int:
-    """Count the tokens said by the end of this turn that are computed when others go on from there:
-    all but the last of the answer, unless one of several that go on has computed that.
+    """Count the tokens until the end of this turn that are computed when requests continue it. The
+    answer's last token is not, unless one of several continuations has computed it.
     """
     return said if turn.subagents else said - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A turn in its place: the lengths of its prompt, and of what was computed of that before."""
+    """A turn, with the length of its prompt and of the prefix that was computed before."""
 
     turn: Turn
     prompt_tokens: int
@@ -32,12 +32,12 @@ class Step:
 
     @property
     def mean_tokens(self) -> float:
-        """Estimate the sequence's length while it decodes."""
+        """Estimate the sequence's mean length while it decodes."""
         return self.prompt_tokens + self.turn.answer_tokens / 2
 
 
 def steps_of(session: Session) -> Iterator[Step]:
-    """List the requests of a session and its subagents, whose system prompt is known."""
+    """List the requests of a session and its subagents; the system prompt is cached."""
     yield from _steps(session.turns, 0, session.system.num_tokens)
 
 

@@ -1,7 +1,7 @@
-"""Agents at a router and shards that are processes, in the time of this machine.
+"""Agents at real processes of a router and shards, in real time.
 
-The runner is the fake one, whose step takes a fixed time. So it shows the router and the shards'
-servers and engines at work on such prompts, and what they find cached; not what a device gains.
+The fake runner's step takes a fixed time. So this shows the work of router, servers and engines,
+and what they find cached, but not the gain on a device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.agents_bench.trace import Habits, Session, Text, Turn, words
 from benchmarks.router_bench.http_load import MODEL
 from benchmarks.router_bench.servers import serving
 
-# Agents that two cores serve beside all else.
+# Few and small enough for two cores that also run the servers.
 SMALL = Habits(
     systems=4,
     least_system_tokens=500,
@@ -38,7 +38,7 @@ SMALL = Habits(
     most_tokens=8_000,
 )
 _BLOCK_SIZE = 16
-# A step computes 256 tokens of prompts beside decodes: some 13,000 a second.
+# A step computes 256 prompt tokens beside decodes: about 13,000 a second.
 _SHARD_FLAGS = (
     *("--served-model-name", MODEL, "--step-ms", "20", "--block-size", str(_BLOCK_SIZE)),
     *("--max-num-batched-tokens", "512", "--max-num-seqs", "16", "--max-model-len", "16384"),
@@ -50,10 +50,10 @@ Message = dict[str, str]
 
 @dataclass(slots=True)
 class _Sent:
-    """A request, and what is known of its answer. Times are of `time.monotonic`; 0 is not yet."""
+    """A request and its answer so far. Times are those of `time.monotonic`; 0: not yet."""
 
     sent_s: float
-    # Tokens that it begins with which some shard has computed.
+    # Tokens at the begin of the prompt that some shard has computed.
     known_tokens: int
     text: str = ""
     first_s: float = 0.0
@@ -61,11 +61,11 @@ class _Sent:
 
     @property
     def num_tokens(self) -> int:
-        """Count the tokens of its prompt and answer, once it has ended."""
+        """Count the tokens of prompt and answer; 0 before the end."""
         return self.usage["prompt_tokens"] + self.usage["completion_tokens"] if self.usage else 0
 
     def request(self, now_s: float) -> Request:
-        """Describe what became of the request until now."""
+        """Describe the request and its result so far."""
         prompt = cached = 0
         if self.usage:
             prompt = self.usage["prompt_tokens"]
@@ -83,7 +83,7 @@ class _Sent:
 def run(
     rule: str, trace: Sequence[Session], shards: int, kv_tokens: int, *, from_s: float, to_s: float
 ) -> Figures:
-    """Let the router use a policy, and return the figures of the requests of [from_s, to_s)."""
+    """Let the router use a policy; return figures of requests of [from_s, to_s)."""
     shard_flags = (*_SHARD_FLAGS, "--kv-blocks", str(kv_tokens // _BLOCK_SIZE))
     with tempfile.TemporaryDirectory() as folder:
         stack = serving(Path(folder), shard_flags, ("--policy", rule), shards=shards)
@@ -95,7 +95,7 @@ def run(
 
 
 async def _play_all(url: str, trace: Sequence[Session], to_s: float) -> tuple[list[_Sent], float]:
-    """Play the trace for so many seconds; return the requests, and when it began."""
+    """Play the trace for `to_s` seconds; return the requests and the begin."""
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
@@ -119,7 +119,7 @@ class _Agents:
         self._systems: set[str] = set()
 
     async def play(self, session: Session) -> None:
-        """Play a session from the time when it begins."""
+        """Wait for a session's begin, and play it."""
         await asyncio.sleep(session.start_s)
         known = session.system.num_tokens if session.system.key in self._systems else 0
         self._systems.add(session.system.key)
@@ -128,7 +128,7 @@ class _Agents:
     async def _go_on(
         self, session: Session, turns: Sequence[Turn], said: Sequence[Message], known: int
     ) -> None:
-        """Play turns behind what was `said`, of which `known` tokens were computed."""
+        """Play turns after the messages `said`, with `known` computed tokens."""
         messages = list(said)
         for turn in turns:
             await asyncio.sleep(turn.pause_s)
@@ -157,7 +157,7 @@ class _Agents:
 
 
 def _message(session: Session, text: Text) -> Message:
-    # What a tool gave is a user's message here: a made-up answer calls none.
+    # A tool's result is a user's message here, because made-up answers call no tools.
     role = "system" if text == session.system else "user"
     return {"role": role, "content": words(text)}
 

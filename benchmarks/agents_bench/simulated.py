@@ -1,6 +1,6 @@
-"""Agents at simulated shards: real engines, caches and policies, on a clock that is virtual.
+"""Agents at simulated shards: real engines, caches and policies, on a virtual clock.
 
-A device is what an H200 is taken to do with Llama-3.3-70B in 8 bits, keys and values too.
+The device is an estimate of an H200 with Llama-3.3-70B, with weights, keys and values in 8 bits.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from penstock_router.generation.tool_pauses import ToolPauses
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.worker.base import Batch
 
-# The rule that is no policy of the client package.
+# A rule beside the client package's policies.
 ONE_SHARD = "one-shard"
-# Of requests that are no agents'.
+# For requests that do not come from agents.
 _OTHERS_ID = 2**31
 _OTHERS_TOKENS = 4000
 _OTHERS_ANSWER_TOKENS = 50
-# Sessions that the capacity is computed from.
+# Sessions in the estimate of the capacity.
 _SAMPLED = 400
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """The device of each shard. A step reads 70 GB at 4.8 TB/s (15 ms), and some 5 ms go by. A
-    token of a prompt takes 141 GFLOP at 890 TFLOP/s. The keys and values of a token have 163,840
-    bytes, which each decode behind it reads (34 ns), and to which each later token of its prompt
-    attends (2.6 MFLOP, 2.9 ns). 320,000 fit beside the weights.
+    """The device of each shard. A step reads 70 GB at 4.8 TB/s (15 ms), and takes 5 ms more. A
+    prompt token takes 141 GFLOP at 890 TFLOP/s. A token's keys and values have 163,840 bytes. Each
+    later decode reads them (34 ns); each later token of the prompt attends to them (2.6 MFLOP, 2.9
+    ns). 320,000 tokens fit beside the weights.
     """
 
     step_s: float = 0.020
@@ -49,14 +49,14 @@ class Gpu:
     decode_key_s: float = 34e-9
     prompt_key_s: float = 2.9e-9
     kv_tokens: int = 320_000
-    # Larger than usual, so that a run takes seconds; policies see pieces of 128 tokens anyway.
+    # Larger than usual, to save time; policies see pieces of 128 tokens anyway.
     block_size: int = 128
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     retained_share: float = 0.5
 
     def device(self) -> Device:
-        """Make the simulated device. Its scheduler has the limits that are the shard's defaults."""
+        """Make the simulated device. Its scheduler has the shard's default limits."""
         most = self.max_num_batched_tokens
         limits = SchedulerLimits(self.max_num_seqs, most, most // 2)
         num_blocks = self.kv_tokens // self.block_size
@@ -75,7 +75,7 @@ class Gpu:
         return cost
 
     def prompt_s(self, start: int, count: int) -> float:
-        """Compute the seconds that `count` tokens of a prompt behind `start` add to a step."""
+        """Compute the seconds that `count` prompt tokens from `start` on add to a step."""
         return count * (self.prompt_token_s + self.prompt_key_s * (start + count / 2))
 
 
@@ -83,9 +83,8 @@ class Gpu:
 
 
 def capacity(habits: Habits, gpu: Gpu, shards: int, seed: int = 0) -> float:
-    """The number of sessions a second at which the shards are busy all the time if each finds all
-    that any has computed before, work is spread evenly, and as many streams decode together as KV
-    memory holds.
+    """Return the sessions a second that keep shards busy, if each shard finds all that any has
+    computed, work is spread evenly, and as many streams decode together as KV memory holds.
     """
     steps = [step for each in samples(habits, _SAMPLED, seed) for step in steps_of(each)]
     answered = sum(step.turn.answer_tokens for step in steps)
@@ -102,7 +101,7 @@ def capacity(habits: Habits, gpu: Gpu, shards: int, seed: int = 0) -> float:
 
 
 class Agents:
-    """A fleet to which sessions are sent, and what became of each request."""
+    """A fleet that gets sessions, and the results of their requests."""
 
     def __init__(
         self,
@@ -116,7 +115,7 @@ class Agents:
         self.pauses = ToolPauses(tool_pause_s, clock=lambda: fleet.now_s)
         self._unnamed = unnamed
         self.sent: list[tuple[Answer, int]] = []
-        # Sessions that have ended.
+        # Ended sessions.
         self.num_ended = 0
         self._block_size = block_size
         self._systems: dict[str, array[int]] = {}
@@ -125,7 +124,7 @@ class Agents:
             for text in session.said:
                 said += self.ids_of(text)
             if said:
-                # But for the last token of an answer, which was never computed.
+                # The last token of an answer was never computed.
                 fleet.hold(said[:-1], self._name_of(session))
             fleet.after(session.start_s, partial(self._begin, session, said))
 
@@ -135,14 +134,14 @@ class Agents:
         _Agent(self, self._name_of(session), session.turns, said, known, self._end).go_on()
 
     def _name_of(self, session: Session) -> str:
-        """Name the session in its requests; "" if sessions have no names."""
+        """Return the session's name in requests; "" if they do not name it."""
         return "" if self._unnamed else session.name
 
     def _end(self) -> None:
         self.num_ended += 1
 
     def ids_of(self, text: Text) -> array[int]:
-        """Return the text's token ids. Those of system prompts are kept, as they come often."""
+        """Return the text's token ids; keep those of system prompts, which come often."""
         if " system " not in text.key:
             return token_ids(text)
         if text.key not in self._systems:
@@ -164,7 +163,7 @@ class Agents:
         self.sent.append((answer, found))
 
     def requests(self, from_s: float) -> list[Request]:
-        """List what became of the requests that were sent since `from_s`."""
+        """List requests sent since `from_s`, with their results."""
         now_s = self.fleet.now_s
         return [
             _request(answer, found, now_s)
@@ -174,7 +173,7 @@ class Agents:
 
 
 def _request(answer: Answer, found: int, now_s: float) -> Request:
-    """Describe a request. The first token of one that still waits counts as if it came now."""
+    """Describe a request. If it waits for the first token, that counts as if it came now."""
     first_s = answer.token_times_s[0] if answer.token_times_s else now_s
     started_s = now_s if answer.started_s is None else answer.started_s
     return Request(
@@ -212,7 +211,7 @@ class _Agent:
         self._num_awaited = 0
 
     def go_on(self) -> None:
-        """Begin the next turn, or end."""
+        """Begin the next turn, or end the session."""
         if not self._turns:
             self._ended()
         else:
@@ -229,7 +228,7 @@ class _Agent:
 
     def _answered(self, turn: Turn, answer: Answer) -> None:
         if self._turns:
-            # It ends in calls of tools, whose results come with the next turn.
+            # The answer ends with tool calls; the results come with the next turn.
             retain = self._agents.pauses.on_tool_calls(_named(self._session), answer.prompt_tokens)
             if retain.seconds:
                 self._agents.fleet.retain(answer, retain.seconds)
@@ -247,8 +246,8 @@ class _Agent:
 
 
 class OneShard(Policy):
-    """Sends all of a session, its subagents too, to one shard: that with the fewest sessions when
-    it begins. Sees no load; a mark for rules that do.
+    """Sends all requests of a session and its subagents to the shard that had the fewest sessions
+    at its begin, whatever the load. This is a reference for policies.
     """
 
     name = ONE_SHARD
@@ -275,11 +274,11 @@ def _send_other(fleet: SimulatedFleet, prompt: array[int]) -> None:
 
 
 def _add_others(fleet: SimulatedFleet, per_s: float, to_s: float) -> None:
-    """Send requests whose prompts share nothing. Figures leave them out."""
+    """Send requests with prompts that share nothing. Figures leave them out."""
     chance, at_s, number = Random("others"), 0.0, 0
     while per_s and (at_s := at_s + chance.expovariate(per_s)) < to_s:
         number += 1
-        # Above all ids of agents' texts.
+        # Agents' texts have lower ids.
         first = _OTHERS_ID + number
         prompt = array("I", [first]) + array("I", [TOKEN]) * (_OTHERS_TOKENS - 1)
         fleet.after(at_s, partial(_send_other, fleet, prompt))
@@ -297,7 +296,7 @@ def run(
     tool_pause_s: float | None = None,
     others_per_s: float = 0.0,
 ) -> Figures:
-    """Let a policy choose, and return the figures of the requests of the time [from_s, to_s)."""
+    """Let a policy choose shards; return figures of requests of [from_s, to_s)."""
     fleet = SimulatedFleet(shards, partial(_policy, rule), gpu.device())
     agents = Agents(fleet, trace, gpu.block_size, unnamed, tool_pause_s)
     _add_others(fleet, others_per_s, to_s)

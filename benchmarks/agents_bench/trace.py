@@ -1,12 +1,11 @@
 """Traces of agents: sessions of many turns on one growing prompt, the same for the same seed.
 
-A session begins with a system prompt and tools that others share, and a task of its own. Each
-answer ends in a tool call. When the tool is done, its result comes behind all that was said before.
-A turn may also start subagents, which go on from that same prefix, each with a task of its own; the
-session waits for them.
+A session begins with a system prompt and tools that others share, and its own task. Each answer
+ends with a tool call. The next prompt adds the tool's result to all earlier texts. A turn may also
+start subagents, which continue the same prefix with their own tasks; the session waits for them.
 
-A trace holds lengths, times and the keys of texts. `token_ids` and `words` are the texts: equal
-keys give equal ones, so that prompts share what agents share. Knows no shard.
+A trace has lengths, times and the keys of texts. `token_ids` and `words` make the texts: equal keys
+give equal texts, so that prompts share the same prefixes as agents' prompts.
 """
 
 from __future__ import annotations
@@ -18,21 +17,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _WORDS = ("the", "and", "you", "for", "that", "with", "know", "only", "can", "one", "more", "this")
-# Sessions are drawn from so long before the start: hardly any lasts longer.
+# Sessions are drawn from this time before the start on; hardly any lasts longer.
 _BEFORE_S = 1800.0
-# What an answer takes, where it matters how far a session has got at the start.
+# An answer's seconds, to estimate the progress of a session at the start.
 _ANSWER_S = 4.0
-# Of answers and of a subagent's task, relative to the median; and of a session's number of turns.
+# Sigma of lognormal lengths of answers and subagents' tasks; and of a session's number of turns.
 _SIGMA, _TURNS_SIGMA = 0.7, 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """Habits of agents. Lengths are medians in tokens, of lognormal laws where nothing else is
-    said.
-    """
+    """Habits of agents. Lengths are medians in tokens, of lognormal distributions by default."""
 
-    # Each with its tools, of lengths drawn uniformly; the n-th is chosen in proportion to n**-zipf.
+    # System prompts with tools, of uniform lengths; the n-th is chosen in proportion to n**-zipf.
     systems: int = 8
     zipf: float = 1.0
     least_system_tokens: int = 6_000
@@ -42,10 +39,10 @@ class Habits:
     answer_tokens: int = 120
     result_tokens: int = 600
     result_sigma: float = 1.2
-    # How long a tool runs, in seconds.
+    # Seconds that a tool runs.
     pause_s: float = 5.0
     pause_sigma: float = 1.2
-    # The probability that a turn starts subagents, one to three, and how many turns these have.
+    # The probability that a turn starts one to three subagents, and their number of turns.
     branches: float = 0.02
     subagent_turns: int = 5
     # A session ends before its prompt and answer would be longer.
@@ -54,17 +51,14 @@ class Habits:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text of so many tokens; equal keys begin alike."""
-
     key: str
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request: what is new in its prompt, and how long after the last answer it comes. When its
-    answer ends, the subagents start from all that was said until then; the next turn waits for
-    them.
+    """A request: the new texts in its prompt, and the pause since the last answer. After its
+    answer, the subagents continue the same prompt; the next turn waits for them.
     """
 
     added: tuple[Text, ...]
@@ -75,8 +69,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """An agent at work. `system` is the text that its first prompt begins with; `said` is what was
-    said before the first of these turns, if the session was under way at the start.
+    """An agent at work. Prompts begin with `system`. `said` has the texts before the first of these
+    turns, if the session began before the start.
     """
 
     name: str
@@ -87,19 +81,18 @@ class Session:
 
 
 def token_ids(text: Text) -> array[int]:
-    """Make token ids of a text, all below 65,536."""
+    """Make the text's token ids, all below 65,536."""
     return array("I", array("H", random.Random(text.key).randbytes(2 * text.num_tokens)))
 
 
 def words(text: Text) -> str:
-    """Make words of a text, each of which is one token in many vocabularies."""
+    """Make the text's words, each one token in many vocabularies."""
     return " ".join(random.Random(text.key).choices(_WORDS, k=text.num_tokens))
 
 
 def sessions(habits: Habits, *, per_s: float, seconds: float, seed: int = 0) -> list[Session]:
-    """Sessions that begin as a Poisson process in the time [0, `seconds`), `per_s` in the mean; and
-    those that are under way at 0 if it has always been so. The n-th of either is the same at every
-    rate.
+    """Draw sessions that begin as a Poisson process of rate `per_s` in [0, `seconds`), and those
+    that are in progress at 0. The n-th session of either kind is the same at every rate.
     """
     systems = _systems(habits, seed)
     found = []
@@ -113,7 +106,7 @@ def sessions(habits: Habits, *, per_s: float, seconds: float, seed: int = 0) -> 
 
 
 def _poisson(key: str, per_s: float, seconds: float) -> Iterator[float]:
-    """Draw the times of arrivals until then. Another rate stretches the same times."""
+    """Draw times of arrivals in [0, `seconds`). Another rate stretches the same times."""
     rng = random.Random(key)
     at_s = rng.expovariate(1) / per_s
     while at_s < seconds:
@@ -122,7 +115,7 @@ def _poisson(key: str, per_s: float, seconds: float) -> Iterator[float]:
 
 
 def samples(habits: Habits, count: int, seed: int = 0) -> list[Session]:
-    """Draw `count` whole sessions."""
+    """Draw whole sessions."""
     systems = _systems(habits, seed)
     return [_session(habits, systems, f"{seed} sample {number}") for number in range(count)]
 
@@ -153,7 +146,7 @@ def _turns(
     *,
     can_branch: bool,
 ) -> Iterator[Turn]:
-    """Draw turns behind `said` tokens, as long as they fit."""
+    """Draw turns after `said` tokens, while they fit."""
     added, pause_s = first, 0.0
     for index in range(count):
         answer = _length(rng, habits.answer_tokens, _SIGMA)
@@ -182,9 +175,7 @@ def _subagents(
 
 
 def _under_way(session: Session) -> Session:
-    """Return what is left at 0 of a session that began before: the turns from the first on that
-    comes later.
-    """
+    """Return the turns after 0 of a session that began before."""
     at_s, said = session.start_s, list[Text]()
     for index, turn in enumerate(session.turns):
         at_s += turn.pause_s
@@ -197,7 +188,7 @@ def _under_way(session: Session) -> Session:
 
 
 def _lasts_s(turn: Turn) -> float:
-    """Estimate how long a turn's answer and its subagents take."""
+    """Estimate the seconds of a turn's answer and subagents."""
     each_s = [sum(_ANSWER_S + sub.pause_s for sub in turns) for turns in turn.subagents]
     return _ANSWER_S + max(each_s, default=0.0)
 

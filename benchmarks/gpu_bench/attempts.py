@@ -1,8 +1,5 @@
-"""Attempts, one after the other, so that one which fails does not end the others: when an attempt
-ends its process, or takes too long, another process goes on with the next. A device that took a
-fault takes no more work from a process.
-
-Knows processes; nothing of what is attempted.
+"""Runs attempts one after the other. If an attempt ends its process or takes too long, another
+process continues with the next. After a fault, a device takes no more work from a process.
 """
 
 from __future__ import annotations
@@ -22,9 +19,9 @@ from typing import TextIO
 from benchmarks.gpu_bench.goals import Row
 from benchmarks.gpu_bench.results import last_words, tail
 
-# Name -> what returns the figures of a row. A row with `failed` says what was wrong.
+# Name -> function that returns a row of figures. A row with `failed` says what was wrong.
 Attempts = Mapping[str, Callable[[], Row]]
-# One attempt's time, with compiling.
+# An attempt's time, with compilation.
 _EACH_S = 45.0
 _FAULT = re.compile("CUDA error|illegal memory|misaligned address|launch failure")
 _SANITIZER = "compute-sanitizer"
@@ -33,8 +30,8 @@ _LAST_BYTES = 20_000
 
 
 def in_turn(folder: Path) -> Iterator[Row]:
-    """Rows of all attempts of the part that this process was started as, made by other processes
-    with the same command and `--first N`.
+    """Yield rows of all attempts of this process's part, from other processes with the same command
+    and `--first N`.
     """
     first, faults = 0, list[int]()
     while (last := (yield from _said(first, folder / f"from-{first}.log"))) is not None:
@@ -47,7 +44,9 @@ def in_turn(folder: Path) -> Iterator[Row]:
 
 
 def _said(first: int, log: Path) -> Generator[Row, None, Row | None]:
-    """Begin at an attempt; rows as they come. Returns that of an attempt that ended the process."""
+    """Run attempts from `first` on; yield their rows. Returns that of the attempt that ended the
+    process.
+    """
     begun: Row | None = None
     with log.open("wb") as output:
         command = [sys.executable, *sys.argv, "--first", str(first)]
@@ -67,7 +66,7 @@ def _said(first: int, log: Path) -> Generator[Row, None, Row | None]:
 
 
 def _sanitized(first: int, log: Path) -> Row:
-    """Look with CUDA's checker of memory at the attempt that took a fault first."""
+    """Run CUDA's memory checker on the first attempt with a fault."""
     command = [_SANITIZER, "--tool", "memcheck", "--print-limit", "8", sys.executable, *sys.argv]
     command += ["--first", str(first), "--count", "1"]
     ended = ""
@@ -83,8 +82,8 @@ def _sanitized(first: int, log: Path) -> Row:
 
 
 def make_attempts(attempts: Attempts, device: str, first: int, count: int | None) -> None:
-    """Make the attempts from one on, and write a line of JSON to standard output before and after
-    each. What libraries print there goes to the log instead.
+    """Run attempts from `first` on; write a line of JSON to standard output before and after each.
+    Output of libraries goes to the log.
     """
     with os.fdopen(os.dup(1), "w") as says:
         os.dup2(2, 1)
@@ -107,7 +106,7 @@ def _say(says: TextIO, row: Row) -> None:
 
 
 def _settle(device: str) -> None:
-    """Wait for the device. Raises RuntimeError for a fault that shows late."""
+    """Wait for the device. Raises RuntimeError for late faults."""
     if device == "cuda" and "torch" in sys.modules:
         from torch import cuda
 

@@ -1,7 +1,7 @@
-"""Decode attention alone: bytes of keys and values read a second, beside a copy's rate.
+"""Decode attention of one layer: bytes of keys and values read a second, beside a copy's rate.
 
-It is timed as a captured graph, as in decode steps: some kernels take less time than their launch.
-Knows one layer and the backends; nothing of models.
+It is timed as a captured graph, as in decode steps, because some kernels take less time than their
+launch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from benchmarks.gpu_bench.shapes import SHAPES
 from penstock_shard.attention.backend_order import make_backend
 from penstock_shard.attention.base import AttentionBackend, AttentionBatch, LayerSpec
 
-# Several KV caches of this size together are read in turn, so that L2 cannot hold them.
+# Several KV caches, of this size together, are read in turn, so that they do not fit into L2.
 _ROTATE_BYTES = 2**30
 
 
 def attention(
     shape_name: str, device_name: str, backend_name: str, cases: Sequence[tuple[int, int]]
 ) -> Iterator[dict[str, Any]]:
-    """A row of figures for each (batch, context)."""
+    """Yield a row of figures for each (batch, context)."""
     device = device_of(device_name)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     shape = SHAPES[shape_name]
@@ -42,7 +42,7 @@ def attention(
             "batch": count,
             "context": context,
             "us": 1e6 * seconds,
-            # The copy's rate counts bytes read and written; attention only reads.
+            # The copy's rate counts reads and writes; attention only reads.
             "of_copy": num_bytes / seconds / copy,
         }
 
@@ -57,7 +57,7 @@ def _seconds(
     device: torch.device,
     dtype: torch.dtype,
 ) -> float:
-    """Seconds that one layer's attention takes in one decode step."""
+    """Return the seconds of one layer's attention in a decode step."""
     block_size = max(16, backend.block_multiple)
     blocks = -(-context // block_size)
     caches = [
@@ -83,7 +83,7 @@ def _cache(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Any:
-    """A KV cache of random keys and values: a device may be faster on zeros."""
+    """Make a KV cache of random keys and values, because a device may be faster on zeros."""
     cache = backend.make_cache(spec, num_blocks, block_size, dtype, device)
     slots = torch.arange(num_blocks * block_size, device=device)
     for some in torch.split(slots, 2**16):

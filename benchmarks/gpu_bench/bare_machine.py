@@ -1,5 +1,5 @@
-"""A machine that may be bare: the part that looks at it, and what it is given: wheels in a folder
-of their own, compiled kernels of an earlier run, and an environment in which parts find both.
+"""A machine that may be bare: looks at it; gives it wheels in their own folder, compiled kernels of
+an earlier run, and an environment in which parts find both.
 
 Imports torch only where a part tries it.
 """
@@ -36,7 +36,7 @@ _MODULES = (
     *("penstock_shard.server.app", "penstock_shard.engine.main"),
     *("penstock_router.app", "penstock_cli.main"),
 )
-# Large libraries of which a shard uses little, and how many of the others are read.
+# Large libraries that a shard uses little, and the number of others to read.
 _UNUSED = ("cudnn", "nvshmem", "cufft", "nccl")
 _MOST_LIBRARIES = 24
 _READERS = 8
@@ -45,8 +45,8 @@ _SMI = "name,memory.total,memory.used,clocks.sm,clocks.mem,power.limit,driver_ve
 
 
 def allow_many_files() -> None:
-    """Raise the limit of open files, as there are thousands of connections. Allow no core files:
-    parts that are made to tell where they hang would leave them.
+    """Raise the limit of open files for thousands of connections. Forbid core files, which parts
+    would leave when they are made to write their stacks.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -54,7 +54,7 @@ def allow_many_files() -> None:
 
 
 def install_wheels(wheels: Path, site: Path, within_s: float) -> str:
-    """Install all wheels of a folder into another, asking no index. Returns what went wrong."""
+    """Install all wheels of a folder into another, without an index; return an error or ''."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     command += ["--no-compile", "--no-cache-dir", "--disable-pip-version-check"]
     command += ["--target", str(site), *map(str, sorted(wheels.glob("*.whl")))]
@@ -68,8 +68,8 @@ def install_wheels(wheels: Path, site: Path, within_s: float) -> str:
 
 
 def unpack_kernels(archive: Path | None, folder: Path) -> Path:
-    """Unpack an archive with one folder of compiled kernels. Returns the path of that folder, which
-    is new without an archive.
+    """Unpack an archive with a folder of compiled kernels; return the path of that folder, which is
+    new without an archive.
     """
     folder.mkdir()
     if archive is None:
@@ -82,7 +82,7 @@ def unpack_kernels(archive: Path | None, folder: Path) -> Path:
 
 
 def pack_kernels(cache: Path, out: Path, within_s: float) -> str:
-    """Pack the compiled kernels into an archive in `out`. Returns what went wrong."""
+    """Pack compiled kernels into an archive in `out`; return an error or ''."""
     new = cache.with_name(_ARCHIVE)
     command = [sys.executable, "-m", "tarfile", "--create", str(new), cache.name]
     try:
@@ -96,7 +96,7 @@ def pack_kernels(cache: Path, out: Path, within_s: float) -> str:
 
 
 def environment(scratch: Path, site: Path, kernels: Path) -> dict[str, str]:
-    """The environment of parts: this checkout's packages, installed or not, and the wheels'."""
+    """Return the environment of parts, with this checkout's packages and those of the wheels."""
     path = [str(site), *(str(ROOT / package) for package in _PACKAGES)]
     return {
         "PENSTOCK_CACHE": str(scratch / "cache"),
@@ -104,20 +104,20 @@ def environment(scratch: Path, site: Path, kernels: Path) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
         "PYTHONUNBUFFERED": "1",
-        # Upon SIGABRT Python writes the stacks of all threads, in servers and engines too.
+        # At SIGABRT, Python writes the stacks of all threads, also in servers and engines.
         "PYTHONFAULTHANDLER": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [*path, os.environ.get("PYTHONPATH")])),
         "TRITON_CACHE_DIR": str(kernels),
         "TRITON_STORE_BINARY_ONLY": "1",
-        # torch's profiler crashes when it is begun again beside CUDA graphs, unless CUPTI is kept;
-        # torch sees to that only for graphs of its own compiler.
+        # torch's profiler crashes when it begins again beside CUDA graphs, unless CUPTI is kept.
+        # torch keeps it only for graphs of its own compiler.
         "TEARDOWN_CUPTI": "0",
         "DISABLE_CUPTI_LAZY_REINIT": "1",
     }
 
 
 def attempts(device: str) -> Attempts:
-    """Look at everything once, what costs most first."""
+    """Return a look at everything, with the most expensive first."""
     on_gpu = device == "cuda"
     return {
         **({"libraries read": _libraries_read} if on_gpu else {}),
@@ -129,7 +129,9 @@ def attempts(device: str) -> Attempts:
 
 
 def _libraries_read() -> Row:
-    """Read what torch loads, side by side: the disk of a fresh machine may be slow at first."""
+    """Read the files that torch loads, in parallel, because a new machine's disk may be slow at
+    first.
+    """
     begun_s = time.perf_counter()
     with ThreadPoolExecutor(_READERS) as readers:
         gb = 1e-9 * sum(readers.map(_read, _libraries()))
@@ -137,7 +139,7 @@ def _libraries_read() -> Row:
 
 
 def _libraries() -> list[Path]:
-    """The largest libraries of torch and of what it came with."""
+    """List the largest libraries of torch and its dependencies."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return []
@@ -154,7 +156,7 @@ def _read(path: Path) -> int:
 
 
 def _packages() -> Row:
-    """Compare the packages that are here with those that routers and shards need."""
+    """Compare installed packages with those that routers and shards need."""
     from packaging.requirements import Requirement
 
     found, wrong = {}, []
@@ -184,7 +186,7 @@ def _machine() -> Row:
     return {
         "gpu": _said("nvidia-smi", f"--query-gpu={_SMI}", "--format=csv,noheader"),
         "gcc": _said("gcc", "--version").partition("\n")[0],
-        # Triton compiles its launcher against it.
+        # For Triton's launchers.
         "python_h": (Path(sysconfig.get_paths()["include"]) / "Python.h").exists(),
         "sanitizer": shutil.which("compute-sanitizer") is not None,
         "cores": os.cpu_count(),

@@ -1,7 +1,7 @@
-"""The checks that a shard makes at load, one by one and without a model: kinds of kernels, and
+"""The checks that a shard makes at load, separately and without a model: kinds of kernels, and
 attention backends over layers of several kinds.
 
-On a processor Triton's kernels run in its interpreter.
+On a CPU, Triton's kernels run in its interpreter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock_shard.ops.torch_ops import TorchOps
 from penstock_shard.selfcheck.ops import KERNELS, triton_fault
 
 _KINDS: dict[WeightKind, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Layers as of Llama 3.1 8B, Qwen 2.5 1.5B, Gemma 2, gpt-oss, and with latents.
+# Layers like those of Llama 3.1 8B, Qwen 2.5 1.5B, Gemma 2, gpt-oss, and with latents.
 _LAYERS = {
     "8b": LayerSpec(0, 32, 8, 128, 128, 128**-0.5),
     "1.5b": LayerSpec(0, 12, 2, 128, 128, 128**-0.5),
@@ -35,7 +35,7 @@ _SMALL = {"small": LayerSpec(0, 4, 2, 16, 16, 0.25)}
 
 
 def attempts(device_name: str) -> Attempts:
-    """A check for each kind of kernels, then for each backend, of each kind of weights."""
+    """Return a check for each kind of kernels, then for each backend, with each kind of weights."""
     device = device_of(device_name)
     if device.type == "cpu":
         from support.triton_interpreter import use_interpreter
@@ -48,7 +48,7 @@ def attempts(device_name: str) -> Attempts:
                 name = f"kernels of {kernels}, {kind}{', exact' if exact else ''}"
                 found[name] = partial(_kernels, device, kind, exact, kernels)
         found.update(_of_backends(device, kind))
-    # What norms and activations round too; nothing on a card without fp8.
+    # Checks nothing on a device without fp8.
     found["kernels of rounding, fp8"] = partial(_kernels, device, "fp8", False, "rounding")
     return found
 
@@ -61,7 +61,7 @@ def _kernels(device: torch.device, kind: WeightKind, exact: bool, kernels: str) 
 def _of_backends(device: torch.device, kind: WeightKind) -> Iterator[tuple[str, partial[Row]]]:
     on_gpu = device.type == "cuda"
     for number, candidate in enumerate(candidates("auto" if on_gpu else "triton", device)):
-        # The others are compared with it.
+        # The reference for the others.
         if candidate.name == "sdpa":
             continue
         for name, layer in (_LAYERS if on_gpu else _SMALL).items():

@@ -1,7 +1,4 @@
-"""The goals that figures are compared with, and the table of results.
-
-Knows the rows of the parts; runs nothing.
-"""
+"""The goals for figures, and the table of results."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ Row = dict[str, Any]
 
 # The batch size for which the goals of exactness and of fp8 are stated.
 _COMPARED_BATCH = 32
-# (model, batch, context) -> least milliseconds of a decode step on an H200, as the goals state
-# them. They count all weights, even those of the embedding, which a step does not read.
+# (model, batch, context) -> least milliseconds of a decode step on an H200, by the goals. These
+# count all weights, even the embedding, which a step does not read.
 _STATED_ON = "H200"
 _STATED_FLOORS = {
     ("llama-3.1-8b", 1, 512): 4.2,
@@ -22,21 +19,21 @@ _STATED_FLOORS = {
     ("llama-3.1-8b", 256, 512): 8.6,
 }
 _MOST_OVER_FLOOR = 1.3
-# Sampling with top_p beside the model's decode step, at this batch size.
+# Sampling with top_p is compared with this model's decode step, at this batch size.
 _SAMPLED = ("llama-3.1-8b", 256)
 _MOST_OF_STEP = 0.15
-# Output tokens a second of TensorRT-LLM with the 8B in fp8, 1,000 tokens in and 1,000 out, as its
-# documentation gives them for a device, and the share of them that is the goal.
+# Output tokens a second by TensorRT-LLM's documentation, with the 8B in fp8, 1,000 tokens in and
+# out; and the share that is the goal.
 _PUBLISHED_TOKENS_PER_S = {"H100": 15_220, "H200": 17_744}
 _LEAST_OF_PUBLISHED = 0.7
 _KERNELS_SHOWN = 5
-# Lines of a loading shard that are not worth showing start so.
+# The starts of lines of a loading shard that are not shown.
 _PROGRESS = ("loading ", "checking ")
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the table: a figure, its goal, and whether it is met; None without a goal."""
+    """A line of the table. `met` is None without a goal."""
 
     what: str
     figure: str
@@ -45,7 +42,7 @@ class Line:
 
 
 def lines(rows: Sequence[Row]) -> Iterator[Line]:
-    """The lines of the table, in the order of the parts."""
+    """Yield the lines of the table, in the order of parts."""
     device = next((row["device"] for row in rows if "device" in row), "")
     for row in rows:
         if "failed" in row:
@@ -61,7 +58,7 @@ def lines(rows: Sequence[Row]) -> Iterator[Line]:
 
 
 def _decode(row: Row, *, is_stated: bool) -> Line:
-    """A decode step's time beside its floor: the one that the goal states, else that of the bytes
+    """Compare a decode step's time with its floor: that of the goal, else that of the bytes
     read.
     """
     what = f"{row['model']}: decode, batch {row['batch']}, context {row['context']}"
@@ -74,7 +71,7 @@ def _decode(row: Row, *, is_stated: bool) -> Line:
 
 
 def _throughput(row: Row, device: str) -> Line:
-    """Output tokens a second beside those that were published for the device, if any were."""
+    """Compare output tokens a second with those that were published for the device, if any."""
     what = f"{row['model']}: {row['requests']} completions, {row['tokens']} tokens in and out"
     figure = f"{row['tokens_per_s']:,.0f} tokens/s; TPOT p50 {row['tpot_p50_ms']:.1f} ms"
     known = (rate for name, rate in _PUBLISHED_TOKENS_PER_S.items() if name in device)
@@ -147,20 +144,20 @@ def _served(row: Row) -> Iterator[Line]:
 
 
 def _loaded(row: Row) -> Iterator[Line]:
-    """Loading time, and the lines that say which kernels and graphs the model got."""
+    """Yield the loading time, and lines that name the model's kernels and graphs."""
     said = [line for line in row["said"] if not line.startswith(_PROGRESS)]
     yield Line(f"{row['model']}: loaded", f"{row['seconds']:.0f} s; {'; '.join(said)}", "", None)
 
 
 def _kernels(row: Row) -> Iterator[Line]:
-    """The longest kernels; the JSON file has more of them."""
+    """Yield the longest kernels; the JSON file has more."""
     found = row["kernels"][:_KERNELS_SHOWN]
     figure = ", ".join(f"{_short(one['name'])} {one['us']:,.0f} us" for one in found)
     yield Line(f"{row['model']}: kernels, {row['step']}", figure or "none were seen", "", None)
 
 
 def _short(name: str) -> str:
-    """A short name of a kernel, whose full name may be a C++ declaration."""
+    """Shorten a kernel's name, which may be a C++ declaration."""
     return name.partition("<")[0].partition("(")[0].split(" ")[-1].split("::")[-1][:32]
 
 
@@ -180,7 +177,7 @@ _LINES: dict[str, Callable[[Row], Iterator[Line]]] = {
 
 
 def _across(rows: Sequence[Row]) -> Iterator[Line]:
-    """Lines that compare figures of two parts."""
+    """Compare figures of two parts."""
     decodes = {(row["model"], row["batch"]): row for row in rows if row.get("what") == "decode"}
     for (model, batch), row in decodes.items():
         for how, most, least in (("exact", 1.2, 0.0), ("fp8", 1e9, 1.4)):
@@ -203,7 +200,7 @@ def _across(rows: Sequence[Row]) -> Iterator[Line]:
 
 
 def _sampling_in_step(rows: Sequence[Row], step: Row | None) -> Iterator[Line]:
-    """Sampling with top_p beside the decode step that it would be in."""
+    """Compare sampling with top_p with a decode step."""
     for row in rows:
         with_top_p = row.get("what") == "sampling" and row["parameters"] == "top_p"
         if step is not None and with_top_p and row["batch"] == step["batch"]:
@@ -214,7 +211,7 @@ def _sampling_in_step(rows: Sequence[Row], step: Row | None) -> Iterator[Line]:
 
 
 def table(found: Sequence[Line]) -> str:
-    """The lines as a Markdown table."""
+    """Make a Markdown table of the lines."""
     verdicts = {True: "yes", False: "no", None: ""}
     body = [f"| {x.what} | {x.figure} | {x.goal} | {verdicts[x.met]} |" for x in found]
     return "\n".join(["| what | figure | goal | met |", "|---|---|---|---|", *body])

@@ -1,7 +1,7 @@
 """The device's time in a step by kernel, from torch's profiler.
 
-It shows what to make faster, not how fast it is: steps take longer while they are profiled, and
-maybe afterwards too, so nothing is timed after this. Knows the runner; knows no kernel.
+It shows what to make faster, not how fast it is: profiled steps take longer, and maybe later steps
+too, so nothing is timed after this.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LONGEST_NAME = 120
 def decode_kernels(
     runner: ModelRunner, variant: Variant, batches: Sequence[int], context: int
 ) -> Iterator[dict[str, Any]]:
-    """The kernels of a decode step, for each batch size."""
+    """Yield the kernels of a decode step, for each batch size."""
     for count in batches:
         sequences = Sequences(runner, count, context, 2 * _STEPS + 1)
 
@@ -44,7 +44,7 @@ def decode_kernels(
 
 
 def prompt_kernels(runner: ModelRunner, variant: Variant, length: int) -> dict[str, Any]:
-    """The kernels of a prompt that is computed in one step."""
+    """Return the kernels of a prompt that one step computes."""
     return {
         "what": "kernels",
         "model": variant.label,
@@ -54,7 +54,7 @@ def prompt_kernels(runner: ModelRunner, variant: Variant, length: int) -> dict[s
 
 
 def _kernels(step: Callable[[], object], device: torch.device) -> list[dict[str, Any]]:
-    """Microseconds and launches a step of each kernel, the longest first."""
+    """Return each kernel's microseconds and launches in a step, the longest first."""
     on_gpu = device.type == "cuda"
     for _ in range(_STEPS):
         step()

@@ -1,7 +1,4 @@
-"""The device's own limits, which everything else is compared with: copy rate, matmul rate, facts.
-
-Knows tensors and clocks; nothing of models.
-"""
+"""The device's limits, with which everything else is compared: copy rate, matmul rate, facts."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ def device_of(name: str) -> torch.device:
 
 
 def stamp(device: torch.device) -> Any:
-    """A time stamp: on a GPU an event that is reached once all work given so far is done."""
+    """Make a time stamp: on a GPU, an event after all work so far."""
     if device.type != "cuda":
         return time.perf_counter()
     event: Any = torch.cuda.Event
@@ -34,7 +31,7 @@ def stamp(device: torch.device) -> Any:
 
 
 def spans_s(stamps: Sequence[Any], device: torch.device) -> list[float]:
-    """Seconds from each stamp to the next."""
+    """Return the seconds from each stamp to the next."""
     pairs = itertools.pairwise(stamps)
     if device.type != "cuda":
         return [after - before for before, after in pairs]
@@ -43,7 +40,7 @@ def spans_s(stamps: Sequence[Any], device: torch.device) -> list[float]:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = _REPEATS) -> float:
-    """The median time of a run; on a GPU by its own clock, with runs launched back to back."""
+    """Return the median seconds of a run; on a GPU by its own clock, with runs back to back."""
     work()
     if device.type == "cuda":
         until_s = time.perf_counter() + _WARM_UP_S
@@ -58,14 +55,14 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 
 
 
 def recorded(work: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """The work as one launch: on a GPU captured as a graph, so that it never waits for Python."""
+    """Return the work as one launch: on a GPU captured as a graph, which never waits for Python."""
     if device.type != "cuda":
         return work
     stream: Any = torch.cuda.Stream
     aside = stream(device)
     aside.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(aside):
-        # Compiles kernels first: compilation cannot be captured.
+        # Compile kernels first, because compilation cannot be captured.
         work()
     torch.cuda.current_stream(device).wait_stream(aside)
     torch.cuda.synchronize(device)
@@ -77,7 +74,7 @@ def recorded(work: Callable[[], object], device: torch.device) -> Callable[[], o
 
 
 def copy_bytes_per_s(device: torch.device) -> float:
-    """Bytes read and written by a large copy, a second."""
+    """Return the bytes that a large copy reads and writes a second."""
     count = 2**30 if device.type == "cuda" else 2**26
     source = torch.randint(
         -128, 128, (count,), dtype=torch.int8, device=device, generator=_generator(device)
@@ -87,7 +84,7 @@ def copy_bytes_per_s(device: torch.device) -> float:
 
 
 def matmul_flops_per_s(device: torch.device) -> float:
-    """Flops a second of a square product in bfloat16 (float32 on cpu)."""
+    """Return the flops a second of a square product in bfloat16 (float32 on cpu)."""
     on_gpu = device.type == "cuda"
     size = 8192 if on_gpu else 512
     dtype = torch.bfloat16 if on_gpu else torch.float32
@@ -99,12 +96,12 @@ def matmul_flops_per_s(device: torch.device) -> float:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """A separate generator: torch's default one is unusable after a graph capture that failed."""
+    """Make a generator, because torch's default one is unusable after a failed graph capture."""
     return torch.Generator(device).manual_seed(0)
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Facts of the device and versions of the libraries."""
+    """Return facts of the device and versions of libraries."""
     found: dict[str, Any] = {"device": platform.processor() or platform.machine()}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

@@ -1,11 +1,10 @@
-"""Processes that a part started, at whatever remove: a variable of their environment says whose
-they are. Engines have sessions of their own, and what a part leaves behind has no parent any more.
+"""Finds all processes that a part started, directly or not, by a variable of their environment.
+Engines have their own sessions, and processes that a part leaves have lost their parent.
 
-    python marks.py MARK FOLDER
+python marks.py MARK FOLDER
 
-is a process that outlives a run: it waits until its standard input is closed, which the system does
-for a run that was killed too; then it ends what is left of the run, and removes its folder. Needs
-nothing but Python, and Linux.
+outlives a run: it waits until its standard input is closed, which the system also does if a run is
+killed; then it ends the run's other processes, and removes its folder. Needs only Python and Linux.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# Shards pass on to their children what begins like a variable of Python's.
+# Shards pass variables that begin with PYTHON to their children.
 VARIABLE = "PYTHON_GPU_PART"
 _PATIENCE_S = 10.0
 _POLL_S = 0.05
-# Waited for at the end of a run.
+# Wait this long for the watcher at the end of a run.
 _LAST_S = 1.0
 
 
 def marked(mark: str) -> list[int]:
-    """List the processes with this mark or one below it, as a run's is above those of its parts."""
+    """List processes with this mark or one below it. A run's mark is above those of its parts."""
     return [
         int(place.name)
         for place in Path("/proc").iterdir()
@@ -38,7 +37,7 @@ def marked(mark: str) -> list[int]:
 
 
 def _mark_of(place: Path) -> str:
-    """Read a process's mark; empty where it has none, has ended, or is somebody else's."""
+    """Read a process's mark; empty if it has none, has ended, or belongs to another user."""
     try:
         variables = (place / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -60,8 +59,8 @@ def tell_all(mark: str, number: signal.Signals) -> None:
 
 
 def end_all(mark: str, within_s: float = _PATIENCE_S) -> None:
-    """Kill all processes with this mark, and those that they start meanwhile. A device's driver may
-    keep one for a while.
+    """Kill all processes with this mark, also those that they start meanwhile. A device's driver
+    may delay their end.
     """
     until_s = time.monotonic() + min(within_s, _PATIENCE_S)
     while marked(mark) and time.monotonic() < until_s:
@@ -71,8 +70,8 @@ def end_all(mark: str, within_s: float = _PATIENCE_S) -> None:
 
 @contextlib.contextmanager
 def watched(mark: str, folder: Path) -> Iterator[None]:
-    """Have everything with this mark ended and the folder removed when this scope ends, also if the
-    process is killed before.
+    """End everything with this mark and remove the folder at the end of the context, even if this
+    process is killed.
     """
     command = [sys.executable, __file__, mark, str(folder)]
     watcher = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
@@ -81,7 +80,7 @@ def watched(mark: str, folder: Path) -> Iterator[None]:
     finally:
         assert watcher.stdin is not None
         watcher.stdin.close()
-        # It goes on by itself.
+        # The watcher continues by itself.
         with contextlib.suppress(subprocess.TimeoutExpired):
             watcher.wait(_LAST_S)
 

@@ -1,6 +1,6 @@
-"""The parts of the benchmark, in order of value: each one's bound and what it does.
+"""The parts of the benchmark, in order of value, with bounds of their time.
 
-Parts import torch, the servers and what measures them themselves, so a failed import fails a part.
+Parts import torch and other modules themselves, so that a failed import fails only a part.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from benchmarks.gpu_bench.attempts import Attempts
 from benchmarks.gpu_bench.goals import Row
 from benchmarks.gpu_bench.shapes import Variant
 
-# Least max_model_len: sequences whose bits are compared must fit.
+# The least max_model_len, in which sequences for comparisons of bits fit.
 _LEAST_LEN = 1024
 
 
@@ -24,10 +24,10 @@ class Size:
 
     steps: int
     seconds: float
-    # Of the parts `requests` and `http`.
+    # For the parts `requests` and `http`.
     requests: int
     few_requests: int
-    # Those of 8b-1k, and the tokens of each prompt and answer.
+    # For 8b-1k: requests, and the tokens of each prompt and answer.
     long_requests: int
     long_tokens: int
     batches: tuple[int, ...]
@@ -36,7 +36,7 @@ class Size:
     prompts: tuple[int, ...]
     attention: tuple[tuple[int, int], ...]
     context: int
-    # Whose tokens are compared with those of transformers.
+    # Models for comparisons of tokens with transformers.
     families: tuple[str, ...]
     # Logits in a row to sample from.
     vocabulary: int
@@ -73,15 +73,15 @@ TINY = Size(
     vocabulary=512,
 )
 
-# What a part's process runs: size, device, folder -> rows, each once it is measured.
+# A part's work: size, device, folder -> rows, each at once.
 Rows = Callable[[Size, str, Path], Iterator[Row]]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part that measures, or one of attempts, of which none ends the others."""
+    """A part that measures, or that runs independent attempts."""
 
-    # Leaves time for the first compilation of kernels.
+    # With time for the first compilation of kernels.
     bound_s: float
     rows: Rows | None = None
     attempts: Callable[[Size, str, Path], Attempts] | None = None
@@ -135,8 +135,8 @@ def _attention(size: Size, device: str, folder: Path) -> Iterator[Row]:
 
 
 def _decode(shape: str, *, prompts: bool = False, **changes: Any) -> Rows:
-    """A part that measures decode steps, checks the bits of an exact variant, measures prompts, and
-    profiles the kernels of both.
+    """Return a part that measures decode steps, checks bits of an exact variant, measures prompts,
+    and profiles the kernels of both.
     """
 
     def part(size: Size, device: str, folder: Path) -> Iterator[Row]:
@@ -151,7 +151,7 @@ def _decode(shape: str, *, prompts: bool = False, **changes: Any) -> Rows:
             yield steps.exact_bits(runner, variant, size.batches[-1])
         if prompts:
             yield from steps.prefill(runner, variant, size.prompts)
-        # Last, as profiling may slow down what follows.
+        # Last, because profiling may slow later steps.
         yield from kernels.decode_kernels(runner, variant, size.batches, size.context)
         if prompts:
             yield kernels.prompt_kernels(runner, variant, size.prompts[0])
@@ -160,8 +160,8 @@ def _decode(shape: str, *, prompts: bool = False, **changes: Any) -> Rows:
 
 
 def _served(shape: str, streams: str, context_share: int, **changes: Any) -> Rows:
-    """A part that measures steps while streams are read over gRPC, the device's own time for such
-    steps, and decode steps.
+    """Return a part that measures steps while streams are read over gRPC, the device's time for
+    such steps, and decode steps.
     """
 
     def part(size: Size, device: str, folder: Path) -> Iterator[Row]:
@@ -173,7 +173,7 @@ def _served(shape: str, streams: str, context_share: int, **changes: Any) -> Row
         try:
             rows.extend(serving.steps_over_grpc(variant, counts, context, size.seconds, folder))
         finally:
-            # Runs after a failure too, for the rows measured before it.
+            # Also after a failure, for rows that were measured before.
             runner, loaded = steps.make_runner(variant, folder)
             yield loaded
             for row in rows:
@@ -218,7 +218,7 @@ def _throughput(size: Size, device: str, folder: Path) -> Iterator[Row]:
 def _transformers(size: Size, device: str, folder: Path) -> Iterator[Row]:
     from benchmarks.gpu_bench import serving
 
-    # A quarter of the requests, since transformers is slower.
+    # A quarter of the requests, because transformers is slower.
     variant = _variant("qwen2.5-1.5b", device)
     yield serving.transformers_requests(variant, max(2, size.requests // 4), folder)
 
@@ -240,7 +240,7 @@ PARTS: dict[str, Part] = {
     "1.5b": Part(120, _served("qwen2.5-1.5b", "batches", 1, max_model_len=8192)),
     "70b-fp8": Part(
         180,
-        # A 16th of the context, so that the keys and values of all streams fit.
+        # A 16th of the context, so that all streams' keys and values fit.
         _served("llama-70b", "large_batches", 16, quantization="fp8", max_num_seqs=1024),
     ),
     "30b-a3b": Part(120, _decode("qwen3-30b-a3b")),

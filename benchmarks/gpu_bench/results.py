@@ -1,7 +1,6 @@
-"""Files of a run: `rows.json` has each row once it is found, `summary.txt` and `logs.txt` are made
-of rows and logs. A file is replaced whole, so whoever ends the run at any moment has the last one.
-
-Knows files and rows; runs nothing, and imports no torch.
+"""Files of a run: `rows.json` has each row at once; `summary.txt` and `logs.txt` are made of rows
+and logs. Files are replaced as a whole, so that they are complete whenever a run ends. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from pathlib import Path
 from benchmarks.gpu_bench import goals
 from benchmarks.gpu_bench.goals import Row
 
-# The ends of logs that are kept: of one, and of all together.
+# Bytes of a log's end, and of all logs together, that are kept.
 _LOG_BYTES = 1_500_000
 _LOGS_BYTES = 12_000_000
 _TRACEBACK = "Traceback (most recent call last):"
-# An error, and stacks of what crashed or took too long.
+# The starts of an error, and of stacks after a crash or timeout.
 _STARTS = (_TRACEBACK, "Fatal Python error: ", "Timeout (")
 _LONGEST_WORDS = 300
 
 
 def read_rows(out: Path) -> list[Row]:
-    """Read the rows that were found so far."""
+    """Read the rows so far."""
     path = out / "rows.json"
     rows: list[Row] = json.loads(path.read_text()) if path.exists() else []
     return rows
@@ -49,8 +48,8 @@ def _alone(out: Path) -> Iterator[None]:
 
 
 def write_report(out: Path, folders: Sequence[Path]) -> None:
-    """Write what was found so far for people: how each part ended and the table of figures, and the
-    logs in the parts' folders.
+    """Write summary and logs: how each part ended, the table of figures, and the logs in the parts'
+    folders.
     """
     rows = read_rows(out)
     _replace(out / "summary.txt", "\n".join([*_endings(rows), "", _table(rows)]) + "\n")
@@ -60,7 +59,7 @@ def write_report(out: Path, folders: Sequence[Path]) -> None:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    """Make the table. A row that has not what the table shows costs the table, and not the run."""
+    """Make the table. A row that lacks a figure prevents the table, but does not end the run."""
     try:
         return goals.table(list(goals.lines(rows)))
     except (LookupError, TypeError, ValueError, ArithmeticError) as error:
@@ -68,7 +67,7 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _endings(rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each part that was begun or had no time."""
+    """Yield a line for each part that began or had no time."""
     took = {row["part"]: row["seconds"] for row in rows if row.get("what") == "took"}
     failed = {row["part"]: row["failed"] for row in rows if row.get("what") == "part failed"}
     begun = [row["part"] for row in rows if row.get("what") == "begun"]
@@ -78,7 +77,7 @@ def _endings(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _logs_of(folder: Path) -> list[Path]:
-    """The part's own log, and those of its servers."""
+    """List the logs of a part and its servers."""
     return [path for path in (folder / "log", *sorted(folder.glob("*.log"))) if path.exists()]
 
 
@@ -90,9 +89,7 @@ def tail(log: Path, num_bytes: int) -> str:
 
 
 def last_words(text: str) -> str:
-    """Find the error that a log tells of last, and where stacks were written the place; else the
-    log's last line.
-    """
+    """Find the last error in a log, with its place if stacks were written; else the last line."""
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     starts = [number for number, line in enumerate(lines) if line.startswith(_STARTS)]
     told = lines[starts[-1] :] if starts else lines[-1:]

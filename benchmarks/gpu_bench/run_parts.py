@@ -1,7 +1,7 @@
-"""Runs parts in processes of their own, each within its bound, one after the other or side by side.
+"""Runs parts in processes, for bounded times, one after the other or side by side.
 
-A part that hangs tells where, in its log, and is ended; with a part ends what it started, however
-it ended. Knows processes and time; nothing of what parts do.
+A part that hangs writes its stacks to its log and is ended. When a part ends, all processes that it
+started are ended.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from benchmarks.gpu_bench import marks
 from benchmarks.gpu_bench.results import add_rows, last_words, read_rows, tail, write_report
 
 _POLL_S = 0.1
-# Between looks at the logs of parts that run.
+# Between reports while parts run.
 _REPORT_S = 5.0
-# For processes to write where they are, before they are killed.
+# For processes to write their stacks before they are killed.
 _DUMP_S = 2.0
-# What comes after the last part: the report, and packing compiled kernels.
+# For the report and packing compiled kernels after the last part.
 _AFTERWARDS_S = 8.0
 _LEAST_S = 3.0
 _LAST_BYTES = 20_000
@@ -31,7 +31,7 @@ _LAST_BYTES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Parts' command before `--run`, their environment, where things go, and when all is over."""
+    """The parts' command before `--run`, environment, output and end."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
@@ -43,22 +43,20 @@ class Run:
 
     @property
     def mark(self) -> str:
-        """The mark that stands above those of the parts."""
+        """The mark above those of the parts."""
         return str(self.scratch)
 
     def folders(self) -> list[Path]:
-        """List the folders of the parts so far, in their order."""
+        """List the folders of the parts so far."""
         rows = read_rows(self.out)
         return [self.scratch / row["part"] for row in rows if row["what"] == "begun"]
 
     def left_s(self) -> float:
-        """The time that is left for parts."""
+        """The seconds left for parts."""
         return self.until_s - _AFTERWARDS_S - time.monotonic()
 
 
 class _Started:
-    """A part that runs."""
-
     def __init__(self, name: str, bound_s: float, run: Run) -> None:
         self.name = name
         self._run = run
@@ -80,7 +78,7 @@ class _Started:
             )
 
     def is_over(self) -> bool:
-        """Tell whether it has ended, or was ended as its time is up."""
+        """Tell whether the part has ended; end it if its time is over."""
         status = self._process.poll()
         if status is not None:
             self.end(f"exit status {status}: {self._words()}" if status else "")
@@ -96,14 +94,14 @@ class _Started:
         return last_words(tail(self._log, _LAST_BYTES))
 
     def _dump(self) -> None:
-        """Have the part and its servers write their stacks to their logs, upon which they end."""
+        """Have the part and its servers write their stacks to their logs, and end."""
         marks.tell_all(self.mark, signal.SIGABRT)
         until_s = time.monotonic() + _DUMP_S
         while marks.marked(self.mark) and time.monotonic() < until_s:
             time.sleep(_POLL_S)
 
     def end(self, failed: str) -> None:
-        """End what is left of it, and note how it went."""
+        """End the part's remaining processes, and record the result."""
         if self._process.poll() is None:
             self._process.kill()
         marks.end_all(self.mark, max(1.0, self._run.left_s() + _AFTERWARDS_S / 2))
@@ -118,7 +116,7 @@ class _Started:
 
 
 def run_together(bounds: Mapping[str, float], run: Run) -> None:
-    """Run these parts side by side, each for so many seconds at most, less if less is left."""
+    """Run parts side by side, each for at most its bound in seconds, or the time that is left."""
     room_s = run.left_s() - _DUMP_S
     if room_s < _LEAST_S:
         late = [_too_late(name) for name in bounds]
@@ -140,7 +138,7 @@ def _too_late(name: str) -> dict[str, str]:
 
 
 def _wait(running: list[_Started], run: Run) -> None:
-    """Wait until none runs any more; each leaves the list when it is over."""
+    """Wait until all parts end; remove each from the list when it ends."""
     for _ in _reports(run):
         running[:] = [part for part in running if not part.is_over()]
         if not running:
@@ -149,7 +147,7 @@ def _wait(running: list[_Started], run: Run) -> None:
 
 
 def _reports(run: Run) -> Iterator[None]:
-    """Write the report every few seconds, for as long as it is asked."""
+    """Write the report every few seconds, while the caller iterates."""
     written_s = 0.0
     while True:
         if time.monotonic() - written_s > _REPORT_S:

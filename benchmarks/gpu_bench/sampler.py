@@ -1,6 +1,6 @@
-"""The time that sampling takes for rows of a model's logits, by their parameters.
+"""The time of sampling for rows of logits, by their parameters.
 
-Logits are flat as random weights give them, or peaked as those of a trained model.
+Logits are flat, as with random weights, or peaked, as with a trained model.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _PARAMETERS = {
 }
 _SPREADS = {"flat": 0.5, "peaked": 4.0}
 _WARM_UP, _TIMED = 2, 8
-# The share of a copy's bytes per second at which logits are expected to be read.
+# The expected rate of reading logits, as a share of a copy's.
 _READ_SHARE = 0.9
 
 
 def attempts(batches: Sequence[int], vocabulary: int, device_name: str) -> Attempts:
-    """An attempt for each number of rows, kind of logits and kind of parameters."""
+    """Return an attempt for each number of rows, kind of logits and kind of parameters."""
     device = device_of(device_name)
     return {
         f"{count} rows, {spread}, {parameters}": partial(
@@ -56,7 +56,7 @@ def _read_bytes_per_s(device: torch.device) -> float:
 
 @torch.inference_mode()
 def _timed(device: torch.device, count: int, vocabulary: int, spread: str, parameters: str) -> Row:
-    """The median time until tokens are drawn, and the host's share of it."""
+    """Return the median time until tokens are drawn, and the host's part."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(count)
     logits = torch.randn(count, vocabulary, device=device, generator=generator)
@@ -74,13 +74,13 @@ def _timed(device: torch.device, count: int, vocabulary: int, spread: str, param
         "parameters": parameters,
         "ms": 1e3 * whole_s,
         "host_ms": 1e3 * host_s,
-        # Logits read once.
+        # For reading logits once.
         "floor_ms": 1e3 * num_bytes / _read_bytes_per_s(device),
     }
 
 
 def _draw(sampler: Sampler, logits: Tensor, position: int) -> tuple[float, float]:
-    """Sample once. Returns the seconds until all is done, and until all is launched."""
+    """Sample once. Returns the seconds until everything is done, and is launched."""
     slots = np.arange(len(logits))
     _wait(logits.device)
     before_s = time.perf_counter()

@@ -1,7 +1,5 @@
 """Benchmarks of shard and router processes: steps while tokens are streamed over gRPC, and requests
 over HTTP.
-
-Knows processes and their clients; nothing of models.
 """
 
 from __future__ import annotations
@@ -31,9 +29,9 @@ from penstock_client.types import LoadReport
 LENGTHS = Lengths(64, 128, spread=True)
 _START_TIMEOUT_S = 300.0
 _SETTLE_S = 0.5
-# Steps that take at least this share of the time that passed count as running without gaps.
+# If steps take at least this share of the time, they count as running without gaps.
 _ALL = 0.97
-# The most requests that transformers batches, and the tokens in a block of its cache.
+# The most requests in a batch of transformers, and the tokens in a block of its cache.
 _MOST_AT_ONCE = 512
 _PAGE = 256
 
@@ -53,7 +51,7 @@ def _shard(variant: Variant, directory: Path) -> Shard:
 def steps_over_grpc(
     variant: Variant, streams: Sequence[int], context: int, seconds: float, directory: Path
 ) -> Iterator[dict[str, Any]]:
-    """The period of steps while a client reads streams, each of which gets one token a step."""
+    """Yield the period of steps while a client reads streams that get one token a step."""
     shard = _shard(variant, directory)
     try:
         shard.wait_healthy(_START_TIMEOUT_S)
@@ -67,7 +65,7 @@ def steps_over_grpc(
 async def _steps(
     address: str, count: int, context: int, seconds: float, variant: Variant
 ) -> dict[str, Any]:
-    """The period of the steps in a window of time in which all streams decode."""
+    """Return the period of steps while all streams decode."""
     room = variant.max_model_len - context - 1
     rng = random.Random(count)
     decoding = 0
@@ -110,15 +108,15 @@ async def _steps(
 
 
 def _window(before: LoadReport, after: LoadReport, passed_s: float, count: int) -> dict[str, Any]:
-    """The period by the shard's own count of time in steps, which a slow client does not affect; by
-    the time that passed if there were gaps between steps.
+    """Compute the period by the shard's own time in steps, which a slow client does not affect;
+    with gaps between steps, by the clock.
     """
     steps = max(1, after.steps_total - before.steps_total)
     took_s = after.steps_seconds_total - before.steps_seconds_total
     return {
         "period_ms": 1e3 * (took_s if took_s > _ALL * passed_s else passed_s) / steps,
         "steps": steps,
-        # The mean context in the middle of the window.
+        # The mean in the middle of the window.
         "context": (before.running_tokens + after.running_tokens) // (2 * count),
     }
 
@@ -132,7 +130,7 @@ async def _load(client: ShardClient) -> LoadReport:
 def requests_over_http(
     variant: Variant, requests: int, directory: Path
 ) -> Iterator[dict[str, Any]]:
-    """Requests of ShareGPT-like lengths, all sent at once: completions, then chats."""
+    """Send requests of ShareGPT-like lengths, all at once: completions, then chats."""
     with _router(variant, requests, directory) as url:
         for chat in (False, True):
             flags = ["--lengths", "sharegpt", *(["--chat"] if chat else [])]
@@ -148,7 +146,7 @@ def requests_over_http(
 def throughput_over_http(
     variant: Variant, requests: int, num_tokens: int, directory: Path
 ) -> Iterator[dict[str, Any]]:
-    """Completions of so many tokens after prompts of about as many, all sent at once."""
+    """Send completions of `num_tokens` after prompts of about as many, all at once."""
     with _router(variant, requests, directory) as url:
         flags = ["--prompt-words", str(num_tokens), "--output-tokens", str(num_tokens)]
         yield {
@@ -162,7 +160,7 @@ def throughput_over_http(
 
 @contextlib.contextmanager
 def _router(variant: Variant, requests: int, directory: Path) -> Iterator[str]:
-    """The address of a router in front of a shard, that takes so many requests at once."""
+    """Yield the address of a router before a shard, which takes so many requests at once."""
     shard = _shard(variant, directory)
     try:
         shard.wait_healthy(_START_TIMEOUT_S)
@@ -175,7 +173,7 @@ def _router(variant: Variant, requests: int, directory: Path) -> Iterator[str]:
 
 
 def _bench(url: str, requests: int, flags: Sequence[str]) -> dict[str, Any]:
-    """What a load tells, after a tenth of it to warm up."""
+    """Return the figures of a load, after a tenth of it to warm up."""
     _bench_once(url, requests // 10 + 1, flags)
     summary = _bench_once(url, requests, flags)
     return {
@@ -203,8 +201,9 @@ def _bench_once(url: str, requests: int, flags: Sequence[str]) -> dict[str, Any]
 
 
 def transformers_requests(variant: Variant, requests: int, directory: Path) -> dict[str, Any]:
-    """The same lengths through transformers' continuous batching, from ids to ids, without servers.
-    All requests are submitted at once; the cache has room for all, and is made before timing.
+    """Run the same lengths through transformers' continuous batching, from ids to ids, without
+    servers. All requests are submitted at once; the cache has room for all, and is made before
+    timing.
     """
     import torch
     from transformers import (
@@ -224,7 +223,7 @@ def transformers_requests(variant: Variant, requests: int, directory: Path) -> d
         ).eval()
     rng = random.Random(requests)
     lengths = [LENGTHS.draw(rng) for _ in range(requests)]
-    # transformers takes one output length for all requests: the average of those drawn.
+    # transformers takes one output length for all requests. Use the average.
     output_tokens = round(sum(tokens for _, tokens in lengths) / requests)
     prompts = [
         rng.choices(range(3, SHAPES[variant.shape].values["vocab_size"]), k=words)
@@ -255,7 +254,7 @@ def transformers_requests(variant: Variant, requests: int, directory: Path) -> d
             raise RuntimeError(f"transformers gave {found} tokens")
         return time.perf_counter() - before_s
 
-    # Makes the cache and warms up.
+    # Make the cache and warm up.
     generate(prompts[: requests // 10 + 1])
     seconds = generate(prompts)
     return {

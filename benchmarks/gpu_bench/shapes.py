@@ -1,7 +1,6 @@
 """Shapes of models: the work for a token, and the bytes that a step must read.
 
-The models have random weights, made on the device. Knows configurations and arithmetic; runs
-nothing, and imports no torch.
+Models have random weights, made on the device. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ _LLAMA3_ROPE = {
 }
 
 
-# Bytes of a weight, by the dtype of the weights; and of a weight of the head, which keeps the
-# precision of activations where the others are fp8 or int4.
+# Bytes of a weight, by dtype; and of a weight of the output head, which keeps the precision of
+# activations if others are fp8 or int4.
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1, "int4": 0.53}
 _HEAD_BYTES = {**_BYTES, "fp8": 2, "int4": 2}
 
@@ -55,8 +54,8 @@ class Shape:
         return self._int("num_hidden_layers")
 
     def weights_read(self, num_tokens: int) -> float:
-        """Number of weights that a step with `num_tokens` tokens reads; of experts, the expected
-        number that tokens choose at random.
+        """Count the weights that a step with `num_tokens` tokens reads, with the expected number of
+        experts if tokens choose at random.
         """
         share = 1.0
         if experts := self._experts:
@@ -64,24 +63,24 @@ class Shape:
         return self._head + self.num_layers * (self._attention + self._feed_forward * share)
 
     def weight_bytes(self, num_tokens: int, dtype: str) -> float:
-        """Bytes of these weights in a shard whose weights have this dtype."""
+        """Return the bytes of these weights in a shard with this dtype."""
         body = self.weights_read(num_tokens) - self._head
         return body * _BYTES[dtype] + self._head * _HEAD_BYTES[dtype]
 
     @property
     def weights_per_token(self) -> int:
-        """Number of weights that a prompt's token is multiplied with, without the head."""
+        """Count the weights that a prompt token is multiplied with, without the output head."""
         used = self._feed_forward
         if experts := self._experts:
             used = used * self._int("num_experts_per_tok") // experts
         return self.num_layers * (self._attention + used)
 
     def kv_elements(self, num_tokens: int) -> int:
-        """Elements of the keys and values of `num_tokens` tokens."""
+        """Count the elements of the keys and values of `num_tokens` tokens."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * num_tokens
 
     def attention_flops(self, num_tokens: int) -> float:
-        """Flops of causal attention over a prompt of `num_tokens` tokens."""
+        """Return the flops of causal attention over a prompt."""
         return 2.0 * self.num_layers * self.num_heads * self.head_dim * num_tokens**2
 
     @property
@@ -128,13 +127,13 @@ class Shape:
 
 
 def _name_all_ids(path: Path, count: int) -> None:
-    """Give each id of the model a token. Without, most ids that random weights choose are no text:
-    nothing is streamed, and the times of streams mean nothing.
+    """Give each id of the model a token. Otherwise most ids that random weights choose are no text,
+    nothing is streamed, and times of streams mean nothing.
     """
     tokenizer = json.loads(path.read_text())
     known = tokenizer["model"]["vocab"]
     taken = {*known.values(), *(token["id"] for token in tokenizer["added_tokens"])}
-    # Words of their own, in the alphabet of bytes: U+0120 is a space.
+    # New words in the alphabet of bytes: U+0120 is a space.
     known.update((f"\u0120x{number:x}", number) for number in range(count) if number not in taken)
     path.write_text(json.dumps(tokenizer))
 
@@ -184,7 +183,7 @@ _QWEN_30B = {
     "rope_theta": 1000000.0,
     "tie_word_embeddings": False,
 }
-# So small that the whole benchmark can be tried on cpu.
+# Small, to try the whole benchmark on cpu.
 _TINY = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -210,7 +209,7 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A shape, and how a shard runs it."""
+    """A shape, and a shard's settings."""
 
     shape: str
     device: str

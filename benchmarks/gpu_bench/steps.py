@@ -1,9 +1,8 @@
 """Steps of a model through the runner, without servers: decode, prefill, and equal bits.
 
-A decode step is timed in two ways. Its period is that of an engine: results of a step are collected
-while the next one runs. Its device time, by the device's own clock, is that of steps which are all
-launched before any is collected, so that the device never waits for Python. Knows the runner; knows
-no scheduling.
+A decode step is timed in two ways. For its period, as in an engine, results of a step are collected
+while the next one runs. For its device time, by the device's own clock, all steps are launched
+before any is collected, so that the device never waits for Python.
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ from penstock_shard.sequence import Sequence
 from penstock_shard.worker.model_runner import ModelRunner
 
 _GREEDY = SamplingParams(temperature=0.0)
-# The share of a copy's bytes per second at which weights are expected to be read.
+# The expected rate of reading weights, as a share of a copy's.
 _READ_SHARE = 0.9
-# Steps run before the timed ones.
+# Steps before timed ones.
 _WARM_UP = 10
 
 
 def make_runner(variant: Variant, directory: Path) -> tuple[ModelRunner, dict[str, Any]]:
-    """A runner with random weights, and a row with its progress lines: which kernels it has, and
-    whether it captures graphs. The lines go to standard output too.
+    """Make a runner with random weights, and a row with its progress lines, which name its kernels
+    and graphs. Print these too.
     """
     from penstock_shard.model_loader.load_model_runner import load_model_runner
 
@@ -71,8 +70,8 @@ def make_runner(variant: Variant, directory: Path) -> tuple[ModelRunner, dict[st
 
 
 class Sequences:
-    """Sequences that look computed up to their last token. Their KV blocks hold whatever was there
-    before, which makes no difference to the time of a step.
+    """Sequences that look computed up to their last token. Their KV blocks have arbitrary contents,
+    which does not change a step's time.
     """
 
     def __init__(self, runner: ModelRunner, count: int, context: int, room: int) -> None:
@@ -104,8 +103,8 @@ class Sequences:
         self.compute([Row(s, start, 1, samples=True) for s in self.sequences])
 
     def compute(self, rows: abc.Sequence[Row]) -> None:
-        """Launch a step of these rows. Whoever is computed from its first token on, or was not
-        computed yet, is admitted.
+        """Launch a step of these rows. Admit sequences that are new, or computed from their first
+        token on.
         """
         known = self._slots
         admitted = [row.sequence for row in rows if not row.start or row.sequence.slot not in known]
@@ -133,14 +132,14 @@ class Sequences:
 
 
 def result_tokens(result: Any) -> list[int]:
-    """The tokens that a row of a step gave."""
+    """Return the tokens of a row's result."""
     return [] if result.token_id is None else [result.token_id]
 
 
 def decode(
     runner: ModelRunner, variant: Variant, batches: abc.Sequence[int], context: int, steps: int
 ) -> Iterator[dict[str, Any]]:
-    """A row of figures for each batch size, in ms."""
+    """Yield a row of figures for each batch size, in ms."""
     copy = copy_bytes_per_s(device_of(variant.device))
     for count in batches:
         period_s = _period_s(runner, count, context, steps)
@@ -163,7 +162,7 @@ def decode(
 
 
 def floor_bytes(shape: Shape, runner: ModelRunner, count: int, context: int) -> float:
-    """Bytes that a step must read: weights once, and the keys and values of every sequence."""
+    """Return the bytes that a step must read: weights once, and all keys and values."""
     kv_bytes = {"float8_e4m3fn": 1, "float32": 4}.get(runner.info.kv_dtype, 2)
     weights = shape.weight_bytes(count, runner.info.dtype)
     return weights + shape.kv_elements(count * context) * kv_bytes
@@ -188,13 +187,13 @@ def _period_s(runner: ModelRunner, count: int, context: int, steps: int) -> floa
 def device_and_launch_s(
     runner: ModelRunner, count: int, context: int, steps: int
 ) -> tuple[float, float]:
-    """The device's time for a decode step, with all steps launched before any is collected, and the
-    host's time to launch one. If launching takes longer, it bounds the device's time from below.
+    """Return the device's time for a decode step, with all steps launched before any is collected,
+    and the host's time to launch one. The device's time cannot be less than the host's.
     """
     device = runner.model.device
     spans: list[float] = []
     times: list[float] = []
-    # Twice: the first run allocates the host memory from which inputs are copied.
+    # The first run allocates host memory for inputs.
     for _ in range(2):
         sequences = Sequences(runner, count, context, _WARM_UP + steps + 1)
         stamps, times = [], []
@@ -213,7 +212,7 @@ def device_and_launch_s(
 def prefill(
     runner: ModelRunner, variant: Variant, lengths: abc.Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """Prefill of prompts, each computed in one step."""
+    """Yield figures of prompts, each computed in one step."""
     peak = matmul_flops_per_s(device_of(variant.device))
     shape = SHAPES[variant.shape]
     for length in lengths:
@@ -231,7 +230,7 @@ def prefill(
 
 
 def compute_prompt(runner: ModelRunner, length: int) -> float:
-    """Compute a prompt in one step. Returns the seconds until its token is collected."""
+    """Compute a prompt in one step; return the seconds until its token is collected."""
     sequences = Sequences(runner, 1, length, 1)
     (sequence,) = sequences.sequences
     before_s = time.perf_counter()
@@ -243,9 +242,9 @@ def compute_prompt(runner: ModelRunner, length: int) -> float:
 
 
 def exact_bits(runner: ModelRunner, variant: Variant, batch: int) -> dict[str, Any]:
-    """Whether a sequence's greedy tokens and their log-probabilities are the same, bit for bit,
-    alone, in a batch, in chunks, and prefilled again with its output; and the result of the shard's
-    own self-check at load.
+    """Tell whether a sequence's greedy tokens and log-probabilities have the same bits alone, in a
+    batch, in chunks, and prefilled again with its output; and the result of the shard's check at
+    load.
     """
     alone = _tokens(runner)
     ways: dict[str, Callable[[], list[Any]]] = {
@@ -267,8 +266,8 @@ def exact_bits(runner: ModelRunner, variant: Variant, batch: int) -> dict[str, A
 def _tokens(
     runner: ModelRunner, *, batch: int = 1, cut: int | None = None, again_at: int = 0
 ) -> list[Any]:
-    """40 tokens, with log-probabilities, of the first of `batch` sequences. Prompts are computed in
-    chunks of `cut` tokens, and computed again, with the output so far, after `again_at` tokens.
+    """Return 40 tokens, with log-probabilities, of the first of `batch` sequences. Prompts are
+    computed in chunks of `cut` tokens, and again, with the output so far, after `again_at` tokens.
     """
     context = 300
     sequences = Sequences(runner, batch, context, 64)
@@ -295,7 +294,7 @@ def _tokens(
 
 
 def _rows_of(sequence: Sequence, again: bool, cut: int | None) -> list[Row]:
-    """The sequence's tokens to compute next, in chunks of `cut`; all of them if `again`."""
+    """Return rows of the next tokens to compute, in chunks of `cut`; of all tokens if `again`."""
     end = len(sequence.token_ids)
     start = 0 if again else end - 1
     step = cut or end
@@ -306,7 +305,9 @@ def _rows_of(sequence: Sequence, again: bool, cut: int | None) -> list[Row]:
 
 
 def _in_turns(rows: abc.Sequence[Row]) -> list[list[Row]]:
-    """Steps of at most 4,096 tokens with one chunk of each request, earlier chunks first."""
+    """Divide rows into steps of at most 4,096 tokens with one chunk of each request, earlier chunks
+    first.
+    """
     steps: list[list[Row]] = [[]]
     for row in sorted(rows, key=lambda row: (row.start, row.count)):
         last = steps[-1]

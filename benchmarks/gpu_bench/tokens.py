@@ -1,5 +1,5 @@
-"""Tokens of small models beside those that transformers gives on the processor: computed step by
-step, replayed from graphs, exact.
+"""Compares tokens of small models with transformers' on CPU: computed step by step, replayed from
+graphs, exact.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WAYS: dict[str, dict[str, bool]] = {
 
 
 def attempts(families: Sequence[str], device: str, folder: Path) -> Attempts:
-    """An attempt for each model and each way of computing it."""
+    """Return an attempt for each model and way of computing it."""
     return {
         f"{family}, {way}": partial(_compared, family, way, device, folder)
         for family in families
@@ -39,7 +39,7 @@ def attempts(families: Sequence[str], device: str, folder: Path) -> Attempts:
 
 @functools.cache
 def _model(family: str, folder: Path) -> tuple[Path, list[list[int]]]:
-    """Make a model. Returns its directory, and the tokens that transformers gives."""
+    """Make a model; return its directory and transformers' tokens."""
     directory = make_model(folder / family, family)
     return directory, reference(directory, [list(prompt) for prompt in _PROMPTS])
 
@@ -65,7 +65,7 @@ def _compared(family: str, way: str, device: str, folder: Path) -> Row:
 
 
 def _decode_together(driver: Driver, sequences: Sequence[Tokens]) -> None:
-    """Compute whole prompts, then decode all rows in each step, as graphs do."""
+    """Compute whole prompts, then decode all rows in each step, as with graphs."""
     for sequence in sequences:
         driver.step([(sequence, sequence.num_prompt_tokens)])
     while sequences[0].num_output_tokens < OUTPUT_TOKENS:

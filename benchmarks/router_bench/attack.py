@@ -1,4 +1,4 @@
-"""`attack`: honest requests beside clients that tie up all that a router lends."""
+"""`attack`: honest requests beside clients that tie up a router's resources."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from benchmarks.router_bench.servers import Load, MemoryWatch, Meter, Servers, m
 CALM, ATTACKED = "alone", "attacked"
 _HONEST, _ATTACKER = "honest", "mallory"
 _OUTPUT_TOKENS = 32
-# A text of over 64 kB, which a text process takes.
+# A text of over 64 kB, for a text process.
 _LONG_WORDS = 15_000
 _LONG_RATE = 1.0
 _WARMUP_S = 2.0
 _PATIENCE_S = 30.0
 _PROBE_PERIOD_S = 0.01
 _LOOK_PERIOD_S = 0.1
-# What has not been given back by then is lost.
+# Resources that are not free by then are lost.
 _GIVE_BACK_S = 60.0
 
 
@@ -68,7 +68,7 @@ def _measure(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
 
 @contextlib.contextmanager
 def serving_site(args: argparse.Namespace, folder: Path) -> Iterator[Site]:
-    """A shard and a router that asks for keys, over TLS."""
+    """Start a shard, and a router with keys and TLS."""
     authority = Authority(folder, "bench")
     pair = authority.issue("127.0.0.1")
     shard = shard_flags(
@@ -86,7 +86,7 @@ def serving_site(args: argparse.Namespace, folder: Path) -> Iterator[Site]:
 
 
 class Site:
-    """The servers, and how to ask the router."""
+    """The servers, and requests to the router."""
 
     def __init__(self, servers: Servers, authority: Authority) -> None:
         self.servers = servers
@@ -99,7 +99,7 @@ class Site:
         return ask(self._url + path, body, headers, context=self._context)
 
     def store(self) -> str:
-        """The id of a response of the honest key."""
+        """Store a response with the honest key; return its id."""
         body = {"model": MODEL, "input": "keep this", "max_output_tokens": 4}
         status, text = self.ask("/v1/responses", body)
         assert status == 200, text
@@ -109,7 +109,7 @@ class Site:
         return self.ask(f"/v1/responses/{stored}")[0] == 200
 
     def held(self) -> dict[str, float]:
-        """What the router says it has lent, and its open connections but the one that asks."""
+        """Return the router's used resources, and its open connections except this one."""
         _, text = self.ask("/metrics")
         values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[:1] not in "#")
         router = self.servers.processes()["router"][0]
@@ -127,13 +127,13 @@ class Site:
 
 
 def _memory(servers: Servers) -> dict[str, int]:
-    """Bytes of the router, and of the router with its text processes."""
+    """Return the bytes of the router, and of the router with its text processes."""
     processes = servers.processes()["router"]
     return {"router": memory_bytes(processes[:1]), "all": memory_bytes(processes)}
 
 
 def window(site: Site, case: str, seed: int, args: argparse.Namespace) -> Row:
-    """What became of the honest requests, and what the router had lent and gave back."""
+    """Measure honest requests, and the resources that the router used and freed."""
     servers = site.servers
     before = site.held()
     with ExitStack() as stack:
@@ -159,7 +159,7 @@ def window(site: Site, case: str, seed: int, args: argparse.Namespace) -> Row:
 
 
 def _attackers(site: Site, args: argparse.Namespace) -> list[Load]:
-    """One with a key and one without, each from an address of its own."""
+    """Return attackers with and without a key, at different addresses."""
     seconds = args.seconds + _WARMUP_S
     who = ((_ATTACKER, "127.0.0.2", "127.0.0.4"), ("", "127.0.0.3", "127.0.0.5"))
     return [
@@ -169,7 +169,7 @@ def _attackers(site: Site, args: argparse.Namespace) -> list[Load]:
 
 
 def _honest(site: Site, seed: int, args: argparse.Namespace) -> Row:
-    """Short requests, long ones beside them, and probes."""
+    """Send short requests, long requests and probes."""
     port, ca_file = site.servers.port, site.ca_file
     short = [chat(stream=True, max_tokens=_OUTPUT_TOKENS, key=_HONEST)]
     long = [chat("word " * _LONG_WORDS, stream=True, max_tokens=1, key=_HONEST)]
@@ -200,7 +200,7 @@ def _honest(site: Site, seed: int, args: argparse.Namespace) -> Row:
 
 
 def _gave_back_s(site: Site, before: dict[str, float]) -> float:
-    """How long it took until nothing was lent that had not been before."""
+    """Return the seconds until no more resources are used than before."""
     begun_s = time.monotonic()
     while time.monotonic() - begun_s < _GIVE_BACK_S:
         held = site.held()

@@ -1,7 +1,7 @@
-"""Clients that mean no good: they tie up whatever a router lends to slow and greedy requests.
+"""Malicious clients, which tie up a router's resources by slow and greedy requests.
 
-All of them go on at once in a process of its own, from an address of its own, until a moment that
-was agreed. None opens more connections, or sends more, than its constants say.
+All attacks run at once in a process, from an address of its own, for a given time. Constants bound
+their connections and bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.router_bench.servers import Pipe
 
-# What each attack has open at once.
+# Connections of each attack.
 _BOMBS = 8
 _UNREAD_ANSWERS = 6
 _SLOW_BODIES = 70
@@ -34,35 +34,35 @@ _STORING = 4
 _BOMB_BYTES = 10**9
 _SLOW_BODY_BYTES = 33_000_000
 _LONG_BYTES = 70_000
-# Log-probabilities of so many tokens, 20 each, are an answer of some 30 MB.
+# With 20 log-probabilities for each of these tokens, an answer has about 30 MB.
 _PROMPT_TOKENS = 15_000
 _STREAM_CHOICES = 16
 _STORED_BYTES = 200_000
 _PAUSE_S = 1.0
-# After which a client that is held, or refused, begins again.
+# Then a client that waits begins again.
 _PATIENCE_S = 15.0
 _ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
-# Of a shard of its own: an honest one's time is not what is attacked.
+# The model of a separate shard, because attacks are not on the honest shard's time.
 ATTACKED_MODEL = "attacked"
 
 
 @dataclass(slots=True)
 class Target:
-    """What is attacked, by whom, and what came of it."""
+    """The target of an attacker, and the results."""
 
     port: int
     ca_file: Path
     # "": without a key.
     key: str
     address: str
-    # Of those that never shake hands: handshakes of one address wait for each other.
+    # For clients without a handshake, because handshakes of one address wait for each other.
     silent_address: str
     statuses: Counter[str] = field(default_factory=Counter)
 
     def head(self, path: str, length: int, *more: str) -> bytes:
-        """The headers of a POST of JSON."""
+        """Return the headers of a POST of JSON."""
         lines = [
             f"POST {path} HTTP/1.1",
             "Host: bench",
@@ -74,7 +74,6 @@ class Target:
         return "\r\n".join([*lines, "", ""]).encode()
 
     def post(self, path: str, body: dict[str, Any], *more: str) -> bytes:
-        """A whole request."""
         data = json.dumps({"model": ATTACKED_MODEL, **body}).encode()
         return self.head(path, len(data), *more) + data
 
@@ -82,7 +81,7 @@ class Target:
     async def connected(
         self, receive_bytes: int | None = None
     ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-        """A TLS connection with a receive buffer of this size; reset at the end."""
+        """Open a TLS connection with a receive buffer of this size; reset it at the end."""
         tls = ssl.create_default_context(cafile=str(self.ca_file))
         limit = receive_bytes or 2**16
         with await self.opened(self.port, receive_bytes) as own:
@@ -97,7 +96,7 @@ class Target:
     async def opened(
         self, port: int, receive_bytes: int | None = None, address: str = ""
     ) -> socket.socket:
-        """A bare connection."""
+        """Open a TCP connection."""
         own = socket.socket()
         own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         if receive_bytes is not None:
@@ -121,7 +120,7 @@ Attack = Callable[[Target], Awaitable[None]]
 
 
 async def _inflate(target: Target) -> None:
-    """A body of a megabyte that unpacks to a gigabyte."""
+    """Send a body of a megabyte that unpacks to a gigabyte."""
     bomb = _bomb()
     async with target.connected() as (reader, writer):
         writer.write(target.head("/v1/completions", len(bomb), "Content-Encoding: gzip"))
@@ -140,8 +139,8 @@ def _bomb() -> bytes:
 
 
 def _packed_spaces(megabytes: int) -> bytes:
-    """In gzip's format. One is packed and repeated, which is allowed after a full flush: to pack a
-    thousand takes seconds.
+    """Return spaces in gzip's format. Pack one megabyte and repeat it, which is allowed after a
+    full flush, because packing a thousand takes seconds.
     """
     spaces = b" " * 10**6
     packer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
@@ -190,7 +189,7 @@ async def _leave_stream_unread(target: Target) -> None:
 
 
 async def _say_nothing(target: Target) -> None:
-    """Neither a handshake nor a request."""
+    """Connect without handshake and request."""
     with await target.opened(target.port, address=target.silent_address) as own:
         await asyncio.get_running_loop().sock_recv(own, 1)
         target.statuses["silent closed"] += 1
@@ -224,7 +223,7 @@ _ATTACKS: tuple[tuple[Attack, int], ...] = (
 
 
 def attack(pipe: Pipe, target: Target, seconds: float) -> None:
-    """All attacks for so long: how many answers of which kind came."""
+    """Run all attacks for `seconds`; send the number of answers by kind."""
 
     async def repeat(one: Attack) -> None:
         while True:
@@ -242,7 +241,7 @@ def attack(pipe: Pipe, target: Target, seconds: float) -> None:
         for task in done:
             task.result()
 
-    # Its work is another machine's.
+    # This work belongs to another machine.
     os.nice(19)
     _bomb()
     pipe.send("ready")

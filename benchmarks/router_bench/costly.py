@@ -1,4 +1,4 @@
-"""`costly`: honest chats with a small model beside one client's requests that cost much."""
+"""`costly`: honest chats with a small model beside one client's expensive requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from penstock_cli.arguments import positive_int
 
 _HONEST, _ATTACKER = "honest", "mallory"
 ALONE, ATTACKED = "alone", "attacked"
-# About 3 M parameters with the embeddings.
+# About 3 M parameters with embeddings.
 _DECODER = {
     "hidden_size": 128,
     "intermediate_size": 384,
@@ -38,24 +38,24 @@ _DECODER = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 32_768,
 }
-# Of streams, and of the chats beside them.
+# Tokens of streams, and of chats beside them.
 _STREAM_TOKENS = range(128, 385)
 _CHAT_TOKENS = 16
-# A text of over 64 kB, which a text process takes, cut to what a chat's prompt has.
+# A text of over 64 kB, for a text process, cut to the length of a chat's prompt.
 _LONG_WORDS = 15_000
 _LONG_TOKENS = 32
 _LONG_PERIOD_S = 2.0
-# Until all loads of a window are there.
+# For the start of a window's loads.
 _START_S = 6.0
 _WARMUP_S = 3.0
 _PATIENCE_S = 30.0
 _PROBE_PERIOD_S = 0.05
-# Until all is ended that a window has begun, as constraints are that wait.
+# For the end of a window's work, such as waiting constraints.
 _SETTLE_S = 60.0
 
 _MAX_RATIO = 1.5
-# Below these a latency is fine whatever it was alone. A long body may find a task of another's in
-# the text process, for which it waits.
+# Lower latencies meet the goal, whatever they were alone. A long body may wait for another client's
+# task in the text process.
 _FLOOR_MS = 50.0
 _LONG_FLOOR_MS = 250.0
 _MAX_LIVE_MS = 20.0
@@ -96,7 +96,7 @@ def _measure(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
         *("--tool-call-parser", "pythonic"),
     )
     for name in args.attacks:
-        # No attack finds what another has left.
+        # Each attack gets new servers.
         with serving(folder, shard, router, pin=args.pin, model=model) as servers:
             for number in range(args.rounds):
                 for case in (ALONE, ATTACKED):
@@ -107,9 +107,9 @@ def _measure(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
 def _window(
     servers: Servers, attack: Attack, case: str, number: int, args: argparse.Namespace
 ) -> Row:
-    """Measures the honest requests, and the memory of router and shard."""
+    """Measure honest requests, and the memory of router and shard."""
     window = Window(time.monotonic() + _START_S, _WARMUP_S, args.seconds, _PATIENCE_S)
-    # In each window what is shared is new.
+    # Shared texts are new in each window.
     salt = f"{case}{number}"
     with ExitStack() as stack:
         watch = stack.enter_context(MemoryWatch(lambda: _memory(servers)))
@@ -128,7 +128,7 @@ def _window(
 
 
 def _memory(servers: Servers) -> dict[str, int]:
-    """Bytes of all processes of the router, and of all of the shard."""
+    """Return the bytes of all processes of the router, and of the shard."""
     processes = servers.processes()
     return {
         "router": memory_bytes(processes["router"]),
@@ -139,7 +139,7 @@ def _memory(servers: Servers) -> dict[str, int]:
 def _honest(
     servers: Servers, attack: Attack, salt: str, window: Window, args: argparse.Namespace
 ) -> Row:
-    """Streams, chats, long bodies and what the attacker asks for too, and probes."""
+    """Send streams, chats, long bodies, requests like the attacker's, and probes."""
     rng = random.Random(salt)
     kinds = {
         "chat": _at_random(args.rate, rng, window),
@@ -190,14 +190,14 @@ def _long() -> bytes:
 
 
 def _stream(rng: random.Random) -> Timed:
-    """Streams begin one after another, and have different lengths."""
+    """Return requests of different lengths, which begin at a random time."""
     begin_s = rng.uniform(0, _WARMUP_S / 2)
     lengths = (rng.choice(_STREAM_TOKENS) for _ in range(8))
     return [(begin_s, chat(stream=True, max_tokens=each, key=_HONEST)) for each in lengths]
 
 
 def _settle(servers: Servers) -> float:
-    """Seconds until the router has no request left; infinity for too many."""
+    """Return the seconds until the router has no request; infinity after `_SETTLE_S`."""
     try:
         return wait_until(lambda: _is_idle(servers), timeout_s=_SETTLE_S, what="an idle router")
     except AssertionError:
@@ -238,7 +238,7 @@ def _times(alone: Row, attacked: Row, key: str) -> str:
 
 
 def shortfalls(alone: Row, attacked: Row) -> list[str]:
-    """Goals that are missed, each with its value and its bound."""
+    """List missed goals, with value and bound."""
     found = []
     for key, name, floor_ms in _LATENCIES:
         if not alone[key]:

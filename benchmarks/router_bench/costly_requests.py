@@ -1,7 +1,6 @@
-"""Requests that cost whoever serves them far more than whoever sends them, and who sends them.
+"""Requests that cost a server far more than their sender, and the sender.
 
-Some are slow because of what they say, others because honest clients ask for the same and wait in
-a line that the sender has filled.
+Some take long by their content. Others fill a queue in which honest clients wait for the same.
 """
 
 from __future__ import annotations
@@ -25,24 +24,24 @@ from benchmarks.router_bench.http_load import MODEL, Client, chat, client, post
 from benchmarks.router_bench.loads import Window
 from benchmarks.router_bench.servers import Pipe
 
-# Whose key a request has, what tells the requests of a window from those of others, its number.
+# Arguments: the key, a salt for each window, the request's number.
 MakeRequest = Callable[[str, str, int], bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """A salvo of requests again and again, of which no more than `at_once` wait for answers."""
+    """Repeated salvos of requests, of which at most `at_once` wait for answers."""
 
     name: str
     make: MakeRequest
     at_once: int
     in_a_salvo: int
     period_s: float
-    # Honest clients ask for the last of each salvo too.
+    # Honest clients also send the last request of each salvo.
     is_shared: bool = False
 
 
-# ---- What is sent ------------------------------------------------------------------------------
+# ---- Requests ----------------------------------------------------------------------------------
 
 _OPENINGS = 16_300
 _AMBIGUOUS = 'start: e\ne: e e | "a" | "b" | " " | e "c" e'
@@ -50,7 +49,7 @@ _MANY_TOKENS = 1500
 _NUM_PROPERTIES = 2000
 _LONG_BYTES = 4_000_000
 _CUT_TOKENS = 100
-# That look ahead, which takes a few tenths of a second in all.
+# Patterns with look-ahead, which take some tenths of a second in all.
 _NUM_PATTERNS = 4
 _SIDE_PIXELS = 4000
 
@@ -72,7 +71,7 @@ def _wide_tool(key: str, salt: str, number: int) -> bytes:
 
 
 def _long_text(key: str, salt: str, number: int) -> bytes:
-    """Every second one is to be cut."""
+    """Return a long text; every second is to be truncated."""
     body = {"model": MODEL, "prompt": "word and " * (_LONG_BYTES // 9), "max_tokens": 1}
     cut = {"truncate_prompt_tokens": _CUT_TOKENS} if number % 2 else {}
     return post("/v1/completions", {**body, **cut}, key)
@@ -96,7 +95,7 @@ def _large_image(key: str, salt: str, number: int) -> bytes:
 
 
 def picture(comment: str) -> bytes:
-    """A large PNG of few bytes, another one for each comment."""
+    """Return a large PNG of few bytes, different for each comment."""
     *_, end = whole = _plain_picture()
     text = b"tEXtComment\0" + comment.encode()
     chunk = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
@@ -105,7 +104,7 @@ def picture(comment: str) -> bytes:
 
 @functools.cache
 def _plain_picture() -> tuple[bytes, bytes]:
-    """The file without its last chunk, and that chunk."""
+    """Return the file without its last chunk, and that chunk."""
     out = io.BytesIO()
     Image.new("RGB", (_SIDE_PIXELS, _SIDE_PIXELS), "teal").save(out, "PNG")
     return out.getvalue()[:-12], out.getvalue()[-12:]
@@ -124,12 +123,12 @@ ATTACKS: dict[str, Attack] = {
 }
 
 
-# ---- Who sends it ------------------------------------------------------------------------------
+# ---- Senders -----------------------------------------------------------------------------------
 
 
 def send(pipe: Pipe, port: int, attack: Attack, key: str, salt: str, window: Window) -> None:
-    """Sends an attack throughout a window, and tells how many answers had which status."""
-    # Its work is another machine's.
+    """Attack throughout a window; send the number of answers by status."""
+    # This work belongs to another machine.
     os.nice(19)
     attack.make(key, salt, 0)
     pipe.send("ready")
@@ -161,7 +160,7 @@ async def _salvos(port: int, attack: Attack, key: str, salt: str, window: Window
 
 
 def asked_too(attack: Attack, key: str, salt: str, window: Window) -> list[tuple[float, bytes]]:
-    """Honest requests, each for the last of a salvo, half a period after it."""
+    """Return honest requests, each like the last of a salvo, half a period after it."""
     if not attack.is_shared:
         return []
     length_s = window.warmup_s + window.seconds

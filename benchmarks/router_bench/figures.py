@@ -1,6 +1,6 @@
-"""Rows of figures: percentiles, medians over rounds, a table, and axes to draw on.
+"""Rows of figures: percentiles, medians over rounds, a table, and plots.
 
-A row is one measured window: names and numbers, `case` among them. Knows nothing of what they mean.
+A row has names and numbers of a measured window, with its `case`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MIN_BARS = 4
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of all are at or below; NaN of no values."""
+    """Return the value that `share` of all do not exceed; NaN without values."""
     if not values:
         return float("nan")
     ordered = sorted(values)
@@ -25,7 +25,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def curve(values: Sequence[float], points: int = 200) -> list[float]:
-    """A distribution as so many of its values, evenly spread, the smallest and largest included."""
+    """Return evenly spread values of a distribution, with the smallest and largest."""
     if not values:
         return []
     ordered = sorted(values)
@@ -33,12 +33,14 @@ def curve(values: Sequence[float], points: int = 200) -> list[float]:
 
 
 def cases(rows: Sequence[Row]) -> list[str]:
-    """Names of cases, in the order in which they came first."""
+    """Return the names of cases, in the order of their first rows."""
     return list(dict.fromkeys(row["case"] for row in rows))
 
 
 def medians(rows: Sequence[Row]) -> list[Row]:
-    """One row a case: of each number the median over its rounds, of all else the first."""
+    """Return a row for each case, with medians of numbers over rounds, and first values of all
+    else.
+    """
     result = []
     for case in cases(rows):
         rounds = [row for row in rows if row["case"] == case]
@@ -52,12 +54,13 @@ def medians(rows: Sequence[Row]) -> list[Row]:
 
 
 def of_case(rows: Sequence[Row], case: str) -> Row:
-    """The row of that case."""
     return next(row for row in rows if row["case"] == case)
 
 
 def table(rows: Sequence[Row], columns: Sequence[tuple[str, str, str]]) -> str:
-    """Rows as text. A column is a key, a heading and a format; what a row lacks is a dash."""
+    """Return rows as text. Columns are key, heading and format; a dash stands for a missing
+    value.
+    """
     cells = [[heading for _, heading, _ in columns]]
     for row in rows:
         values = ((row.get(key), style) for key, _, style in columns)
@@ -72,7 +75,7 @@ def table(rows: Sequence[Row], columns: Sequence[tuple[str, str, str]]) -> str:
 
 
 def subplots(count: int, title: str) -> tuple[Any, list[Any]]:
-    """A figure and its axes, side by side."""
+    """Return a figure and its axes, side by side."""
     figure = importlib.import_module("matplotlib.figure").Figure(
         figsize=(4.2 * count, 3.6), layout="constrained"
     )
@@ -85,18 +88,18 @@ def subplots(count: int, title: str) -> tuple[Any, list[Any]]:
 
 
 def bars(axes: Any, rows: Sequence[Row], key: str, title: str) -> None:
-    """A bar a case, with its value on it."""
+    """Draw a bar for each case, with its value."""
     shown = [row for row in rows if row.get(key) is not None]
     drawn = axes.barh([row["case"] for row in shown], [row[key] for row in shown], color="C0")
     axes.bar_label(drawn, fmt="%.4g", padding=3)
     axes.margins(x=0.25)
-    # As thick as those of a figure with more of them.
+    # Bars as thick as in figures with more of them.
     axes.set_ylim(max(len(shown), _MIN_BARS) - 0.5, -0.5)
     axes.set_title(title)
 
 
 def distributions(axes: Any, curves: dict[str, Sequence[float]], label: str) -> None:
-    """Distributions as curves: the share of all that is at or below."""
+    """Draw distributions as curves: the share of values at or below."""
     for name, values in curves.items():
         shares = [100 * i / max(len(values) - 1, 1) for i in range(len(values))]
         axes.plot(values, shares, label=name)
@@ -107,5 +110,4 @@ def distributions(axes: Any, curves: dict[str, Sequence[float]], label: str) -> 
 
 
 def save(figure: Any, path: Path) -> None:
-    """As PNG."""
     figure.savefig(path, format="png", dpi=90)

@@ -1,7 +1,7 @@
-"""HTTP/1.1 over bare sockets: a load that costs a few microseconds an event.
+"""HTTP/1.1 over bare sockets: a load that takes a few microseconds for an event.
 
-`Streams` reads many streams at once and keeps what comes, with the time of its arrival, to be
-looked at after the measurement. `Client` asks for one answer after another.
+`Streams` reads many streams at once, and keeps data with arrival times, for analysis after the
+measurement. `Client` sends one request after another.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ MODEL = "bench"
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 _TEXT = re.compile(rb'"content": *"([^"]+)"')
-# Of a listening socket whose backlog is full.
+# For a listening socket with a full backlog.
 _CONNECT_TIMEOUT_S = 60.0
 _LAST_CHUNK = b"0\r\n\r\n"
-# Of a stream whose status was sent.
+# An error in a stream, after its status.
 _ERROR_EVENT = b'data: {"error"'
 
 
 def write_keys(file: Path, *names: str) -> Path:
-    """A file for --api-keys-file, in which each key is its own name."""
+    """Write a file for --api-keys-file, in which each key is its own name."""
     hashes = {
         name: key_file_format.hash_of(key_file_format.digest_of(name.encode())) for name in names
     }
@@ -43,7 +43,7 @@ def write_keys(file: Path, *names: str) -> Path:
 
 
 def post(path: str, body: dict[str, Any], key: str = "") -> bytes:
-    """A request, ready to be sent; `key` says whose it is."""
+    """Return the bytes of a request."""
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\n"
     if key:
@@ -52,35 +52,35 @@ def post(path: str, body: dict[str, Any], key: str = "") -> bytes:
 
 
 def get(path: str) -> bytes:
-    """A request, ready to be sent."""
+    """Return the bytes of a request."""
     return f"GET {path} HTTP/1.1\r\nHost: bench\r\n\r\n".encode()
 
 
 def chat(words: str = "hello", *, key: str = "", **fields: Any) -> bytes:
-    """A chat request whose answer has as many tokens as `max_tokens` says."""
+    """Return a chat request with an answer of exactly `max_tokens`."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": words}]}
     return post("/v1/chat/completions", {**body, "ignore_eos": True, **fields}, key)
 
 
 def ends_body(data: bytes) -> bool:
-    """Whether a read ends with a body's last chunk. Headers may well end in 0 too."""
+    """Tell whether a read ends with a body's last chunk. Headers may also end in 0."""
     return data == _LAST_CHUNK or data.endswith(b"\n" + _LAST_CHUNK)
 
 
 @dataclass(slots=True)
 class Answer:
-    """One answer as it came. Times are of `time.monotonic`; 0 is not yet."""
+    """An answer so far. Times are those of `time.monotonic`; 0: not yet."""
 
     sent_s: float
     status: int = 0
-    # When the first text of a stream came.
+    # When a stream's first text came.
     first_s: float = 0.0
     ended_s: float = 0.0
     error: str = ""
     chunks: list[tuple[float, bytes]] = field(default_factory=list)
 
     def events(self) -> list[tuple[float, str]]:
-        """When each event with text was complete, and its text."""
+        """Return each event with text: when it was complete, and its text."""
         found: list[tuple[float, str]] = []
         rest = b""
         for at_s, data in self.chunks:
@@ -96,7 +96,7 @@ class Answer:
 
 
 class Streams:
-    """One request a connection, all read by one loop around epoll."""
+    """Requests with a connection each, read by one loop around epoll."""
 
     def __init__(self, connections: Sequence[socket.socket]) -> None:
         self._connections = connections
@@ -112,7 +112,7 @@ class Streams:
         return [answer for _, answer in self._reads.values()]
 
     def read(self, timeout_s: float | None = None, *, until_readable: int | None = None) -> None:
-        """What is there now, waited for at most so long; or until that file can be read."""
+        """Read what comes within `timeout_s`, or until that file is readable."""
         if until_readable is None:
             self._take(self._epoll.poll(timeout_s))
             return
@@ -148,7 +148,7 @@ class Streams:
 
 
 def open_streams(port: int, request: bytes, count: int) -> Streams:
-    """Connect and send the request, so many times."""
+    """Send the request over `count` connections."""
     connections = []
     for _ in range(count):
         connection = socket.create_connection(("127.0.0.1", port), timeout=_CONNECT_TIMEOUT_S)
@@ -161,14 +161,14 @@ def open_streams(port: int, request: bytes, count: int) -> Streams:
 
 
 class Connection(asyncio.Protocol):
-    """One connection; one request at a time."""
+    """A connection, with one request at a time."""
 
     def __init__(self) -> None:
         self.answer: Answer | None = None
         self._transport: asyncio.Transport | None = None
         self._done: asyncio.Future[Answer] | None = None
         self._head = b""
-        # Of a body whose length is known: bytes that are missing. None: chunks, or not yet known.
+        # Missing bytes of a body with a known length; None for chunks, or before the headers.
         self._left: int | None = None
 
     @property
@@ -176,7 +176,9 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, request: bytes) -> asyncio.Future[Answer]:
-        """The answer, once it is complete or the connection is lost."""
+        """Send a request. The future is done once the answer is complete or the connection is
+        lost.
+        """
         assert self._transport is not None
         self._head, self._left = b"", None
         self.answer = Answer(time.monotonic())
@@ -239,7 +241,7 @@ class Connection(asyncio.Protocol):
 
 
 class Client:
-    """Connections to one port, kept for the next request. Make it inside a running loop."""
+    """Connections to a port, kept for later requests. Make it in a running loop."""
 
     def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
         self._port = port
@@ -248,7 +250,6 @@ class Client:
         self._all: set[Connection] = set()
 
     async def connect(self) -> Connection:
-        """A new connection."""
         _, connection = await asyncio.get_running_loop().create_connection(
             Connection, "127.0.0.1", self._port, ssl=self._tls
         )
@@ -256,7 +257,7 @@ class Client:
         return connection
 
     async def ask(self, request: bytes) -> Answer:
-        """Send over a connection that is free. One that cannot be made is an answer's error."""
+        """Send over a free connection. A failure to connect is an error in the answer."""
         begin_s = time.monotonic()
         self._idle = [each for each in self._idle if each.is_open]
         try:
@@ -272,7 +273,7 @@ class Client:
         return answer
 
     def unanswered(self) -> list[Answer]:
-        """What was asked and is not answered."""
+        """List answers that have not ended."""
         answers = (each.answer for each in self._all)
         return [answer for answer in answers if answer is not None and not answer.ended_s]
 
@@ -283,7 +284,7 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def client(port: int, ca_file: Path | None = None) -> AsyncIterator[Client]:
-    """Over TLS if there is the file of an authority."""
+    """Yield a client, over TLS if an authority's file is given."""
     tls = None if ca_file is None else ssl.create_default_context(cafile=str(ca_file))
     made = Client(port, tls)
     try:

@@ -1,6 +1,6 @@
-"""A router that works on all text on its event loop: what text processes and threads are to beat.
+"""A router that handles all text on its event loop, as a baseline for text processes and threads.
 
-Started in place of `python -m penstock_router`, with the same flags.
+Start it instead of `python -m penstock_router`, with the same flags.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What sends load: each function runs in a process of its own, at the other end of a `Load`'s pipe.
+"""Functions that send load. Each runs in its own process, at the other end of a `Load`'s pipe.
 
-Each says "ready", does what it does until it is told to stop or is through, and sends its result.
+Each sends "ready", works until it is stopped or done, and sends its result.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from penstock_client import (
     SamplingParams,
 )
 
-# An event that comes later than this after the shard's send was not passed on as it came.
+# An event that comes later after the shard's send was not passed on at once.
 PROMPT_EVENT_S = 0.005
 _BETWEEN_BURSTS_S = 0.2
 
 
 async def _told(pipe: Pipe) -> Any:
-    """What the other end says next."""
+    """Return the next message of the other end."""
     loop = asyncio.get_running_loop()
     said = asyncio.Event()
     loop.add_reader(pipe.fileno(), said.set)
@@ -44,13 +44,13 @@ async def _told(pipe: Pipe) -> Any:
     return pipe.recv()
 
 
-# ---- Streams that are all open at once ---------------------------------------------------------
+# ---- Simultaneous streams ----------------------------------------------------------------------
 
 
 def hold_streams(
     pipe: Pipe, port: int, request: bytes, count: int, stamps_files: Sequence[Path]
 ) -> None:
-    """Open so many streams, and read them until told to stop and in which window to look."""
+    """Open `count` streams, and read them until the pipe gives a window to analyze."""
     streams = open_streams(port, request, count)
     while not all(answer.first_s or answer.ended_s for answer in streams.answers):
         streams.read(0.05)
@@ -62,7 +62,7 @@ def hold_streams(
 
 
 def hold_answers(pipe: Pipe, port: int, request: bytes, count: int) -> None:
-    """The same for answers in one piece, which are left when told to stop."""
+    """Do the same for whole answers, which are dropped at the stop."""
     streams = open_streams(port, request, count)
     pipe.send("ready")
     streams.read(until_readable=pipe.fileno())
@@ -70,17 +70,17 @@ def hold_answers(pipe: Pipe, port: int, request: bytes, count: int) -> None:
     pipe.send({"lost": sum(bool(answer.chunks) for answer in streams.answers)})
 
 
-# When it came, and the tokens in it, as texts or as ids.
+# The time at which an event came, and its tokens, as texts or ids.
 _Event = tuple[float, Sequence[str | int]]
 
 
 @dataclass(slots=True)
 class _Events:
-    """Of all streams within a window."""
+    """Counts over all streams in a window."""
 
     tokens: int = 0
     events: int = 0
-    # Tokens that came alone, and soon after they were sent.
+    # Tokens that came alone, soon after they were sent.
     prompt: int = 0
     unknown: int = 0
     gaps_s: list[float] = field(default_factory=list)
@@ -90,11 +90,11 @@ class _Events:
 def _window(
     answers: Sequence[Answer], from_s: float, to_s: float, stamps_files: Sequence[Path]
 ) -> dict[str, Any]:
-    """`lost` are streams that ended or said nothing in the window."""
+    """Return the window's figures; `lost` counts streams that ended or were silent."""
     streams: list[list[_Event]] = []
     lost = 0
     for answer in answers:
-        # Each token begins with a space and has no other.
+        # Each token begins with its only space.
         streams.append(
             [
                 (at_s, [" " + word for word in text.split(" ")[1:]])
@@ -107,7 +107,7 @@ def _window(
 
 
 def _figures(streams: Sequence[Sequence[_Event]], stamps: Stamps) -> dict[str, Any]:
-    """What their users see: gaps between events, and delays since tokens were sent."""
+    """Return users' figures: gaps between events, and delays since tokens were sent."""
     found = _Events()
     for events in streams:
         found.gaps_s += [later - earlier for (earlier, _), (later, _) in itertools.pairwise(events)]
@@ -147,9 +147,9 @@ def _take_event(found: _Events, at_s: float, tokens: Sequence[str | int], stamps
 def fleet_streams(
     pipe: Pipe, addresses: Sequence[str], count: int, max_tokens: int, stamps_files: Sequence[Path]
 ) -> None:
-    """Read so many streams through the client library alone, until told to stop.
+    """Read `count` streams with only the client library, until stopped.
 
-    As the router does: on the same event loop, told of what comes where it comes.
+    As in a router, callbacks on the same event loop get the outputs.
     """
 
     def read(fleet: Fleet, seed: int) -> GenerationStream:
@@ -197,9 +197,9 @@ def _request(seed: int, prompt_tokens: int, max_tokens: int) -> GenerationReques
 
 
 def closed_loop(pipe: Pipe, port: int, requests: Sequence[bytes], at_once: int, total: int) -> None:
-    """So many requests over `at_once` connections, the next when one is answered.
+    """Send `total` requests over `at_once` connections, each after the previous answer.
 
-    The kinds of request take turns. How many are answered is said every hundredth of them.
+    Kinds of requests take turns. Send the number of answers after each hundredth.
     """
 
     async def run() -> dict[str, Any]:
@@ -230,7 +230,7 @@ def closed_loop(pipe: Pipe, port: int, requests: Sequence[bytes], at_once: int, 
 def closed_loop_for(
     pipe: Pipe, port: int, requests: Sequence[bytes], at_once: int, warmup_s: float, seconds: float
 ) -> None:
-    """The same for so long, after a warm-up that is not counted: see `_summary`."""
+    """Do the same for `seconds`, after a warm-up that does not count: see `_summary`."""
 
     async def worker(http: Client, numbers: Iterator[int], until_s: float) -> None:
         while time.monotonic() < until_s:
@@ -250,13 +250,13 @@ def closed_loop_for(
     pipe.send(_summary(answers, from_s, to_s))
 
 
-# ---- Requests at random moments ----------------------------------------------------------------
+# ---- Requests at random times ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """A Poisson process of `rate` requests a second, whatever the answers. Those that have not
-    ended `patience_s` after the last was sent have hung.
+    """A Poisson process of `rate` requests a second, whatever the answers. Requests that have not
+    ended `patience_s` after the last was sent count as hung.
     """
 
     rate: float
@@ -273,7 +273,7 @@ def open_loop(
     arrivals: Arrivals,
     ca_file: Path | None = None,
 ) -> None:
-    """Requests at such moments: what became of them after the warm-up."""
+    """Send requests at these times; send their figures after the warm-up."""
 
     async def run() -> dict[str, Any]:
         async with client(port, ca_file) as http:
@@ -295,7 +295,7 @@ def fleet_open_loop(
     num_prompts: int,
     arrivals: Arrivals,
 ) -> None:
-    """The same through the client library alone, with token ids."""
+    """Do the same with only the client library, with token ids."""
     first = arrivals.seed * num_prompts
     requests = [_request(first + i, prompt_tokens, max_tokens) for i in range(num_prompts)]
 
@@ -340,13 +340,13 @@ async def _at_random(
     return {**_summary([task.result() for task in done], from_s, to_s), "hung": len(hung)}
 
 
-# ---- Several kinds of request at agreed moments ------------------------------------------------
+# ---- Several kinds of request at given times ---------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A time that several loads agree on: when it begins, by `time.monotonic`, and how it goes on.
-    What has not ended `patience_s` after its end has hung.
+    """A common time window of several loads; it begins at `begin_s` of `time.monotonic`. Requests
+    that have not ended `patience_s` after its end count as hung.
     """
 
     begin_s: float
@@ -363,16 +363,15 @@ class Window:
         return self.from_s + self.seconds
 
 
-# When a request is sent, in seconds after the beginning, and the request.
+# Seconds after the begin, and the request to send.
 Timed = Sequence[tuple[float, bytes]]
 
 
 def users(
     pipe: Pipe, port: int, streams: Sequence[Timed], kinds: dict[str, Timed], window: Window
 ) -> None:
-    """Streams that begin at such moments, each again when it has ended, and beside them further
-    kinds of request, each at moments of its own: of each kind what became of it. Streams are of the
-    kind that is named first.
+    """Begin streams at given times, and restart each when it ends; also send other kinds of
+    requests at their times. Send figures of each kind; streams count as the first kind.
     """
     first = next(iter(kinds))
     answers: dict[str, list[Answer]] = {kind: [] for kind in kinds}
@@ -410,8 +409,8 @@ def users(
 
 
 def _summary(every: Sequence[Answer], from_s: float, to_s: float) -> dict[str, Any]:
-    """Latencies of what was sent in the window, accepted or refused with status 429; `goodput` is
-    how many were answered in it, a second; `failed` counts all.
+    """Return latencies of requests sent in the window, accepted or refused with status 429.
+    `goodput` is the rate of requests answered in it; `failed` counts all.
     """
     answers = [each for each in every if from_s <= each.sent_s < to_s]
     good = [each for each in every if each.status == 200 and not each.error]
@@ -443,15 +442,14 @@ def _summary(every: Sequence[Answer], from_s: float, to_s: float) -> dict[str, A
     return found
 
 
-# ---- Long prompts, and whether anything else is answered meanwhile -----------------------------
+# ---- Long prompts, and probes beside them ------------------------------------------------------
 
 
 def bursts(
     pipe: Pipe, port: int, request: bytes, at_once: int, least_s: float, patience_s: float
 ) -> None:
-    """So many requests at once, and again when all are answered, for `least_s`: how many answers
-    had which status, how many were not there after `patience_s`, and from when to when each burst
-    lasted.
+    """Send bursts of `at_once` requests, each after all answers, for `least_s`. Send the number of
+    answers by status, the number missing after `patience_s`, and begin and end of each burst.
     """
 
     async def burst(http: Client) -> None:
@@ -482,7 +480,7 @@ def bursts(
 def probe(
     pipe: Pipe, port: int, request: bytes, period_s: float, ca_file: Path | None = None
 ) -> None:
-    """Ask again and again, until told to stop: when each was sent, and how long its answer took."""
+    """Send requests until stopped; send each one's time and duration."""
 
     async def ask(http: Client) -> None:
         while True:
@@ -498,7 +496,7 @@ def probe(
                 await asyncio.sleep(0.01)
             pipe.send("ready")
             await _told(pipe)
-            # One that is still not answered has taken at least so long.
+            # Open requests have taken at least until now.
             now_s = time.monotonic()
             took_s.extend((each.sent_s, now_s - each.sent_s) for each in http.unanswered())
             asking.cancel()

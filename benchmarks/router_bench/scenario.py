@@ -1,4 +1,4 @@
-"""What a sub-command of `router.py` is, and what all of them share."""
+"""Sub-commands of `router.py`, and their common parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock_common.flags import number
 
 Columns = Sequence[tuple[str, str, str]]
 
-# Shown of every case: CPU time of each part, in cores, and of whatever else ran on the machine.
+# Columns of every case: CPU time of each part and of other processes, in cores.
 LOAD_COLUMNS = (
     ("router_cores", "router", ".2f"),
     ("shard_cores", "shard", ".2f"),
@@ -22,15 +22,14 @@ LOAD_COLUMNS = (
     ("load_cores", "load", ".2f"),
     ("others_cores", "others", ".2f"),
 )
-# An argument.
 positive = number(float, above=0)
-# Enough that no stream ends while it is measured.
+# So many that no measured stream ends.
 ENDLESS_TOKENS = 60_000
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`measure` yields a row for each window; the rest gets rows of medians, and all rows."""
+    """`measure` yields a row for each window; others get rows of medians, and all rows."""
 
     help: str
     description: str
@@ -40,21 +39,21 @@ class Scenario:
     # Lines below the table.
     remarks: Callable[[list[Row], argparse.Namespace], list[str]]
     draw: Callable[[list[Row], list[Row], list[Any]], None]
-    # How many axes `draw` wants.
+    # Axes for `draw`.
     num_axes: int
 
 
 def shard_flags(args: argparse.Namespace, *flags: object) -> list[str]:
-    """Those of the sub-command, then those of the command line, which win."""
+    """Return flags of the sub-command, then those of the command line, which replace them."""
     usual = ("--served-model-name", MODEL, "--step-ms", args.step_ms)
     return [*map(str, usual), *map(str, flags), *args.shard_flags]
 
 
 def router_flags(args: argparse.Namespace, *flags: object) -> list[str]:
-    """Those of the sub-command, then those of the command line, which win."""
+    """Return flags of the sub-command, then those of the command line, which replace them."""
     return [*map(str, flags), *args.router_flags]
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """NaN where there is nothing to compare with."""
+    """Return the ratio; NaN if the denominator is 0."""
     return numerator / denominator if denominator else float("nan")

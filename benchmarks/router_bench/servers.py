@@ -24,17 +24,17 @@ from support.processes import Router, Service, Shard, free_port, running
 from benchmarks.router_bench.stamping_shard import STAMPS_VARIABLE
 
 _ROOT = Path(__file__).parents[2]
-# Before a load that does not say that it is ready is given up.
+# Time limit for a load to become ready.
 READY_TIMEOUT_S = 120.0
 _WATCH_PERIOD_S = 0.1
 _PROPORTIONAL = re.compile(r"^Pss: +(\d+) kB$", re.MULTILINE)
 
 
 class StampingShard(Shard):
-    """A shard with the fake runner whose tokens tell when they were sent."""
+    """A shard with the fake runner; its tokens tell when they were sent."""
 
     def __init__(self, log_file: Path, place: tuple[int, int], *flags: str) -> None:
-        """`place` says which one it is, of how many."""
+        """`place` has the shard's index, and the number of shards."""
         port = free_port()
         self.stamps_file = log_file.with_suffix(".stamps")
         self._place = place
@@ -64,8 +64,8 @@ class Servers:
         return int(self.router.address.rpartition(":")[2])
 
     def processes(self) -> dict[str, list[psutil.Process]]:
-        """Processes by part of the system. A router's workers belong to it, and what checks
-        constraints to its shard.
+        """Return processes by part: workers belong to the router, checkers of constraints to their
+        shard.
         """
         engines = [shard.engine for shard in self.shards]
         shards = [each for shard in self.shards for each in _family(shard) if each not in engines]
@@ -73,12 +73,12 @@ class Servers:
 
     @property
     def addresses(self) -> list[str]:
-        """Of the shards."""
+        """The shards' addresses."""
         return [shard.address for shard in self.shards]
 
     @property
     def stamps_files(self) -> list[Path]:
-        """Files of the shards that stamp."""
+        """The files of stamping shards."""
         return [each.stamps_file for each in self.shards if isinstance(each, StampingShard)]
 
 
@@ -99,20 +99,18 @@ def serving(
     router: str = "penstock_router",
     model: Path | None = None,
 ) -> Iterator[Servers]:
-    """Start so many shards and a router, wait until all serve, and end all on the way out.
+    """Start shards and a router, wait until all serve, and end all at the end.
 
-    `models` are instead the names of a model for each shard, `router` is the module that is run as
-    the router. Shards have the fake runner and stamp their tokens, or serve `model`. Each shard's
-    step is a hundredth longer than the one's before: shards of a real fleet do not keep step with
-    each other.
+    There are `shards` shards, or one for each name in `models`. They have the fake runner and stamp
+    their tokens, or serve `model`. The module `router` runs as router. Each shard's step is 1 %
+    longer than the previous shard's, because shards of a real fleet do not run in lockstep.
 
-    `pin` gives the router the first core, and the shards and this process, with the loads that it
-    starts, the others.
+    `pin` gives the router the first core, and all other processes the other cores.
     """
     cores = sorted(os.sched_getaffinity(0))
     if pin and len(cores) > 1:
         os.sched_setaffinity(0, cores[1:])
-    # Of several stacks, one after another, each has logs of its own.
+    # Each of several stacks, one after another, has its own logs.
     number = len(list(folder.glob("router*.log")))
     try:
         with contextlib.ExitStack() as scope:
@@ -152,10 +150,10 @@ def _with_longer_step(flags: Sequence[str], factor: float) -> list[str]:
 
 
 class Load:
-    """A function in a process of its own, and a pipe to it: its first argument.
+    """A function in its own process, which gets a pipe as first argument.
 
-    It says "ready" when what it does is going on, is told to stop, and gives its result. Leaving
-    the scope kills it.
+    It sends "ready" when its work has begun, and after a stop its result. The end of the context
+    kills it.
     """
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
@@ -179,17 +177,17 @@ class Load:
         return psutil.Process(self._process.pid)
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Raises `RuntimeError` when it ends, or is not ready in time."""
+        """Raises RuntimeError if the load ends, or is not ready in time."""
         said = self._receive(timeout_s)
         if said != "ready":
             raise RuntimeError(f"the load said {said!r} before it was ready")
 
     def stop(self, *what: Any) -> None:
-        """Tell it to stop; `what` is for it to make sense of."""
+        """Stop the load; `what` has arguments for it."""
         self._ours.send(what)
 
     def result(self, timeout_s: float) -> Any:
-        """What it found. Raises `RuntimeError` when there is nothing in time."""
+        """Return the load's result. Raises RuntimeError if it is late."""
         return self._receive(timeout_s)
 
     def _receive(self, timeout_s: float) -> Any:
@@ -206,7 +204,9 @@ Pipe = Connection
 
 
 def _run_and_stay(target: Callable[..., None], pipe: Pipe, *args: Any) -> None:
-    """Until the other end is closed: the process's CPU time is asked for when it is through."""
+    """Run `target`, then wait until the other end is closed, because it reads this process's CPU
+    time.
+    """
     target(pipe, *args)
     with contextlib.suppress(EOFError):
         pipe.recv()
@@ -214,7 +214,7 @@ def _run_and_stay(target: Callable[..., None], pipe: Pipe, *args: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """CPU seconds of each part within a window, and of all processes that are not ours."""
+    """CPU seconds in a window, of each part and of all other processes."""
 
     from_s: float
     to_s: float
@@ -226,13 +226,13 @@ class Usage:
         return self.to_s - self.from_s
 
     def cores(self) -> dict[str, float]:
-        """Of each part, in cores, ready for a row."""
+        """Return the cores that each part used, for a row."""
         found = {f"{name}_cores": used_s / self.wall_s for name, used_s in self.cpu_s.items()}
         return {**found, "others_cores": self.others_s / self.wall_s}
 
 
 class Meter:
-    """Measures `Usage` of servers and further processes from its creation to `read`."""
+    """Measures `Usage` of servers and `others` from its creation to `read`."""
 
     def __init__(self, servers: Servers, **others: psutil.Process) -> None:
         self._servers = servers
@@ -247,7 +247,7 @@ class Meter:
         return Usage(before[0], after[0], cpu_s, others_s)
 
     def _look(self) -> tuple[float, dict[str, float], float]:
-        # Looked for anew: a router may start and end processes.
+        # A router may have started or ended processes.
         processes = self._servers.processes()
         processes.update((name, [process]) for name, process in self._others.items())
         used_s = {name: sum(map(_cpu_s, each)) for name, each in processes.items()}
@@ -257,24 +257,24 @@ class Meter:
 
 
 def _cpu_s(process: psutil.Process) -> float:
-    """With that of its children that have ended."""
+    """Return CPU seconds of a process and its ended children."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return float(sum(process.cpu_times()[:4]))
     return 0.0
 
 
 def memory_bytes(processes: Sequence[psutil.Process]) -> int:
-    """Memory of all of them. Of what processes share each has its part, where Linux tells it."""
+    """Return the memory of processes. On Linux, each has its part of shared pages."""
     total = 0
     for process in processes:
-        # Those that work on texts and constraints may end while they are looked at.
+        # Processes for texts and constraints may end meanwhile.
         with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
             total += _proportional_bytes(process)
     return total
 
 
 def _proportional_bytes(process: psutil.Process) -> int:
-    """Proportional set size or, where there is none, what is resident."""
+    """Return the proportional set size if it is known, else the resident size."""
     try:
         text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
     except (FileNotFoundError, PermissionError):
@@ -284,10 +284,10 @@ def _proportional_bytes(process: psutil.Process) -> int:
 
 
 class MemoryWatch:
-    """Memory of each part when the watch began, and the most since."""
+    """Each part's memory at the begin, and the most since."""
 
     def __init__(self, look: Callable[[], dict[str, int]]) -> None:
-        """`look` tells the bytes of each part now."""
+        """`look` returns the bytes of each part."""
         self._look = look
         self.before_bytes = look()
         self.most_bytes = dict(self.before_bytes)
@@ -303,7 +303,7 @@ class MemoryWatch:
         self._thread.join()
 
     def grown_mb(self, part: str) -> float:
-        """Growth of a part at its largest."""
+        """Return the largest growth of a part."""
         return (self.most_bytes[part] - self.before_bytes[part]) / 2**20
 
     def _watch(self) -> None:

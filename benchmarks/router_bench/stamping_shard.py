@@ -1,10 +1,9 @@
-"""A shard that writes down when it sends tokens, and says so in the tokens.
+"""A shard that records when it sends tokens, by numbers in the tokens.
 
-Started in place of `python -m penstock_shard`, with the same flags. Each batch of outputs that is
-handed to gRPC gets a number, and all its tokens become the one token of that number: whoever reads
-the text knows when it was sent, however many others wait before it. Numbers come again after as
-many batches as there are such tokens, which takes many seconds; of several shards each has tokens
-of its own. Times are of `time.monotonic`.
+Start it instead of `python -m penstock_shard`, with the same flags. Each batch of outputs for gRPC
+gets a number, and all its tokens become the token of that number. So readers of the text know when
+it was sent, even if it waited after others. Numbers repeat after many seconds. Each of several
+shards has its own tokens. Times are those of `time.monotonic`.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from penstock_shard.__main__ import main
 from penstock_shard.ipc.messages import Output
 from penstock_shard.server import proto_codec
 
-# A file; which shard this is, and of how many.
+# A file; the shard's index, and the number of shards.
 STAMPS_VARIABLE = "PENSTOCK_BENCH_STAMPS"
-# Of each batch: when, which number, how many tokens.
+# Of each batch: time, number, tokens.
 _RECORD = struct.Struct("<dII")
 _SPACE = "\u0120"
 
 
 def stamp_tokens(index: int, count: int) -> dict[str, int]:
-    """Those of shard `index` of so many: texts of a space and a word, each one token of the builtin
-    model, and its id.
+    """Return the tokens of shard `index` of `count`, text -> id. Texts are a space and a word; each
+    is one token of the builtin model.
     """
     path = Path(penstock_shard.__file__).parent / "builtin_model" / "tokenizer.json"
     vocabulary = json.loads(path.read_bytes())["model"]["vocab"]
@@ -48,11 +47,11 @@ def stamp_tokens(index: int, count: int) -> dict[str, int]:
 
 
 class Stamps:
-    """What stamping shards wrote down."""
+    """The records of stamping shards."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.batches: list[tuple[float, int, int]] = []
-        # By text and by id of a token.
+        # By a token's text and by its id.
         self._sent_at_s: dict[str | int, list[float]] = {}
         for index, path in enumerate(paths):
             batches = list(_RECORD.iter_unpack(path.read_bytes()))
@@ -64,21 +63,21 @@ class Stamps:
                 self._sent_at_s[text] = self._sent_at_s[token_id] = times_s[number]
 
     def sent_at_s(self, token: str | int, read_at_s: float) -> float | None:
-        """When a token that was read at that time was sent; None for one of another origin."""
+        """Return when a token that was read at this time was sent; None for unknown tokens."""
         times_s = self._sent_at_s.get(token, [])
         index = bisect_right(times_s, read_at_s)
         return times_s[index - 1] if index else None
 
     def num_tokens(self, from_s: float, to_s: float) -> int:
-        """Sent within that time."""
+        """Count the tokens sent in [from_s, to_s)."""
         return sum(count for at_s, _, count in self.batches if from_s <= at_s < to_s)
 
 
 def _stamp(path: str, index: int, count: int) -> None:
-    """Have `wire.responses` stamp what goes through it."""
+    """Have `proto_codec.responses` stamp tokens."""
     make_responses = proto_codec.responses
     token_ids = list(stamp_tokens(index, count).values())
-    # Written at once, so that it can be read while the shard runs.
+    # Unbuffered, so that it can be read while the shard runs.
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     batch = -1
 

@@ -1,6 +1,6 @@
-"""Streams that are all open at once: CPU time a token, when tokens come, how many streams hold.
+"""Simultaneous streams: CPU time a token, times of tokens, and the possible number of streams.
 
-`tokens`, `latency`, `streams` and `workers`.
+Sub-commands `tokens`, `latency`, `streams` and `workers`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from benchmarks.router_bench.stamping_shard import Stamps
 from penstock_cli.arguments import positive_int
 from penstock_client import ShardClient
 
-# From when all streams have begun until the window opens.
+# From the begin of all streams to the begin of the window.
 _SETTLE_S = 1.0
-# For streams that were left to end.
+# For the end of streams that were cut off.
 _REST_S = 0.5
 _RESULT_TIMEOUT_S = 120.0
-# With fewer tokens than this in events of their own, and soon, a figure would be flattered.
+# If a smaller share of tokens comes in single events in time, figures would look too good.
 _PROMPT_SHARE = 0.95
 
 _STREAMED = chat(stream=True, max_tokens=ENDLESS_TOKENS)
@@ -46,7 +46,7 @@ _WHOLE = chat(stream=False, max_tokens=ENDLESS_TOKENS)
 
 
 def _streamed(servers: Servers, streams: int, seconds: float) -> Row:
-    """Streams of the chat route through the router."""
+    """Measure streams of the chat route through the router."""
     arguments = (servers.port, _STREAMED, streams, servers.stamps_files)
     with Load(loads.hold_streams, *arguments) as load:
         usage, row = _window(servers, load, seconds)
@@ -58,7 +58,7 @@ def _streamed(servers: Servers, streams: int, seconds: float) -> Row:
 
 
 def _whole(servers: Servers, streams: int, seconds: float) -> Row:
-    """The same, answered in one piece: of the answers' tokens none is seen, the shard counts."""
+    """Measure the same as whole answers; the shard counts the tokens."""
     with Load(loads.hold_answers, servers.port, _WHOLE, streams) as load:
         usage, row = _window(servers, load, seconds)
         load.stop()
@@ -68,7 +68,7 @@ def _whole(servers: Servers, streams: int, seconds: float) -> Row:
 
 
 def _direct(servers: Servers, streams: int, seconds: float) -> Row:
-    """The same streams read by the client library alone."""
+    """Measure the same streams with only the client library."""
     arguments = (servers.addresses, streams, ENDLESS_TOKENS, servers.stamps_files)
     with Load(loads.fleet_streams, *arguments) as load:
         usage, row = _window(servers, load, seconds)
@@ -79,7 +79,7 @@ def _direct(servers: Servers, streams: int, seconds: float) -> Row:
 
 
 def _window(servers: Servers, load: Load, seconds: float) -> tuple[Usage, Row]:
-    """What every case is measured by: CPU time, tokens that the shard sent, its step period."""
+    """Measure CPU time, tokens that the shard sent, and its step period."""
     load.wait_ready()
     time.sleep(_SETTLE_S)
     meter = Meter(servers, load=load.process)
@@ -100,13 +100,13 @@ def _window(servers: Servers, load: Load, seconds: float) -> tuple[Usage, Row]:
 
 
 def _rested(row: Row) -> Row:
-    """The row, once what was cut off has been aborted."""
+    """Return the row after a pause in which cut-off streams are aborted."""
     time.sleep(_REST_S)
     return row
 
 
 async def _watch_steps(address: str, seconds: float) -> tuple[float, int]:
-    """The mean period of a shard's steps over the window, in ms, and its preemptions."""
+    """Return the mean period of a shard's steps in a window, in ms, and its preemptions."""
     async with ShardClient(address) as shard:
         reports = shard.watch_load()
         first = last = await anext(reports)
@@ -166,7 +166,7 @@ def _tokens_remarks(rows: list[Row], args: argparse.Namespace) -> list[str]:
 
 
 def _troubles(rows: list[Row]) -> list[str]:
-    """What would make figures worthless."""
+    """List events that make figures worthless."""
     return [
         f"{row['case']}: {key.replace('_', ' ')}: {row[key]:g}"
         for row in rows
@@ -344,7 +344,7 @@ def _balanced(servers: Servers, args: argparse.Namespace) -> Row:
 
 
 def _connections(process: psutil.Process, port: int) -> int:
-    """Of clients, to that port."""
+    """Count connections of clients to the port."""
     found = process.net_connections(kind="tcp")
     return sum(each.status == psutil.CONN_ESTABLISHED and each.laddr.port == port for each in found)
 

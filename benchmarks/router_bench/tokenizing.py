@@ -1,4 +1,4 @@
-"""Text work off the event loop against text work on it, on requests of ordinary lengths."""
+"""Compares text work off and on the event loop, with requests of ordinary lengths."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _arguments(parser: argparse.ArgumentParser) -> None:
 
 def _measure(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
     for number in range(args.rounds):
-        # In turns: what comes first in one round comes last in the next.
+        # In turns: the first in one round is the last in the next.
         for case in list(_MODULES)[:: 1 if number % 2 else -1]:
             flags = shard_flags(args, "--max-num-seqs", args.streams), router_flags(args)
             with serving(folder, *flags, pin=args.pin, router=_MODULES[case]) as servers:

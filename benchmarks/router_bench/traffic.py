@@ -1,6 +1,6 @@
-"""Requests that come and go: many in a row, far too long ones, first tokens, too many at once.
+"""Requests that come and go: many in a row, very long ones, first tokens, overload.
 
-`requests`, `long`, `ttft` and `overload`.
+Sub-commands `requests`, `long`, `ttft` and `overload`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from benchmarks.router_bench.servers import Load, Meter, Servers, memory_bytes, 
 from penstock_cli.arguments import positive_int
 
 _RESULT_TIMEOUT_S = 600.0
-# Beyond the length of an answer, until a request counts as hanging.
+# Time beyond an answer's length after which a request counts as hung.
 _PATIENCE_S = 30.0
-# About one token each for the builtin tokenizer.
+# About one token each in the builtin tokenizer.
 _WORDS = ("the", "and", "you", "for", "that", "with", "know", "only", "can", "one", "more", "this")
 
 
@@ -43,7 +43,7 @@ def _words(count: int, seed: int = 0) -> str:
 
 
 def _measured(servers: Servers, load: Load, args: argparse.Namespace) -> Row:
-    """What a load that ends by itself found, and what it cost."""
+    """Return the results and costs of a load that ends by itself."""
     with load:
         load.wait_ready()
         meter = Meter(servers, load=load.process)
@@ -89,7 +89,7 @@ def _requests(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
 
 
 def _watch_memory(servers: Servers, load: Load) -> tuple[list[int], list[float], Row]:
-    """How many requests were answered when the router had which memory, in MB, and the result."""
+    """Return numbers of answers, the router's memory at those times, in MB, and the result."""
     processes = servers.processes()["router"]
     counts, sizes_mb = [0], [memory_bytes(processes) / 1e6]
     while isinstance(said := load.result(_RESULT_TIMEOUT_S), int):
@@ -99,7 +99,7 @@ def _watch_memory(servers: Servers, load: Load) -> tuple[list[int], list[float],
 
 
 def _flatness(counts: list[int], sizes_mb: list[float], total: int) -> Row:
-    """How far memory strays, after the first tenth, from what it was then."""
+    """Compute how far memory differs later from that after the first tenth."""
     settled = [size for count, size in zip(counts, sizes_mb, strict=True) if count >= total / 10]
     return {
         "counts": counts,
@@ -159,7 +159,7 @@ def _user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-# By name: the path, and the body around a text.
+# Name -> path, and body around a text.
 _LONG_KINDS: dict[str, tuple[str, _Body]] = {
     "completions": ("/v1/completions", lambda text: {"prompt": text, "max_tokens": 1}),
     "two prompts": ("/v1/completions", lambda text: {"prompt": [text, text], "max_tokens": 1}),
@@ -172,7 +172,7 @@ _LONG_KINDS: dict[str, tuple[str, _Body]] = {
 }
 _SHORT_CONTEXT = 2048
 _PROBE_PERIOD_S = 0.01
-# Bursts come again for so long at least: refusals are over in a moment.
+# Repeat bursts at least this long, because refusals are fast.
 _LEAST_S = 3.0
 
 
@@ -206,7 +206,7 @@ def _long(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
         blocks = ("--kv-blocks", max(100_000, 2 * context // 16))
         flags = shard_flags(args, "--max-model-len", context, *queue, *blocks)
         with serving(folder, flags, router_flags(args), pin=args.pin) as servers:
-            # The device is not what is measured; its CPU time would be.
+            # The device is not measured, but its CPU time would disturb.
             for process in (*servers.processes()["shard"], *servers.processes()["engine"]):
                 process.nice(10)
             for number in range(args.rounds):
@@ -218,7 +218,7 @@ def _long(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
 
 
 def _probed(servers: Servers, kind: str | None, args: argparse.Namespace) -> Row:
-    """GET /health again and again while such requests are answered, or for a few idle seconds."""
+    """Send GET /health repeatedly, during such requests or some idle seconds."""
     with Load(loads.probe, servers.port, get("/health"), _PROBE_PERIOD_S) as probe:
         probe.wait_ready()
         found = _idle(servers) if kind is None else _burst(servers, kind, args)
@@ -240,7 +240,7 @@ def _probed(servers: Servers, kind: str | None, args: argparse.Namespace) -> Row
 
 
 def _overlaps(windows: list[tuple[float, float]], sent_s: float, seconds: float) -> bool:
-    """Also of what was sent just before and had to wait."""
+    """Tell whether a probe overlaps a burst, even if it was sent before and had to wait."""
     return any(sent_s + seconds > from_s and sent_s < to_s for from_s, to_s in windows)
 
 
@@ -305,7 +305,7 @@ admitted by a long one. Short bursts come several times, and only what is asked 
 # ---- ttft --------------------------------------------------------------------------------------
 
 _ROUTED, _DIRECT = "through the router", "gRPC client"
-# Different ones, made before they are sent; then the first comes again.
+# Different prompts, made before sending; then the first comes again.
 _PROMPTS = 200
 
 
@@ -323,7 +323,7 @@ def _ttft_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _ttft(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
-    # A request takes a step for each of its tokens, and two until its first step begins.
+    # A request takes a step for each token, and two steps before the first.
     capacity = args.sequences / (1e-3 * args.step_ms * (args.output_tokens + 2))
     rate = args.load * capacity
     # Prompts never wait for each other.
@@ -339,7 +339,7 @@ def _ttft(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
 def _first_tokens(
     servers: Servers, case: str, rate: float, seed: int, args: argparse.Namespace
 ) -> Row:
-    """The same arrivals either way."""
+    """Measure a case; arrivals are the same in both."""
     arrivals = Arrivals(rate, 1.0, args.seconds, seed, _PATIENCE_S)
     load: Load
     if case == _ROUTED:
@@ -402,12 +402,12 @@ _POLITE, _BESIDE_GREEDY = "nine polite keys", "beside a greedy one"
 _BESIDE_BOUNDED = "beside a greedy one, bounded"
 _CROWD, _GREEDY = "crowd", "greedy"
 _POLITE_KEYS = tuple(f"polite{number}" for number in range(9))
-# What the greedy key sends goes on for so long beyond what is measured.
+# The greedy key sends this much longer than the measured window.
 _MARGIN_S = 3.0
 
 
 def _count(text: str) -> int:
-    """An argument."""
+    """Parse an argument."""
     return 0 if text == "0" else positive_int(text)
 
 
@@ -455,7 +455,7 @@ def _overload(args: argparse.Namespace, folder: Path) -> Iterator[Row]:
 
 
 def _of_several_lengths(args: argparse.Namespace, *keys: str) -> list[bytes]:
-    """Lengths differ, so that answers neither begin nor end together."""
+    """Return requests of different lengths, so that answers neither begin nor end together."""
     lengths = range(max(1, args.output_tokens // 2), args.output_tokens * 3 // 2 + 1)
     rng = random.Random(0)
     whose = itertools.cycle(keys)
@@ -465,7 +465,7 @@ def _of_several_lengths(args: argparse.Namespace, *keys: str) -> list[bytes]:
 def _by_keys(
     servers: Servers, case: str, capacity: float, seed: int, args: argparse.Namespace
 ) -> Row:
-    """What became of the polite keys' requests."""
+    """Measure the polite keys' requests."""
     warmup_s = 4e-3 * args.step_ms * args.output_tokens
     polite = _of_several_lengths(args, *_POLITE_KEYS)
     rate = args.polite * capacity * len(_POLITE_KEYS) / (len(_POLITE_KEYS) + 1)

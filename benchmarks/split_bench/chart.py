@@ -1,7 +1,7 @@
-"""What was measured as a picture: what each step is made of, and what users waited for.
+"""Draws the parts of steps and users' latencies.
 
-A row of axes for each model and number of streams; in it steps at saturation and at the fixed
-rate, then distributions of latency. Gets rows of medians, and all rows.
+Each model and number of streams has a row of axes: steps at saturation and at the fixed rate, then
+distributions of latencies.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _PARTS = (
 )
 _COLORS = {"one process": "#7b3294", "pair": "#1b7837"}
 _STYLES = {"saturation": "-", "fixed rate": "--"}
-# A part narrower than this share of the longest bar has no room for its figure.
+# A part narrower than this share of the longest bar gets no figure.
 _LEAST_LABEL = 0.16
 
 
 def draw(medians: Sequence[Row], rows: Sequence[Row], path: Path) -> None:
-    """As PNG; needs matplotlib."""
+    """Draw a PNG of `medians` and all `rows`; needs matplotlib."""
     groups = list(dict.fromkeys(row["group"] for row in medians))
     figure = importlib.import_module("matplotlib.figure").Figure(
         figsize=(17, 1.2 + 2.7 * len(groups)), layout="constrained"
@@ -69,13 +69,13 @@ def _named(load: str, rows: Sequence[Row]) -> str:
 
 
 def _widths_ms(row: Row) -> list[float]:
-    """Of `_PARTS`; what was waited for a core may have been hidden by a device."""
+    """Return the widths of `_PARTS`. A device may have hidden waits for a core."""
     core_ms = min(row["core_wait_ms"], row["wait_ms"])
     return [row["device_ms"], row["engine_ms"], row["wait_ms"] - core_ms, core_ms]
 
 
 def _bars(axes: Any, rows: Sequence[Row], title: str) -> None:
-    """A bar for each way, of the parts of its steps."""
+    """Draw a bar for each way, with the parts of its steps."""
     names = [row["way"] for row in rows]
     longest_ms = max(row["period_ms"] for row in rows)
     left = [0.0] * len(rows)
@@ -89,7 +89,7 @@ def _bars(axes: Any, rows: Sequence[Row], title: str) -> None:
         text = f"{row['period_ms']:.3g} ms, {row['tokens_per_s']:.0f} tokens/s"
         axes.text(left[index], index, f"  {text}", va="center", fontsize=9)
     axes.set_xlim(0, 1.6 * longest_ms)
-    # Three bars' room, so that two are as thick as three.
+    # Room for three bars, so that two are equally thick.
     axes.set_ylim(2.6, -0.6)
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("ms a step")
@@ -97,7 +97,7 @@ def _bars(axes: Any, rows: Sequence[Row], title: str) -> None:
 
 
 def _latencies(axes: Any, rows: Sequence[Row], key: str, label: str) -> None:
-    """A curve for each way and load, of the values of all rounds."""
+    """Draw a curve for each way and load, of the values of all rounds."""
     for load, style in _STYLES.items():
         for way, color in _COLORS.items():
             values = [
@@ -115,7 +115,7 @@ def _latencies(axes: Any, rows: Sequence[Row], key: str, label: str) -> None:
 
 
 def _set_log_scale(axes: Any) -> None:
-    """With plain numbers, and without the few values that are far below all others."""
+    """Set a logarithmic scale with plain numbers, without the few values far below all others."""
     ticker = importlib.import_module("matplotlib.ticker")
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5), numticks=12))

@@ -1,7 +1,7 @@
-"""The load on either way: completions of ShareGPT-like lengths with a seed each, read as they come.
+"""The load for all ways: streamed completions of ShareGPT-like lengths, each with a seed.
 
-Runs in a process of its own, at the other end of a `Load`'s pipe. The same number gives the same
-requests at the same moments, whoever answers them.
+Runs in its own process, at the other end of a `Load`'s pipe. The same seed gives the same requests
+at the same times.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from benchmarks.router_bench.servers import Pipe
 from penstock_cli.bench import load as bench_load
 from penstock_cli.bench.load import Lengths
 
-# Of `penstock bench --lengths sharegpt`.
+# As in `penstock bench --lengths sharegpt`.
 _LENGTHS = Lengths(64, 128, spread=True)
-# Of prompt and answer together: the few that are longer do not fit into a context of 2,048.
+# Of prompt and answer. The few longer ones do not fit into a context of 2,048.
 _MAX_LENGTH = 1792
 
 _PATH = "/v1/completions"
 _TEXT = re.compile(rb'"text": *"[^"]')
-# Requests that are answered alone, before the load, to compare the tokens of both ways.
+# Requests before the load, to compare the ways' tokens.
 _PROBES = 4
 _PROBE_TOKENS = 48
 _PROBE_TIMEOUT_S = 60.0
-# What is due in the window and has no text so long after it has failed.
+# A request of the window without text after this time has failed.
 _PATIENCE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Without a `rate` so many `streams` at once, each answer followed by the next request; else
-    `rate` requests a second at random moments.
+    """Without `rate`, `streams` at once, each with one request after another; else `rate` requests
+    a second at random times.
     """
 
     streams: int
@@ -52,12 +52,12 @@ class Traffic:
 
 
 def sampling_fields(number: int) -> dict[str, Any]:
-    """Drawn from all tokens, and each request from a seed of its own."""
+    """Return fields that draw from all tokens, with a seed for each request."""
     return {"temperature": 1.0, "seed": number}
 
 
 def lengths(seed: int) -> Iterator[tuple[int, int]]:
-    """Prompt words and output tokens of requests, for ever."""
+    """Yield prompt words and output tokens of requests, endlessly."""
     rng = random.Random(seed)
     while True:
         prompt_words, output_tokens = _LENGTHS.draw(rng)
@@ -66,7 +66,6 @@ def lengths(seed: int) -> Iterator[tuple[int, int]]:
 
 
 def mean_output_tokens(count: int = 20_000) -> float:
-    """Of a request."""
     drawn = islice(lengths(0), count)
     return sum(output_tokens for _, output_tokens in drawn) / count
 
@@ -75,7 +74,7 @@ def mean_output_tokens(count: int = 20_000) -> float:
 
 
 def probe_texts(port: int) -> list[str]:
-    """What a few requests with seeds are answered. Raises `OSError` when they are not."""
+    """Return the answers to a few requests with seeds. Raises OSError if they fail."""
     with ThreadPoolExecutor(_PROBES) as executor:
         return list(executor.map(lambda number: _probe(port, number), range(_PROBES)))
 
@@ -110,7 +109,7 @@ def _bodies(seed: int) -> Iterator[dict[str, Any]]:
 
 
 class _Connection(Connection):
-    """Notes when text came, in `chunks`."""
+    """Records in `chunks` when text came."""
 
     def data_received(self, data: bytes) -> None:
         answer = self.answer
@@ -122,7 +121,7 @@ class _Connection(Connection):
 
 
 class _Requests:
-    """Completions that are asked, and all that were, in the order in which they were due."""
+    """Sends completions; keeps all, in the order in which they were due."""
 
     def __init__(self, port: int, seed: int) -> None:
         self.answers: list[Answer] = []
@@ -132,7 +131,7 @@ class _Requests:
         self._bodies = _bodies(seed)
 
     async def ask(self, due_s: float) -> None:
-        """The next one, until it is answered."""
+        """Send the next request; wait for the answer."""
         request = post(_PATH, next(self._bodies))
         connection = self._idle.pop() if self._idle else await self._connect()
         answered = connection.send(request)
@@ -156,9 +155,9 @@ class _Requests:
 
 
 def send(pipe: Pipe, port: int, traffic: Traffic) -> None:
-    """Requests, until told of a window: what was read in it, and of what was due in it.
+    """Send requests until the pipe gives a window; send its figures.
 
-    Says "ready" when the warm-up is over.
+    Send "ready" after the warm-up.
     """
     asyncio.run(_send(pipe, port, traffic))
 
@@ -175,7 +174,7 @@ async def _send(pipe: Pipe, port: int, traffic: Traffic) -> None:
         while not _all_begun(requests.answers, from_s, to_s) and time.monotonic() < give_up_s:
             await asyncio.sleep(0.05)
         if sending.done():
-            # It goes on for ever unless it fails.
+            # It ends only by an error.
             await sending
     finally:
         sending.cancel()
@@ -210,7 +209,7 @@ def _all_begun(answers: Sequence[Answer], from_s: float, to_s: float) -> bool:
 
 
 def _summary(answers: Sequence[Answer], from_s: float, to_s: float) -> dict[str, Any]:
-    """Gaps are between reads with text in one stream, of those in the window."""
+    """Return the window's figures. Gaps are between reads with text in a stream."""
     due = [answer for answer in answers if from_s <= answer.sent_s < to_s]
     ttfts_s = [answer.first_s - answer.sent_s for answer in due if answer.first_s]
     gaps_s: list[float] = []

@@ -1,7 +1,7 @@
-"""A shard whose engine writes down its steps: see `steps.py`.
+"""A shard with an engine that records its steps: see `steps.py`.
 
-Started in place of `python -m penstock_shard`, with the same flags; its engine process is this
-module too, told by its first argument.
+Start it instead of `python -m penstock_shard`, with the same flags. Its engine process also runs
+this module, with another first argument.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _start_process = asyncio.create_subprocess_exec
 
 
 async def _start_engine(program: str, *arguments: str, **options: Any) -> Process:
-    """The shard's supervisor starts `penstock_shard.engine.main`: here this module in its place."""
+    """Start this module if the supervisor starts `penstock_shard.engine.main`."""
     if arguments[1] != "penstock_shard.engine.main":
         return await _start_process(program, *arguments, **options)
     module = "benchmarks.split_bench.measured_shard"

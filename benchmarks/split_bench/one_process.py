@@ -1,11 +1,10 @@
-"""Router and engine in one interpreter: what penstock is not, to measure what that costs.
+"""Router and engine in one interpreter, to compare with penstock's processes.
 
     python -m benchmarks.split_bench.one_process ROUTER_FLAGS -- SHARD_FLAGS
 
-The engine's loop runs in a thread and the router on the event loop beside it, both as they are: in
-place of the fleet, its gRPC and the engine's socket there are one queue and one callback a step.
-With "STREAMS,SEED" in the variable below there is no router either: so many sequences at once run
-from ids to ids, for ever.
+The engine's loop runs in a thread beside the router's event loop, both unchanged. A queue and a
+callback for each step replace the fleet, gRPC and the engine's socket. With "STREAMS,SEED" in the
+variable below, there is no router, and STREAMS sequences at once run from ids to ids, endlessly.
 """
 
 from __future__ import annotations
@@ -77,28 +76,29 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            # In the thread that computes, as in an engine process: torch counts threads for each.
+            # In the thread that computes, as in an engine process, because torch counts threads for
+            # each.
             self.loaded = load_runner(self.config, print)
             engine = self._create_engine(self.loaded, self.config, lambda ids: None)
             gc.collect()
             gc.freeze()
             self.ready.set()
-            # Their store is left out: nobody asks for any here.
+            # Without a store, because nobody uses adapters here.
             adapters = EngineAdapters(None, 0, lambda: None)
             engine_process._run(EngineLoop(engine, adapters, self.send), self.inbox)
         finally:
-            # It ends only by an error, and the router would go on without it.
+            # The loop ends only by an error; the router would continue without it.
             traceback.print_exc()
             os._exit(1)
 
     def send(self, message: messages.FromEngine) -> None:
-        """As `link.EngineEnd` has it."""
+        """Like `EngineEnd.send`."""
         if isinstance(message, messages.StepOutputs) and self.outputs_go_to is not None:
             self.outputs_go_to.take_soon(message.outputs)
 
 
 class _Shard:
-    """The engine as the router sees a shard: `penstock_router.fleet.ShardState`."""
+    """The engine as a shard for the router: `penstock_router.fleet.ShardState`."""
 
     address = _ADDRESS
     load = LoadReport(serving=True)
@@ -122,7 +122,7 @@ class _Shard:
 class InProcessFleet:
     """Implements `penstock_router.fleet.Fleet` on an engine in this process.
 
-    Serves what the benchmark asks for: completions, without log-probabilities, masks or adapters.
+    Serves only completions, without log-probabilities, masks or adapters.
     """
 
     def __init__(self, engine: EngineThread) -> None:
@@ -160,7 +160,7 @@ class InProcessFleet:
     def submit(
         self, request: GenerationRequest, pixels: PixelSource | None = None
     ) -> GenerationStream:
-        """Raises `penstock_shard.server.validation.Refusal`, which the router knows nothing of."""
+        """Raises `penstock_shard.server.validation.Refusal`, which the router does not know."""
         assert self._engine.loaded is not None
         stream = GenerationStream(new_request_id(), 0, 0, self._cancel)
         incoming = _incoming(request, stream.request_id)
@@ -182,10 +182,10 @@ class InProcessFleet:
     def remove(self, address: str) -> None:
         raise ValueError("there is one engine, in this process")
 
-    # ---- what the engine says ----
+    # ---- outputs of the engine ----
 
     def take_soon(self, outputs: Sequence[messages.Output]) -> None:
-        """From the engine's thread: once a step."""
+        """Take a step's outputs. The engine's thread calls this."""
         self._loop.call_soon_threadsafe(self._take, outputs)
 
     def _take(self, outputs: Sequence[messages.Output]) -> None:
@@ -234,7 +234,7 @@ def _output(output: messages.Output) -> Output:
 
 
 def _requests(seed: int, vocab_size: int) -> Iterator[GenerationRequest]:
-    """As the load has them, with ids where that has words."""
+    """Yield requests as in the load, with ids instead of words."""
     rng = random.Random(seed)
     for number, (prompt_tokens, output_tokens) in enumerate(lengths(seed)):
         yield GenerationRequest(
@@ -246,7 +246,7 @@ def _requests(seed: int, vocab_size: int) -> Iterator[GenerationRequest]:
 
 
 async def _run_tokens_only(engine: EngineThread, num_streams: int, seed: int) -> int:
-    """Until the process is killed."""
+    """Run until the process is killed."""
     async with InProcessFleet(engine) as fleet:
         requests = _requests(seed, fleet.info().vocab_size)
 

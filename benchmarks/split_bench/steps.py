@@ -1,7 +1,8 @@
-"""Time of each step of an engine, and its parts: written in the engine's thread, read elsewhere.
+"""Times of an engine's steps and their parts. The engine's thread writes them; the benchmark reads
+them.
 
-Counts time three ways: by the clock, by the thread's CPU, and by how long the thread was ready to
-run while no core was free. Knows nothing of routers and requests.
+Counts time by the clock, the thread's CPU time, and the time in which the thread was ready to run
+but no core was free.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.model_loader.load_runner import LoadedRunner
 from penstock_shard.worker.base import AdapterStore, Batch, ImageEncoder, RowResult, Runner
 
-# Where the engine of a process writes its steps.
+# The file for an engine's steps.
 STEPS_VARIABLE = "PENSTOCK_BENCH_STEPS"
 
 # The fields of `Moment`.
@@ -36,19 +37,19 @@ _RECORD = struct.Struct("<7dII")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moment:
-    """The end of a step. All but the first and the last two are sums over the thread's life, in
-    seconds; `at_s` is of `time.monotonic`.
+    """The end of a step, at `at_s` of `time.monotonic`. Other times are sums over the thread's
+    life, in seconds.
     """
 
     at_s: float
-    # Of the whole thread, and within calls of the runner.
+    # Of the thread, and in calls of the runner.
     cpu_s: float
     runner_cpu_s: float
     runner_s: float
-    # Ready to run, and no core was free.
+    # Ready to run, but no core was free.
     core_wait_s: float
     runner_core_wait_s: float
-    # There was no request.
+    # Without a request.
     idle_s: float
     rows: int
     tokens: int
@@ -56,11 +57,11 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
-    """A window: its steps, the mean time of one from end to end, and what that is made of.
+    """A window: its steps, the mean time from the end of a step to the next, and its parts.
 
-    `device_s` is the device's or the model's; `engine_s` the engine's own CPU time as far as the
-    device waits for it; `wait_s` is the rest: the engine's thread could not run. Of that, it was
-    for a core for `core_wait_s` at most. `engine_cpu_s` is all of the engine's CPU time.
+    `device_s` is the time of the device or model. `engine_s` is the engine's CPU time as far as the
+    device waits for it. `wait_s` is the rest, in which the engine's thread could not run; at most
+    `core_wait_s` of it was a wait for a core. `engine_cpu_s` is all of the engine's CPU time.
     """
 
     steps: int
@@ -72,7 +73,7 @@ class Parts:
     wait_s: float
     core_wait_s: float
     engine_cpu_s: float
-    # In cores: of the thread, whatever it did.
+    # All CPU time of the thread, in cores.
     thread_cores: float
 
 
@@ -80,10 +81,10 @@ class Parts:
 
 
 class _Log:
-    """Used in one thread, the one that steps."""
+    """Used only in the thread that steps."""
 
     def __init__(self, path: str) -> None:
-        # Written at once, so that it can be read while the engine runs.
+        # Unbuffered, so that it can be read while the engine runs.
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._scheduler = -1
         self._runner_s = self._runner_cpu_s = self._runner_core_wait_s = 0.0
@@ -113,7 +114,7 @@ class _Log:
 
 
 class _TimedRunner:
-    """A `Runner` whose calls are timed; a step ends when it has been collected."""
+    """A `Runner` with timed calls; a step ends when it is collected."""
 
     def __init__(self, runner: Runner, log: _Log) -> None:
         self._runner = runner
@@ -157,8 +158,8 @@ class _TimedRunner:
 
 
 def measure_engine(path: str) -> Callable[..., Engine]:
-    """Have the engine that is built in this process write its steps to a file. Returns what builds
-    it: `create_engine`, as the engine's own process calls it from now on.
+    """Have the engine of this process write its steps to a file. Returns the `create_engine` that
+    this process calls from now on.
     """
     log = _Log(path)
     take_inbox = engine_process._take_inbox
@@ -183,11 +184,11 @@ def measure_engine(path: str) -> Callable[..., Engine]:
     return build
 
 
-# ---- in the benchmark's -------------------------------------------------------------------------
+# ---- in the benchmark's process -----------------------------------------------------------------
 
 
 def read_moments(path: Path) -> Iterator[Moment]:
-    """The steps, in the order in which they were written."""
+    """Yield the steps, in order."""
     data = path.read_bytes()
     whole = data[: len(data) // _RECORD.size * _RECORD.size]
     return (Moment(*fields) for fields in _RECORD.iter_unpack(whole))
@@ -198,12 +199,12 @@ def parts_of(
 ) -> Parts:
     """Sum up the steps that began and ended in the window.
 
-    `step_s` is how long a device takes for a step that runs beside the engine: it waits only for
-    what does not fit into that. Without one the engine's own thread computes the model: with one
-    compute thread what it waits for meanwhile is told from the model by its CPU time; with several
-    it also waits for those, and only waits for a core are told.
+    `step_s` is the time of a step on a device beside the engine; the device waits only for engine
+    time that does not fit into it. Without `step_s`, the engine's thread computes the model. With
+    one compute thread, its CPU time shows how long it waited. With several, it also waits for the
+    others, so only waits for a core are known.
 
-    Raises `RuntimeError` where there are no steps.
+    Raises RuntimeError if there are no steps.
     """
     steps = [
         _difference(before, after)
@@ -240,7 +241,7 @@ def parts_of(
 
 
 def _difference(before: Moment, after: Moment) -> Moment:
-    """The difference of two moments: one step; `at_s` is how long it was."""
+    """Return the difference of two moments, which is a step; `at_s` is its duration."""
     return Moment(
         at_s=after.at_s - before.at_s,
         cpu_s=after.cpu_s - before.cpu_s,

@@ -1,4 +1,4 @@
-"""The two ways to run one router and one engine, as processes: in one of them, and as the pair."""
+"""The ways to run a router and an engine: in one process, and as a pair of processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.split_bench.steps import STEPS_VARIABLE
 ONE, PAIR, TOKENS_ONLY = "one process", "pair", "tokens only"
 WAYS = (ONE, PAIR, TOKENS_ONLY)
 
-# Where the modules of this benchmark are found, beside what is found already.
+# PYTHONPATH with this benchmark's modules.
 _PYTHON_PATH = os.pathsep.join(
     filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))
 )
@@ -29,7 +29,7 @@ _ROUTER_FLAGS = ("--log-level", "warning")
 
 
 class _MeasuredShard(Shard):
-    """One whose engine writes down its steps."""
+    """A shard with an engine that records its steps."""
 
     engine_module = "benchmarks.split_bench.measured_shard"
 
@@ -44,7 +44,7 @@ class _MeasuredShard(Shard):
 
 
 class _OneProcess(Router):
-    """A router with the engine in it; or the engine without one: see `one_process`."""
+    """A router with the engine in it, or the engine alone: see `one_process`."""
 
     def __init__(
         self, log_file: Path, steps_file: Path, flags: Sequence[str], tokens_only: str = ""
@@ -61,7 +61,7 @@ class _OneProcess(Router):
             **super().environment(log_file),
             STEPS_VARIABLE: str(self._steps_file),
             TOKENS_ONLY_VARIABLE: self._tokens_only,
-            # As the shard's server sets it for its engine.
+            # As a shard's server sets it for its engine.
             "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         }
 
@@ -75,7 +75,7 @@ class _OneProcess(Router):
 
 
 class Stack:
-    """A way that runs: where it answers, where its engine writes, and its processes by part."""
+    """A running way: its port, its engine's file, and its processes by part."""
 
     def __init__(self, port: int, steps_file: Path, parts: Mapping[str, psutil.Process]) -> None:
         self.port = port
@@ -87,9 +87,9 @@ class Stack:
 def serving(
     way: str, folder: Path, shard_flags: Sequence[str], *, streams: int, seed: int
 ) -> Iterator[Stack]:
-    """Start it, wait until it serves, and end it on the way out.
+    """Start a way, wait until it serves, and end it at the end.
 
-    Without a router `streams` at once run by themselves, of the load with that `seed`.
+    Without a router, `streams` of the load with this `seed` run by themselves.
     """
     number = len(list(folder.glob("*.log")))
     steps_file = folder / f"{number}.steps"
@@ -117,14 +117,14 @@ def _port(service: Service) -> int:
 
 
 class Meter:
-    """CPU time of a stack's parts, of further processes, and of all others on the machine."""
+    """CPU time of a stack's parts, of `others`, and of all other processes on the machine."""
 
     def __init__(self, stack: Stack, **others: psutil.Process) -> None:
         self._processes = {**stack.parts, **others, "parent": psutil.Process()}
         self._before = self._look()
 
     def read(self) -> tuple[float, float, dict[str, float]]:
-        """From when to when, and the cores each part used meanwhile."""
+        """Return begin and end, and the cores that each part used."""
         (from_s, before, busy_before_s), (to_s, after, busy_s) = self._before, self._look()
         cpu_s = {name: after[name] - used_s for name, used_s in before.items()}
         others_s = max(0.0, busy_s - busy_before_s - sum(cpu_s.values()))

@@ -1,6 +1,6 @@
-"""Writes the dashboards beside it: `python deploy/grafana/dashboards.py`.
+"""Writes the dashboards to the folder dashboards: `python deploy/grafana/dashboards.py`.
 
-A panel is its title, its unit and its queries; everything else Grafana needs is the same for all.
+Panels differ in title, unit and queries; all other settings are the same.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "dashboards"
-# Of 24 columns.
+# Of a panel, in a grid of 24 columns.
 _WIDTH, _HEIGHT = 8, 8
-# Whichever Prometheus is chosen at the top of a dashboard.
+# The Prometheus that is chosen at the top of a dashboard.
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-# What every series is chosen by: labels that the chart's monitors set. Elsewhere none has them, and
-# All takes that too.
+# Labels that select all series. The chart's monitors set them; without the chart, All selects
+# series without them.
 _SCOPE = ("namespace", "release")
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A graph; each query with the legend of its lines."""
+    """A graph. Each query has a legend."""
 
     title: str
     unit: str
@@ -35,15 +35,13 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Panels below a heading."""
-
     title: str
     panels: tuple[Panel, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Dashboard:
-    """`variables` are names with the query of their values."""
+    """`variables` are names with a query for their values."""
 
     uid: str
     title: str
@@ -58,13 +56,13 @@ def rate(series: str) -> str:
 def quantiles(
     name: str, where: str = "", shares: Sequence[float] = (0.5, 0.9, 0.99)
 ) -> tuple[tuple[str, str], ...]:
-    """Of a histogram."""
+    """Return queries for quantiles of a histogram."""
     buckets = f"sum by (le) ({rate(f'{name}_bucket{where}')})"
     return tuple((f"histogram_quantile({q}, {buckets})", f"p{q * 100:g}") for q in shares)
 
 
 def mean(name: str, where: str = "", by: str = "") -> str:
-    """Of a histogram."""
+    """Return the query for a histogram's mean."""
     by = f" by ({by})" if by else ""
     return f"sum{by} ({rate(f'{name}_sum{where}')}) / sum{by} ({rate(f'{name}_count{where}')})"
 
@@ -510,7 +508,7 @@ def grafana(dashboard: Dashboard) -> dict[str, Any]:
 
 
 def _variables(dashboard: Dashboard) -> list[dict[str, Any]]:
-    """The data source, what every series is chosen by, and the dashboard's own."""
+    """The variables of a dashboard: data source, labels of all series, and its own."""
     source = {"name": "datasource", "label": "data source", "type": "datasource"}
     scope = [
         _variable(name, f"label_values({scoped(R + 'shards', _SCOPE[:index])}, {name})")
@@ -521,7 +519,7 @@ def _variables(dashboard: Dashboard) -> list[dict[str, Any]]:
 
 
 def scoped(query: str, by: Sequence[str] = _SCOPE) -> str:
-    """The query about what was chosen: each of its series gets these labels."""
+    """Add the chosen labels to each series of the query."""
     chosen = ",".join(f'{name}=~"${name}"' for name in by)
     labelled = re.sub(rf"\b(?:(?:{R}|{S})\w+|up(?={{))", rf"\g<0>{{{chosen}}}", query)
     return labelled.replace("}{", ",").replace("{}", "")
@@ -580,7 +578,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
 
 
 def files() -> dict[str, str]:
-    """What each file holds."""
+    """The content of each file."""
     dashboards = {"overview.json": OVERVIEW, "shards.json": SHARDS}
     return {name: json.dumps(grafana(each), indent=1) + "\n" for name, each in dashboards.items()}
 

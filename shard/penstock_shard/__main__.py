@@ -18,7 +18,7 @@ from penstock_shard.ipc.process_group import adopt_orphans
 def main() -> int:
     # Until the server installs its own handlers, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # numpy's BLAS would start a thread for each core, here and in the engine. That would waste a
+    # Otherwise numpy's BLAS starts a thread for each core, here and in the engine, which takes a
     # quarter of a start's processor time. torch's threads are set elsewhere.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     config = parse_config(sys.argv[1:])

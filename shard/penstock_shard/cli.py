@@ -1,6 +1,4 @@
-"""Turns a command line into one frozen `ShardConfig`. No other module reads arguments and
-environment.
-"""
+"""Parses a command line into a `ShardConfig`. No other module reads arguments and environment."""
 
 from __future__ import annotations
 
@@ -55,7 +53,6 @@ def _check_devices(parser: OneLineParser, config: ShardConfig) -> None:
 
 
 def _check_tls(parser: OneLineParser, config: ShardConfig) -> None:
-    """Check the TLS files before anything starts."""
     cert, key, client_ca = config.tls_cert_file, config.tls_key_file, config.tls_client_ca_file
     if (cert is None) != (key is None):
         parser.error("--tls-cert-file and --tls-key-file: give both or neither")
@@ -92,7 +89,7 @@ def _check_adapters(parser: OneLineParser, config: ShardConfig) -> None:
 
 
 def _check_copies(parser: OneLineParser, config: ShardConfig) -> None:
-    """Check the flags about copies of KV blocks, on disk and at peers."""
+    """Check the flags for copies of KV blocks in memory, on disk and at peers."""
     if config.kv_peers:
         _check_peers(parser, config)
     elif config.role != "both":

@@ -1,5 +1,5 @@
-"""Exceptions for models, adapters and images that cannot be used. Recognizes and reports errors of
-libraries and devices, such as out of memory.
+"""Exceptions for unusable models, adapters and images; errors of libraries and devices, such as
+out of memory.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from penstock_shard.device.triton_support import is_installed
 _OUT_OF_MEMORY = ("allocate memory", "out of memory", "ALLOC_FAILED")
 # torch's exception by name, because importing torch takes seconds.
 _OUT_OF_MEMORY_CLASS = "OutOfMemoryError"
-# The largest number of characters of a library's message.
+# Characters of a library's message that are kept.
 _LONGEST_REASON = 400
 
 
 class ModelError(Exception):
-    """The error for a model that cannot be loaded or served; one line, for the operator."""
+    """A model cannot be loaded or served. The message is one line, for the operator."""
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
 
 
 class AdapterNotFound(ModelError):
-    """The error for a path without a readable adapter. The message says what the path has instead.
-    Clients must not get it, because they may name any path.
+    """A path has no readable adapter. Clients must not get the message, because it says what the
+    path has instead, and clients may name any path.
     """
 
 
 def cannot_hold(names: str, error: ValueError, weights: str) -> ModelError:
-    """Make the error for tensors with a value that this kind of weights cannot represent."""
+    """Make the error for tensors with a value that `weights` cannot represent."""
     advice = "; use --dtype float32" if weights == "float16" else ""
     return ModelError(f"{names}: {error}{advice}")
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class name if the message is empty."""
+    """Return the first line of an error's message; the error's class name if there is none."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0]
 
@@ -57,8 +57,8 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 @contextmanager
 def report_out_of_memory(when: str) -> Iterator[None]:
-    """Turn an out-of-memory error into a ModelError that says which flags to lower. Other errors,
-    and more precise ModelErrors of inner code, pass unchanged.
+    """Turn an out-of-memory error into a ModelError that says which flags to lower. Other errors
+    pass unchanged.
     """
     try:
         yield
@@ -74,9 +74,7 @@ def report_out_of_memory(when: str) -> Iterator[None]:
 
 @contextmanager
 def report_missing(config: ShardConfig) -> Iterator[None]:
-    """Turn the lack of a package into a ModelError that says what to install. A restart would not
-    help.
-    """
+    """Turn an ImportError into a ModelError that says what to install."""
     try:
         yield
     except ImportError as error:
@@ -84,7 +82,7 @@ def report_missing(config: ShardConfig) -> Iterator[None]:
 
 
 def library_faults() -> tuple[type[Exception], ...]:
-    """The errors that libraries raise for unchecked values in a model's files."""
+    """The errors that libraries raise for wrong values in a model's files."""
     errors = importlib.import_module("huggingface_hub.errors")
     return (
         ArithmeticError,
@@ -102,9 +100,7 @@ def library_faults() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def report_faults(what: str) -> Iterator[None]:
-    """Turn `library_faults`, raised for a model's files, into a ModelError that begins with `what`.
-    Other errors pass unchanged.
-    """
+    """Turn `library_faults` into a ModelError that begins with `what`."""
     try:
         yield
     except library_faults() as error:
@@ -115,7 +111,7 @@ def report_faults(what: str) -> Iterator[None]:
 
 
 def device_failures() -> tuple[type[Exception], ...]:
-    """The errors that GPU libraries and compilers raise if they fail."""
+    """The errors that GPU libraries and compilers raise."""
     known: tuple[type[Exception], ...] = (
         RuntimeError,
         ValueError,
@@ -134,4 +130,4 @@ def device_failures() -> tuple[type[Exception], ...]:
 
 
 class ImageUnusable(Exception):
-    """The error for an image that cannot be encoded; the text says why in a few words."""
+    """An image cannot be encoded; the message says why in a few words."""

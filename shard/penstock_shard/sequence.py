@@ -1,4 +1,4 @@
-"""A sequence: a request, its tokens so far, and the number of computed tokens."""
+"""A sequence: a request and the state of its computation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
 
 class SequenceState(enum.Enum):
-    """A sequence's state in the scheduler: queued, waiting for copies in its blocks, running or
-    ended.
-    """
+    """A sequence's state in the scheduler. While LOADING, it waits for copies of KV blocks."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -27,54 +25,51 @@ class SequenceState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The known tokens of a request, and the number computed into the KV cache.
+    """The known tokens of a request, and the number of computed ones.
 
-    Each step computes some known tokens, and a step that reaches the last known token samples one
-    more. Steps overlap, so counts are ahead of values. `token_ids` has the prompt and the output
-    tokens that came back. `num_pending` counts the tokens that launched steps will sample next.
-    `num_computed` counts the tokens in launched steps, whose keys and values are, or soon will be,
-    in the sequence's blocks.
+    A step that computes the last known token samples one more. Steps overlap, so counts are ahead
+    of values. `token_ids` has the prompt and the output tokens that came back. `num_pending` counts
+    the tokens that launched steps will sample. `num_computed` counts the tokens of launched steps:
+    their keys and values are, or soon will be, in the KV cache.
     """
 
     request: Request
     # Four bytes a token; a list would take about forty.
     token_ids: array[int]
     num_prompt_tokens: int
-    # Output tokens that were delivered before this attempt began and are never sent again.
+    # Output tokens of earlier attempts, which are not sent again.
     num_delivered: int
     # The adapter's index in the runner; 0 without one.
     adapter_index: int = 0
-    # The state of its constraint, once that is compiled. It stays when the sequence is computed
-    # again.
+    # None until the constraint is compiled. Preemption does not change the state.
     constraint: ConstraintState | None = None
-    # The order and the time of its arrival, which preemption does not change.
+    # The order and the time of arrival, which preemption does not change.
     arrival: int = 0
     arrived_s: float = 0.0
 
     state: SequenceState = SequenceState.WAITING
-    # The sequence's index in the runner's arrays, from its start until its last step is collected;
-    # else -1.
+    # The index in the runner's arrays, from the start until the last step is collected; else -1.
     slot: int = -1
     num_pending: int = 0
     num_computed: int = 0
-    # Launched steps that have a row of this sequence and are not collected. Until they are, it
-    # keeps its blocks and its slot, even if it has ended.
+    # Launched steps with a row of this sequence. Until all are collected, the sequence keeps its
+    # blocks and its slot, even if it has ended.
     num_steps_in_flight: int = 0
-    # The time at which its last token came back.
+    # The time at which the last token came back.
     last_token_s: float = 0.0
-    # Tokens found in the prefix cache when the sequence was first scheduled; None before that.
+    # Tokens found in the prefix cache by the first scheduling; None before.
     cached_tokens: int | None = None
-    # Prompt tokens whose log-probabilities have been sent; the first token has none.
+    # Prompt tokens whose log-probabilities were sent. The first token has none.
     num_prompt_logprobs_sent: int = 0
     preemptions: int = 0
-    # Steps that computed a chunk of its prompt and sampled nothing.
+    # Steps that computed a chunk of the prompt and sampled nothing.
     num_partial_steps: int = 0
     # Output tokens that needed no step, because drafts were accepted.
     num_accepted_drafts: int = 0
 
     @classmethod
     def of(cls, request: Request, adapter_index: int = 0) -> Sequence:
-        """Make the sequence of a request that has just arrived."""
+        """Make the sequence of a new request."""
         token_ids = array("I", request.prompt + request.output)
         num_prompt_tokens = request.num_prompt_tokens
         num_delivered = len(token_ids) - num_prompt_tokens
@@ -87,7 +82,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """The number of output tokens that have come back."""
+        """The number of output tokens that came back."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -96,9 +91,7 @@ class Sequence:
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """True if prompt log-probabilities are still to be sent: then the prompt must be computed,
-        not found cached.
-        """
+        """True if prompt log-probabilities are still to be sent."""
         if self.request.prompt_logprobs is None:
             return False
         return self.num_prompt_logprobs_sent < self.num_prompt_tokens - 1
@@ -109,20 +102,20 @@ class Sequence:
         return self.needs_prompt_logprobs or self.request.pooling is Pooling.MEAN
 
     def end_outside_images(self, end: int) -> int:
-        """Return `end`, or if that is inside an image, the position at which the image begins."""
+        """Return `end`; if an image spans it, the position at which the image begins."""
         for image in self.request.images:
             if image.offset < end < image.offset + image.num_tokens:
                 return image.offset
         return end
 
     def image_at(self, start: int) -> int:
-        """Count the tokens of the image that begins at `start`; 0 if no image begins there."""
+        """Count the tokens of the image that begins at `start`; 0 if none does."""
         lengths = (image.num_tokens for image in self.request.images if image.offset == start)
         return next(lengths, 0)
 
     def take_unsent(self, start: int, prompt_logprobs: Logprobs) -> Logprobs:
-        """Take the prompt log-probabilities of a row that began at `start`, except those that were
-        sent before the sequence was preempted. They count as sent now.
+        """Return the prompt log-probabilities of a row that began at `start`, without those that
+        were sent before a preemption. Count them as sent.
         """
         known = self.num_prompt_logprobs_sent - start
         if known > 0:

@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache, with one module for each backend."""
+"""Attention over the paged KV cache; each backend has a module."""

@@ -1,5 +1,5 @@
-"""The attention backends, best first: their names and constructors.
-`model_loader/choices/choose_attention.py` chooses one for a model.
+"""The attention backends, best first. `model_loader/choices/choose_attention.py` chooses one for a
+model.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from penstock_shard.attention.torch_varlen import make_torch_varlen
 from penstock_shard.device.triton_support import fault_on
 from penstock_shard.errors import ModelError
 
-# Device types on which each backend has run correctly. Triton's interpreter and stand-ins for
-# libraries do not count.
+# Device types on which each backend has run correctly. Runs in Triton's interpreter or with
+# stand-ins for libraries do not count.
 RAN_ON_HARDWARE: dict[str, frozenset[str]] = {
     "cpu": frozenset({"cpu"}),
     "sdpa": frozenset({"cpu"}),
@@ -29,31 +29,28 @@ RAN_ON_HARDWARE: dict[str, frozenset[str]] = {
     "torch_varlen": frozenset(),
 }
 
-# Backends whose KV cache may have another dtype than queries.
+# Backends that let the KV cache have another dtype than queries.
 READS_ANY_CACHE = frozenset({"cpu", "sdpa", "triton"})
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A backend that is not made yet; `make` raises Unusable if it cannot run."""
+    """A backend; `make` raises Unusable if it cannot run."""
 
     name: str
     make: Callable[[torch.device, torch.dtype], AttentionBackend]
 
 
 def candidates(name: str, device: torch.device) -> tuple[Candidate, ...]:
-    """Return the backends that `name` may mean, best first; for "auto" all that suit the device's
-    type.
-    """
+    """Return the backends that `name` may mean, best first."""
     if name == "auto":
         return _ALL if device.type == "cuda" else _ALL[-1:]
     return tuple(candidate for candidate in _ALL if candidate.name == name)
 
 
 def make_backend(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """Return the first candidate that can be made here, without asking which layers it serves.
-
-    Raises ModelError if there is none.
+    """Return the first candidate that can be made here, whatever layers it serves. Raises
+    ModelError if there is none.
     """
     reason = "there is no such backend"
     for candidate in candidates(name, device):
@@ -70,7 +67,7 @@ def title(backend: AttentionBackend) -> str:
 
 
 def describe_backend(backend: AttentionBackend, device: torch.device) -> str:
-    """Return the title, with a remark if the backend has never run on this type of device."""
+    """Return the backend's title, and say if it has never run on this type of device."""
     if device.type in RAN_ON_HARDWARE.get(backend.name, ()):
         return title(backend)
     return f"{title(backend)} (untested on {device.type})"

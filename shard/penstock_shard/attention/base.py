@@ -1,7 +1,7 @@
 """Attention over a paged KV cache: the interface of backends, and a step's batch.
 
-Token i of a sequence is in block `block_table[row, i // block_size]` at offset `i % block_size`.
-Its slot is that place, counted over all blocks. Each backend has its own cache layout.
+Token i of a sequence is in block b = `block_table[row, i // block_size]`; its slot is `b *
+block_size + i % block_size`. Each backend has its own cache layout.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-# The keys and values of one layer, in the layout of the backend that made them.
+# The keys and values of one layer, in the layout of a backend.
 LayerCache: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """A layer's state, which replaces the keys and values of a sequence of any length. In float32:
-    inputs of a short convolution [taps - 1, channels], and matrices [heads, dim, dim_v], unless
-    `heads` is 0.
+    """A layer's state, kept for a sequence in place of keys and values. In float32: inputs of a
+    short convolution [taps - 1, channels], and matrices [heads, dim, dim_v] unless `heads` is 0.
     """
 
     channels: int
@@ -39,7 +38,7 @@ class StateSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """The parameters of one attention layer, as its attention call passes them."""
+    """The parameters of one attention layer."""
 
     index: int
     num_heads: int
@@ -47,20 +46,20 @@ class LayerSpec:
     head_dim: int
     head_dim_v: int
     scale: float
-    # The number of keys that a query sees, including its own; None for all keys up to its own.
+    # The number of keys that a query sees, with its own; None for all up to its own.
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
-    # A query sees keys from the last multiple of `chunk` on. Batches of such layers have no earlier
-    # keys, so backends need not know it.
+    # A query sees keys from the last multiple of `chunk` on. Batches have no earlier keys, so
+    # backends ignore this.
     chunk: int | None = None
-    # The values are the first `head_dim_v` elements of the keys, and are not stored again.
+    # Values are the first `head_dim_v` elements of keys, and are not stored again.
     values_in_keys: bool = False
-    # The layer whose keys and values this one reads; None if it has its own.
+    # The layer that has the keys and values for this one; None if it has its own.
     reads: int | None = None
-    # The layer's state if it does not attend. The other fields then have no meaning.
+    # For a layer with a state in place of attention. The other fields then have no meaning.
     state: StateSpec | None = None
-    # True if tokens of an image see the whole image, including its later tokens.
+    # True if tokens of an image see the whole image.
     bidirectional_images: bool = False
 
     @property
@@ -73,14 +72,13 @@ class LayerSpec:
 class RowSpan:
     """A sequence of a step and the keys it needs, for backends that loop over rows in Python."""
 
-    # The place of this row's tokens among the step's T tokens.
+    # This row's tokens among the step's T tokens.
     queries: slice
     num_queries: int
-    # int32 [n]: the blocks with the keys that the queries see; and the slice of these keys in the
-    # blocks.
+    # int32 [n]: blocks with the keys that the queries see. `keys` is their slice in these blocks.
     blocks: Tensor
     keys: slice
-    # True if queries see the keys of later queries too.
+    # True if queries also see the keys of later queries.
     is_bidirectional: bool = False
 
 
@@ -96,21 +94,21 @@ class AttentionBatch:
     seq_lens: Sequence[int]
     num_decodes: int
     block_size: int
-    # int64 [T]: the slots to which the keys and values of this step's tokens are written.
+    # int64 [T]: the slots of this step's tokens.
     slots: Tensor
-    # On the device, int32 [B + 1], [B + 1] and [B]: cumulative sums of query_lens and of seq_lens,
-    # from 0; and seq_lens.
+    # On the device, int32: cumulative sums of query_lens and of seq_lens, from 0, [B + 1]; and
+    # seq_lens, [B].
     cu_queries: Tensor
     cu_keys: Tensor
     seq_lens_tensor: Tensor
     # int32 [B, max blocks of a row], padded with block 0.
     block_table: Tensor
-    # The rows whose queries also see the keys of the row's later queries.
+    # Rows in which queries also see the keys of later queries.
     bidirectional: frozenset[int] = frozenset()
 
     @cached_property
     def bidirectional_rows(self) -> Tensor | None:
-        """int32 [B] on the host: 1 for the bidirectional rows; None if there are none."""
+        """int32 [B] on the host: 1 for bidirectional rows; None if there are none."""
         if not self.bidirectional:
             return None
         rows = torch.zeros(len(self.query_lens), dtype=torch.int32)
@@ -122,7 +120,7 @@ class AttentionBatch:
         return {}
 
     def rows(self, window: int | None) -> tuple[RowSpan, ...]:
-        """Return the rows for layers with this window, made once a step."""
+        """Return the rows for layers with this window, cached for the step."""
         rows = self._rows.get(window)
         if rows is None:
             rows = self._rows[window] = tuple(self._spans(window))
@@ -143,27 +141,25 @@ class AttentionBatch:
 
     @cached_property
     def prefill_cu_queries(self) -> Tensor:
-        """int32 [B - num_decodes + 1]: `cu_queries` of the rows after the decodes, from 0."""
+        """int32 [B - num_decodes + 1]: `cu_queries` without decodes, from 0."""
         sums = self.cu_queries[self.num_decodes :]
         return sums - sums[0]
 
     @cached_property
     def prefill_cu_keys(self) -> Tensor:
-        """int32 [B - num_decodes + 1]: `cu_keys` of the rows after the decodes, from 0."""
+        """int32 [B - num_decodes + 1]: `cu_keys` without decodes, from 0."""
         sums = self.cu_keys[self.num_decodes :]
         return sums - sums[0]
 
     @cached_property
     def masks(self) -> dict[tuple[int, int, int, int | None, bool], Tensor]:
-        """Attention masks of this step, shared by its layers; see `sdpa.py`."""
+        """Attention masks, shared by the step's layers; see `sdpa.py`."""
         return {}
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreParams:
-    """The parameters that turn the scores of queries with keys into weights; see
-    `AttentionBackend.attend`.
-    """
+    """The parameters that turn scores into weights; see `AttentionBackend.attend`."""
 
     scale: float
     window: int | None
@@ -181,22 +177,22 @@ class Unusable(Exception):
 
 
 class NotHere(Unusable):
-    """The machine lacks a requirement of a backend. "auto" then skips it without a message."""
+    """The machine lacks a requirement of a backend; "auto" skips it without a message."""
 
 
 class AttentionBackend(Protocol):
     """Makes a layer's KV cache, writes a step's keys and values to it, and attends over it."""
 
     name: str
-    # Block sizes must be a multiple of this; it is also the default.
+    # Block sizes must be a multiple of this, which is also the default.
     block_multiple: int
-    # True if pure decode steps may be captured in a CUDA graph. Then `attend` reads lengths only on
-    # the device (`seq_lens_tensor`, `block_table`, `cu_queries`).
+    # True if CUDA graphs may capture steps of decodes, because `attend` reads lengths only on the
+    # device (`seq_lens_tensor`, `block_table`, `cu_queries`).
     capturable: bool
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
-        """Return why this backend cannot serve such a layer with activations of this dtype; None if
-        it can.
+        """Return why this backend cannot serve a layer with activations of this dtype; None if it
+        can.
         """
 
     def make_cache(
@@ -207,17 +203,15 @@ class AttentionBackend(Protocol):
         dtype: torch.dtype,
         device: torch.device,
     ) -> LayerCache:
-        """Make one layer's KV cache of `num_blocks` blocks; elements are stored as `dtype`."""
+        """Make one layer's KV cache, with elements of `dtype`."""
 
     def write(self, cache: LayerCache, key: Tensor, value: Tensor, slots: Tensor) -> None:
-        """Store key [T, Hkv, D] and value [T, Hkv, Dv] at slots int64 [T]; for a layer with
-        `values_in_keys` only the key.
+        """Store key [T, Hkv, D] and value [T, Hkv, Dv] at slots int64 [T]; with `values_in_keys`,
+        store only the key.
         """
 
     def memory(self, cache: LayerCache) -> tuple[Tensor, ...]:
-        """Return the tensors [num_blocks, ...] of the cache: keys, and values unless they are in
-        keys.
-        """
+        """Return the cache's tensors [num_blocks, ...]: keys, and values unless in keys."""
 
     def attend(
         self,
@@ -233,19 +227,18 @@ class AttentionBackend(Protocol):
         """Attend with query [T, Hq, D] over the cache, which already has this step's keys and
         values; return [T, Hq, Dv].
 
-        `sinks` [Hq] are scores of a virtual key with value 0 that each query also sees.
+        `sinks` [Hq] has scores of a virtual key with value 0 that each query also sees.
         """
 
 
 def make_paged_pair(
     spec: LayerSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Make a cache of keys [num_blocks, block_size, Hkv, D] and values [num_blocks, block_size,
-    Hkv, Dv], the layout of GPU libraries. For a layer with `values_in_keys`, the values are a view
-    of the keys.
+    """Make keys [num_blocks, block_size, Hkv, D] and values [num_blocks, block_size, Hkv, Dv], the
+    layout of GPU libraries. With `values_in_keys`, the values are a view of the keys.
     """
-    # On cpu leave the cache unfilled: the system commits memory on the first write. On a GPU fill
-    # it with zeros: kernels read whole blocks and must not meet NaN in unwritten slots.
+    # On cpu, the system commits memory on the first write. GPU kernels read whole blocks and must
+    # not meet NaN in unwritten slots.
     make = torch.empty if device.type == "cpu" else torch.zeros
     shape = (num_blocks, block_size, spec.num_kv_heads)
     keys = make(*shape, spec.head_dim, dtype=dtype, device=device)
@@ -255,15 +248,15 @@ def make_paged_pair(
 
 
 def has_values_in_keys(cache: tuple[Tensor, Tensor]) -> bool:
-    """Tell whether a pair belongs to a layer with `values_in_keys`."""
+    """Tell whether this is the pair of a layer with `values_in_keys`."""
     return cache[0].data_ptr() == cache[1].data_ptr()
 
 
 def parts_to_write(
     cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the parts of a pair, each with the rows to write to it; only the keys if values are in
-    keys.
+    """Return the tensors of a pair, each with the rows to write to it. Values that are in keys are
+    left out.
     """
     parts = [(cache[0], key), (cache[1], value)]
     return parts[:1] if has_values_in_keys(cache) else parts
@@ -272,23 +265,23 @@ def parts_to_write(
 def write_paged_pair(
     cache: tuple[Tensor, Tensor], key: Tensor, value: Tensor, slots: Tensor
 ) -> None:
-    """Store key [T, Hkv, D] and value [T, Hkv, Dv] in a pair, rounded to its dtype. Values beyond
-    the range of an 8-bit float are clamped.
+    """Store key [T, Hkv, D] and value [T, Hkv, Dv] in a pair, rounded to its dtype, and clamped to
+    the range of 8-bit floats.
     """
     for part, rows in parts_to_write(cache, key, value):
         places = part.view(-1, *part.shape[2:])
         if part.dtype.itemsize > 1:
             places.index_copy_(0, slots, rows.to(part.dtype))
             continue
-        # Clamped because some devices convert too large values to NaN; viewed as bytes because
-        # torch has no index_copy_ for 8-bit floats.
+        # Some devices convert too large values to NaN. torch has no index_copy_ for 8-bit floats,
+        # so copy bytes.
         largest = torch.finfo(part.dtype).max
         rounded = rows.clamp(-largest, largest).to(part.dtype)
         places.view(torch.uint8).index_copy_(0, slots, rounded.view(torch.uint8))
 
 
 class PairBackend:
-    """Base of backends whose cache is a pair from `make_paged_pair`."""
+    """Base of backends with a cache from `make_paged_pair`."""
 
     def make_cache(
         self,
@@ -317,8 +310,8 @@ def visible_keys(
     is_bidirectional: bool,
     device: torch.device,
 ) -> Tensor:
-    """Return bool [num_queries, num_keys]. Query i is at key index `offset + i` and sees at most
-    the last `window` keys up to that index. If bidirectional, it also sees all later keys.
+    """Return bool [num_queries, num_keys]. Query i has key `offset + i`, and sees the last `window`
+    keys up to that one. If bidirectional, it also sees all later keys.
     """
     position = torch.arange(num_queries, device=device).unsqueeze(1) + offset
     index = torch.arange(num_keys, device=device).unsqueeze(0)

@@ -1,13 +1,14 @@
 """The division of layers into groups that share block tables, and pools that share memory.
 
-Layers that see the same keys form a group: one block table of a sequence serves them all. Groups
-with equal memory for a token share a pool of blocks, so that no memory is reserved for one group.
-Layers with a state form a group too, in whose pool a block is one state. A model with only such
-layers also has a group without layers, whose blocks take no device memory and only name the tokens
-that states cover.
+Layers that see the same keys form a group, with one block table for each sequence. Groups that need
+equal memory for a token share a pool of blocks, so that no memory is reserved for one group.
 
-A pool consists of planes, each the memory of one layer. A block is its part of all planes, and
-belongs to one group at a time, whose layers have a plane each.
+Layers with a state form a group too; a block of their pool is one state. A model with only such
+layers also has a group without layers. Its blocks take no device memory; they name the tokens that
+states cover.
+
+A pool consists of planes, each the memory of one layer. A block has a part of every plane, and
+belongs to one group at a time. Each layer of that group has its own plane.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from dataclasses import dataclass
 from penstock_shard.attention.base import LayerSpec, StateSpec
 from penstock_shard.ipc.runner_info import CacheGroup
 
-# The largest number of groups with layers of one shape, because a step's host work grows with it.
-# With fewer groups, small groups leave planes of their blocks unused.
+# The most groups of layers of one shape. More groups cost more host work in a step; with fewer,
+# small groups leave planes of their blocks unused.
 _MOST_GROUPS = 8
-# The memory layout of a layer's keys and values, and the keys that a query sees.
+# The memory layout of a layer's keys and values, and which keys a query sees.
 _Shape = tuple[int, int, int, bool] | StateSpec
 _Sight = tuple[int | None, int | None, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """`group_of` has the group of each layer, by the layer's index. `planes` has, for each pool and
-    each of its planes, the layers that share the plane, which are in different groups.
+    """`group_of` has each layer's group, by the layer's index. `planes` has, for each plane of each
+    pool, its layers, which are in different groups.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -37,7 +38,7 @@ class CacheLayout:
     planes: tuple[tuple[tuple[LayerSpec, ...], ...], ...]
 
     def block_bytes(self, pool: int, block_size: int, itemsize: int) -> int:
-        """Return the bytes of a block of this pool, with elements of `itemsize` bytes."""
+        """Return the bytes of a block, with elements of `itemsize` bytes."""
         return sum(
             block_size * first.elements_per_token * itemsize
             if first.state is None
@@ -47,9 +48,7 @@ class CacheLayout:
 
 
 def cache_layout(layers: Sequence[LayerSpec]) -> CacheLayout:
-    """Return the layout for these layers. A layer that reads another's keys and values is in that
-    layer's group.
-    """
+    """Return the layout for these layers. A layer that reads another's keys is in its group."""
     shapes: dict[_Shape, dict[_Sight, list[LayerSpec]]] = {}
     for layer in layers:
         if layer.reads is None:

@@ -1,4 +1,4 @@
-"""Backend over the CPU kernels: a query's bits are the same in decode and prefill, alone and in any
+"""Backend over the CPU kernels. A result's bits are the same in decode and prefill, and in any
 batch.
 """
 
@@ -13,7 +13,7 @@ from penstock_shard.kernels.cpu import KEY_TILE, CpuKernels, KvCache, make_cache
 
 
 class CpuBackend:
-    """The backend of the CPU kernels; supports all attention parameters of a layer."""
+    """Supports all attention parameters of a layer."""
 
     name = "cpu"
     block_multiple = KEY_TILE

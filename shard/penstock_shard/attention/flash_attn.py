@@ -1,6 +1,6 @@
 """Backends over the flash-attn libraries, 2 (>= 2.8) and 3, which read the paged cache in place.
 
-They are written for `flash_attn_varlen_func` and `flash_attn_with_kvcache` of flash-attn 2.8, and
+They call `flash_attn_varlen_func` and `flash_attn_with_kvcache` of flash-attn 2.8, and
 `flash_attn_interface.flash_attn_with_kvcache` of flash-attn 3. Tables and lengths are int32, data
 is fp16 or bf16; version 2 needs blocks of a multiple of 256 tokens.
 """
@@ -26,9 +26,7 @@ _HOPPER = (9, 0)
 
 
 class _FlashAttention(LibraryBackend):
-    """The decode call of both versions, which differ only in the name of the block table
-    argument.
-    """
+    """The decode call; only the name of its block table argument differs between versions."""
 
     name = "flash_attn"
     table: str
@@ -53,7 +51,7 @@ class _FlashAttention(LibraryBackend):
 
 
 class FlashAttention2(_FlashAttention):
-    """flash-attn 2: both of its calls take a block table."""
+    """flash-attn 2: both calls take a block table."""
 
     block_multiple = 256
     table = "block_table"
@@ -86,8 +84,8 @@ class FlashAttention2(_FlashAttention):
 
 
 class FlashAttention3(_FlashAttention):
-    """flash-attn 3, for Hopper: blocks of any size. Only `flash_attn_with_kvcache` takes a block
-    table, so prefill uses it too.
+    """flash-attn 3, for Hopper: blocks of any size. Prefill also uses `flash_attn_with_kvcache`,
+    because no other call takes a block table.
     """
 
     block_multiple = 16
@@ -99,7 +97,7 @@ class FlashAttention3(_FlashAttention):
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
         keys, values = spec.head_dim, spec.head_dim_v
-        # Head sizes for which the library has kernels if keys and values differ.
+        # Head sizes with kernels if keys and values differ.
         served = values <= 256 if keys <= 64 else 128 < keys <= 192 and 96 < values <= 128
         if keys != values and not served:
             return f"has no kernel for keys of {keys} and values of {values}"
@@ -123,9 +121,7 @@ class FlashAttention3(_FlashAttention):
 
 
 def make_flash_attention_2(device: torch.device, dtype: torch.dtype) -> FlashAttention2:
-    """Make the backend. Raises Unusable if the library is not installed, too old, or does not serve
-    `dtype`.
-    """
+    """Raises Unusable if the library is missing, too old, or does not serve `dtype`."""
     library = _import("flash_attn", how_to_install("flash"))
     version = str(getattr(library, "__version__", "0"))
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
@@ -136,9 +132,7 @@ def make_flash_attention_2(device: torch.device, dtype: torch.dtype) -> FlashAtt
 
 
 def make_flash_attention_3(device: torch.device, dtype: torch.dtype) -> FlashAttention3:
-    """Make the backend. Raises Unusable if the library is missing or does not serve the device or
-    `dtype`.
-    """
+    """Raises Unusable if the library is missing or does not serve the device or `dtype`."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != _HOPPER:
         raise NotHere("flash-attn 3 runs on devices of compute capability 9.0")
     library = _import("flash_attn_interface", "build it from flash-attn's folder hopper")
@@ -151,7 +145,7 @@ def _import(name: str, remedy: str) -> ModuleType:
         raise NotHere(f"the {name} package is not installed; {remedy}")
     try:
         return importlib.import_module(name)
-    # A library compiled for another torch may fail with any of these.
+    # A library compiled for another torch may raise any of these.
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         reason = first_line(error)
         raise Unusable(f"{name} is installed and cannot be imported: {reason}") from error
@@ -164,8 +158,8 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 
 def _options(how: AttentionParams) -> dict[str, Any]:
-    """Return the arguments that all calls share. Without a window both sides are -1, and `causal`
-    alone bounds the keys.
+    """Return the arguments that all calls share. Without a window, both sides are -1, and only
+    `causal` bounds the keys.
     """
     return {
         "softmax_scale": how.scale,

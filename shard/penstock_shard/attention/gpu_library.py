@@ -1,5 +1,5 @@
-"""Base of the backends over GPU attention libraries. Their cache is a paged pair. A step makes two
-calls, one for its decodes and one for all other rows.
+"""Base of the backends over GPU attention libraries. A step makes two calls: for its decodes, and
+for all other rows.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from penstock_shard.device.dtypes import dtype_name
 
 _HALF = (torch.float16, torch.bfloat16)
 
-# The cached keys and values of a layer.
+# A layer's keys and values.
 Pair: TypeAlias = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """A layer's attention parameters, in the form that the libraries take."""
+    """A layer's attention parameters, in the libraries' form."""
 
     scale: float
-    # The number of earlier keys that a query sees; -1 for all.
+    # Earlier keys that a query sees; -1 for all.
     left: int
     # 0 for no softcap.
     softcap: float
@@ -41,14 +41,14 @@ class LibraryBackend(PairBackend, ABC):
     """The part of an `AttentionBackend` that does not depend on the library."""
 
     name: str
-    # Version of the library.
+    # The library's version.
     version: str
     block_multiple: int
-    # Decodes pass tensors and the block table's width, but no row lengths from the host.
+    # Calls for decodes take no lengths from the host, except the block table's width.
     capturable = True
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
-        """Return the refusals that are common to all of the libraries."""
+        """Return the refusals of all libraries."""
         if dtype not in _HALF:
             return f"serves float16 and bfloat16, not {dtype_name(dtype)}"
         if spec.values_in_keys:
@@ -96,15 +96,14 @@ class LibraryBackend(PairBackend, ABC):
     def _decode(
         self, query: Tensor, cache: Pair, batch: AttentionBatch, how: AttentionParams
     ) -> Tensor:
-        """Decode query [num_decodes, Hq, D], one for each row -> [num_decodes, Hq, Dv]."""
+        """Attend for the decodes: query [num_decodes, Hq, D] -> [num_decodes, Hq, Dv]."""
 
     @abstractmethod
     def _prefill(
         self, query: Tensor, cache: Pair, batch: AttentionBatch, how: AttentionParams
     ) -> Tensor:
-        """Attend for the rows after the decodes: query [T - num_decodes, Hq, D]."""
+        """Attend for all other rows: query [T - num_decodes, Hq, D]."""
 
 
 def serves(dtype: torch.dtype) -> bool:
-    """Tell whether the libraries compute with this dtype."""
     return dtype in _HALF

@@ -36,21 +36,19 @@ from penstock_shard.kernels.triton_device import shared_bytes
 from penstock_shard.kernels.triton_layers import write_heads
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# The largest memory for partial results of splits.
+# The most memory for partial results of splits.
 _SCRATCH_BYTES = 256 << 20
-# The number of programs without keys that take as long as a program takes for one key.
+# This many programs without keys take as long as a program takes for one key.
 _KEYS_PER_PROGRAM = 3
 
 
 class TritonBackend(PairBackend):
-    """The backend of our Triton kernels. It supports all attention parameters, with heads of at
-    most 256 elements, or latents of at most 512. `exact`: a query's bits depend only on its own
-    keys, in any step.
+    """Supports all attention parameters, with heads of at most 256 elements, or latents of at most
+    512. If `exact`, a result's bits depend only on the query and its keys.
     """
 
     name = "triton"
     block_multiple = 16
-    # Decodes read lengths on the device only.
     capturable = True
 
     def __init__(self, *, exact: bool = False) -> None:
@@ -101,9 +99,7 @@ def _latent_refusal(latent: int, rotated: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """The query heads of one KV head, the queries and keys of a tile, and the launch options of its
-    program.
-    """
+    """The query heads of one KV head, queries and keys of a tile, and its launch options."""
 
     heads: int
     queries: int
@@ -114,9 +110,9 @@ class _Tiling:
 
 @functools.cache
 def _split_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tiling:
-    """Return the tiling for decodes, which are bound by reading keys and values. A product has as
-    few rows as possible. Several tiles of keys and values are in flight, each of 16 kB in 16 bits,
-    or less if they do not fit into a program's `shared` bytes.
+    """Return the tiling for decodes, which are bound by reading keys and values: with few rows, and
+    several tiles of keys and values in flight. A tile has 16 kB in 16 bits, or less if tiles do not
+    fit into a program's `shared` bytes.
     """
     rows = max(16, group)
     if itemsize == 4:
@@ -130,8 +126,8 @@ def _split_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tilin
 
 @functools.cache
 def _rows_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tiling:
-    """Return the tiling for prefills, which are bound by how often keys and values are read. A tile
-    has as many rows as fit into registers, and into `shared` bytes together with keys and values.
+    """Return the tiling for prefills, which are bound by how often keys and values are read: with
+    as many rows as fit into registers and, beside keys and values, into `shared` bytes.
     """
     if itemsize == 4:
         rows = max(32, group)
@@ -147,9 +143,9 @@ def _rows_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tiling
 
 @functools.cache
 def _latent_tiling(group: int, padded: int, itemsize: int, shared: int, least: int) -> _Tiling:
-    """Return the tiling for latents. Sums of up to 512 values for each row fill the registers with
-    few rows: `least`, or the number of heads up to a bound. The bound is 64 if 64 rows and two
-    tiles of keys fit into `shared` bytes. Else it is 32, because queries then take registers too.
+    """Return the tiling for latents. Rows are few, because each fills registers with sums of up to
+    512 values: `least`, or the number of heads up to a bound. The bound is 64 if 64 rows and two
+    tiles of keys fit into `shared` bytes, else 32, because queries then take registers too.
     """
     if itemsize == 4:
         most, keys, num_stages = 16, 16, 2
@@ -163,13 +159,13 @@ def _latent_tiling(group: int, padded: int, itemsize: int, shared: int, least: i
 
 
 def _split_for(num_pairs: int, num_keys: int) -> int:
-    """Return the size of the smallest split, for `num_pairs` pairs of a query and a part of its
+    """Return the keys of the smallest split, for `num_pairs` pairs of a query and a part of its
     heads, with up to `num_keys` keys each.
 
     Programs are launched for all splits that the block table has room for, and most find no keys.
-    In a microsecond an H200 should run about 400 programs without keys, three at once on each
-    multiprocessor, and a program with keys reads about 130. The size balances the two. It is an
-    estimate that was never measured.
+    In a microsecond, an H200 should run about 400 programs without keys, three at once on each
+    multiprocessor, and a program should read about 130 keys. The size balances these estimates,
+    which were never measured.
     """
     size = SPLIT
     while size * size * _KEYS_PER_PROGRAM < num_pairs * num_keys:
@@ -217,15 +213,13 @@ class _Call:
             self._rows_tiling = _rows_tiling(group, row, *sizes)
 
     def split_for(self, num_tokens: int) -> int:
-        """Return the number of keys in the smallest split for `num_tokens` decodes whose results
-        need not be exact.
-        """
+        """Return the keys of the smallest split for `num_tokens` decodes that need not be exact."""
         num_keys = min(self._most_keys, self._mask.window or self._most_keys)
         return _split_for(num_tokens * self._parts(self._split_tiling), num_keys)
 
     def by_splits(self, num_tokens: int, smallest: int) -> None:
-        """Compute the first `num_tokens` tokens by splits, in pieces that fit into scratch. The
-        smallest splits have `smallest` keys.
+        """Compute the first `num_tokens` tokens by splits of at least `smallest` keys, in pieces
+        that fit into scratch memory.
         """
         tiling = self._split_tiling
         num_splits = self._num_splits(tiling.queries, smallest)
@@ -236,7 +230,7 @@ class _Call:
             self._some_by_splits(tiling, (num_splits, smallest), low, high)
 
     def by_rows(self) -> None:
-        """Compute all rows after the decodes, each tile of queries by one program."""
+        """Compute all other rows, each tile of queries by one program."""
         batch, tiling = self._batch, self._rows_tiling
         decodes, rows = batch.num_decodes, len(batch.query_lens)
         num_tiles = (len(self._query) - decodes) // tiling.queries + 2 * (rows - decodes)
@@ -256,8 +250,8 @@ class _Call:
     def _some_by_splits(
         self, tiling: _Tiling, splits: tuple[int, int], low: int, high: int
     ) -> None:
-        """Compute tokens [low, high). `splits` has the largest number of a tile's splits, and the
-        keys in the smallest split.
+        """Compute tokens [low, high). `splits` has the most splits of a tile, and the keys of the
+        smallest split.
         """
         batch, num_splits = self._batch, splits[0]
         decodes, rows = batch.num_decodes, len(batch.query_lens)
@@ -316,7 +310,7 @@ class _Call:
         )
 
     def _sinks(self) -> Tensor:
-        """Return the sinks, or without sinks any tensor, because kernels will not read it."""
+        """Return the sinks. Without sinks, return any tensor, because kernels do not read it."""
         return self.output if self._mask.sinks is None else self._mask.sinks
 
     def _launch(self, tiling: _Tiling) -> dict[str, Any]:
@@ -332,11 +326,11 @@ class _Call:
 
     @property
     def _most_keys(self) -> int:
-        """The number of keys that a row of the block table has room for."""
+        """The keys that a row of the block table has room for."""
         return self._batch.block_table.shape[1] * self._batch.block_size
 
     def _num_splits(self, queries: int, smallest: int) -> int:
-        """Return the largest number of splits that one tile of this step can see."""
+        """Return the most splits that a tile can see."""
         most = min(MOST_SPLITS, -(-self._most_keys // smallest))
         window = self._mask.window
         return most if window is None else min(most, (window + queries - 2) // smallest + 2)

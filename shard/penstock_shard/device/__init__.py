@@ -1,1 +1,1 @@
-"""The machine: memory, limits of containers, and compilers for the device."""
+"""The machine: memory, containers' limits, cache directories and Triton."""

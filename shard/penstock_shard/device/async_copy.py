@@ -1,4 +1,4 @@
-"""Asynchronous copies between host and device. On cpu nothing is copied or asynchronous."""
+"""Asynchronous copies between host and device. On cpu nothing is copied."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 def is_host(tensor: Tensor) -> bool:
-    """Tell whether a tensor is on the host, so that reading it waits for no device."""
+    """Tell whether a tensor is in host memory, so that reading it waits for no device."""
     return tensor.device.type == "cpu"
 
 
 def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
-    """Make a buffer, uint8, for asynchronous copies to the device. torch does not reuse it before
-    these copies are done.
+    """Make a uint8 buffer for asynchronous copies to the device. torch does not reuse its memory
+    before these copies are done.
     """
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
@@ -32,8 +32,8 @@ def to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Copy a tensor to the host, complete once a `mark` set after this call is reached. On cpu it
-    is the same memory.
+    """Copy a tensor to the host; on cpu it is the same memory. The copy is complete once a `mark`
+    that was made after this call is reached.
     """
     if tensor.device.type == "cpu":
         return tensor
@@ -42,7 +42,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def mark(device: torch.device) -> Callable[[], None]:
-    """Mark the end of the work that the device has so far. The returned function waits for it."""
+    """Return a function that waits for all work that the device has now."""
     if device.type == "cpu":
         return _come_already
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]

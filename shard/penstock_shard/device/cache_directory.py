@@ -1,12 +1,14 @@
-"""Directories of compiled kernels, kept loads and a shard's state, which nobody else can write to
-or replace; and the parts of their files' names.
+"""Directories of compiled kernels, kept loads and a shard's state, which no other user can write to
+or replace; and parts of their files' names.
 
-Environment: PENSTOCK_CACHE: compiled kernels; default $XDG_CACHE_HOME/penstock or
-~/.cache/penstock. PENSTOCK_LOAD_CACHE: kept loads, apart as kernels may come with an image; default
-$PENSTOCK_CACHE/loads. PENSTOCK_STATE: state for a shard's next start, which nothing can make anew;
-default $XDG_STATE_HOME/penstock or ~/.local/state/penstock. PENSTOCK_TRUSTED_DIRECTORIES:
-directories above a cache, separated as in PATH, whose other writers are trusted, such as a
-container's volume.
+Environment:
+PENSTOCK_CACHE: compiled kernels; default $XDG_CACHE_HOME/penstock or ~/.cache/penstock.
+PENSTOCK_LOAD_CACHE: kept loads, separate because kernels may come with an image; default
+$PENSTOCK_CACHE/loads.
+PENSTOCK_STATE: state for a shard's next start, which cannot be made again; default
+$XDG_STATE_HOME/penstock or ~/.local/state/penstock.
+PENSTOCK_TRUSTED_DIRECTORIES: directories above a cache, separated as in PATH, that other users may
+write to, such as a container's volume.
 """
 
 from __future__ import annotations
@@ -24,16 +26,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# The outermost package, at any depth of this module.
+# The directory of the outermost package.
 _PACKAGE = Path(__file__).parents[__name__.count(".") - 1]
-# The largest number of symbolic links in a path, as on Linux.
+# The most symbolic links in a path, as on Linux.
 _MOST_LINKS = 40
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _LIBRARIES = ("torch", "transformers", "safetensors", "gguf")
 
 
 def cache_directory() -> Path:
-    """The cache's directory; it may not exist yet."""
+    """The directory of compiled kernels; it may not exist yet."""
     if chosen := os.environ.get("PENSTOCK_CACHE"):
         return Path(chosen)
     if base := os.environ.get("XDG_CACHE_HOME"):
@@ -52,8 +54,8 @@ def load_directory() -> Path:
 
 
 def state_directory() -> Path:
-    """The directory of state kept from one start to the next; it may not exist yet. Raises OSError
-    if the user has no home directory, as in some containers.
+    """The directory of state for the next start; it may not exist yet. Raises OSError if the user
+    has no home directory, as in some containers.
     """
     if chosen := os.environ.get("PENSTOCK_STATE"):
         return Path(chosen)
@@ -74,8 +76,8 @@ def temporary_directory() -> Path:
 
 
 def ensure_safe(path: Path) -> bool:
-    """Tell whether a cache file exists; make its directory. Raises OSError if the directory cannot
-    be used, or if others could replace or change the file and so run code as our user.
+    """Make a cache file's directory; tell whether the file exists. Raises OSError if the directory
+    cannot be used, or if others could change the file and so run code as our user.
     """
     ensure_safe_directory(path.parent)
     if not path.exists():
@@ -85,7 +87,7 @@ def ensure_safe(path: Path) -> bool:
 
 
 def ensure_safe_directory(path: Path) -> None:
-    """Make a directory that only our user can change. Raises OSError if it cannot be used, or
+    """Make a directory that only our user can change. Raises OSError if it cannot be used, or if
     others may write to it or replace it.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -93,8 +95,8 @@ def ensure_safe_directory(path: Path) -> None:
 
 
 def _check_way(path: Path) -> None:
-    """Check a path and each part of the way to it. Raises PermissionError if others may write to
-    the path, or to a directory or link by which they could replace it.
+    """Raise PermissionError if others may write to a path, or to a directory or link by which they
+    could replace it.
     """
     for place in _way(path):
         status = place.lstat()
@@ -107,7 +109,7 @@ def _check_way(path: Path) -> None:
 
 
 def _way(path: Path) -> Iterator[Path]:
-    """Yield all paths that the system visits to find a path, from the root on, link by link."""
+    """Yield all paths that the system visits to find a path, from the root on, following links."""
     parts = list(reversed(path.absolute().parts))
     place = Path(parts.pop())
     yield place
@@ -157,22 +159,20 @@ def _check_owner(place: Path, status: os.stat_result) -> None:
 
 
 def replace_file(made: Path, path: Path) -> None:
-    """Rename a file to its place, after syncing it to disk: a crash could otherwise leave it
-    empty.
-    """
+    """Sync a file to disk, because a crash could leave it empty otherwise, and rename it."""
     with made.open("rb") as file:
         os.fsync(file.fileno())
     made.replace(path)
 
 
 def file_identity(path: Path) -> str:
-    """A description of a file by the system, which changes when the content does."""
+    """Return a text that changes when the file's content does."""
     status = path.stat()
     return f"{status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
 
 
 def code_hash() -> str:
-    """A hash of our code and of library versions, which decide the layout of kept objects."""
+    """A hash of our code and library versions, which determine the layout of kept objects."""
     total = hashlib.blake2b(platform.python_version().encode(), digest_size=16)
     for path in sorted(_PACKAGE.rglob("*.py")):
         total.update(f"{path.relative_to(_PACKAGE)}\0".encode() + path.read_bytes())

@@ -9,9 +9,8 @@ from penstock_shard.device import cgroup
 
 
 def default_threads() -> int:
-    """The number of compute threads on cpu: all cores that this process may use but one. A control
-    group's quota bounds the number, because more threads would exhaust the quota early in each
-    period and then stall.
+    """The number of compute threads on cpu: one less than this process's cores. More threads would
+    exhaust a control group's quota early in each period and then stall.
     """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""The name of a dtype in messages, flags and fingerprints."""
+"""Names of dtypes in messages, flags and fingerprints."""
 
 from __future__ import annotations
 
@@ -6,5 +6,4 @@ import torch
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name without the prefix "torch."."""
     return str(dtype).removeprefix("torch.")

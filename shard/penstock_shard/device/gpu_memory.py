@@ -1,7 +1,6 @@
-"""A GPU's memory: used, peak and free. Only this module queries it.
+"""A GPU's memory: used, peak and free. For cpu, see `device.host_memory`.
 
-torch counts its own tensors; the driver counts all processes. On cpu these functions return 0 or do
-nothing: see `device.host_memory`.
+torch counts its own tensors; the driver counts all processes.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ import torch
 
 
 class PeakMemory:
-    """The peak memory of tensors on a device after this object was made, beyond the memory at that
-    time. Use one object at a time for each device, because torch keeps a single peak.
+    """The peak memory of tensors on a device, above their memory when this object was made. Use one
+    object at a time for each device, because torch keeps one peak.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,7 +22,7 @@ class PeakMemory:
             self._before = torch.cuda.memory_allocated(device)
 
     def extra_bytes(self) -> int:
-        """The peak so far, in bytes; 0 on cpu. Waits for the device to finish its work."""
+        """The peak so far, in bytes; 0 on cpu. Waits for the device."""
         if self._device.type != "cuda":
             return 0
         torch.cuda.synchronize(self._device)
@@ -40,18 +39,18 @@ def used_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device, share: float) -> int:
-    """The bytes of a GPU that may still be taken, if at most `share` of its memory may be used."""
+    """The free bytes of a GPU, if at most `share` of its memory may be used."""
     free, total = _free_and_total(device)
     return int(total * share) - (total - free)
 
 
 def empty_caches(device: torch.device) -> None:
-    """Release unused memory that torch's caching allocator holds."""
+    """Release unused memory of torch's caching allocator."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _free_and_total(device: torch.device) -> tuple[int, int]:
-    """Return free and total bytes. Unused memory of torch's allocator counts as free."""
+    """Unused memory of torch's allocator counts as free."""
     empty_caches(device)
     return torch.cuda.mem_get_info(device)

@@ -1,6 +1,4 @@
-"""Host memory: the bytes that this process may still take, and the bytes that work takes
-temporarily.
-"""
+"""Host memory: the bytes that this process may still take, and the peak of a function."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def extra_host_bytes(work: Callable[[], object]) -> int:
-    """Run `work`. Returns the peak minus the bytes in use afterwards; 0 if the system does not
-    report them (macOS, a read-only /proc).
+    """Run `work`; return its peak memory minus the bytes in use afterwards. This is 0 if the system
+    does not report them (macOS, a read-only /proc).
     """
     try:
         # Reset the peak (VmHWM) to the current size: proc(5).
@@ -26,15 +24,13 @@ def extra_host_bytes(work: Callable[[], object]) -> int:
         work()
         return 0
     work()
-    # getrusage does not serve here, because its peak includes the parent process before exec.
+    # Not getrusage: its peak includes the parent process before exec.
     status = _sizes(_STATUS)
     return max(0, status["VmHWM"] - status["VmRSS"])
 
 
 def free_host_bytes() -> int:
-    """The bytes that this process may still take: free memory of the machine, bounded by its
-    control groups.
-    """
+    """The free bytes of the machine, within the limits of this process's control groups."""
     machine, groups = _meminfo_available(), cgroup.memory_left()
     return machine if groups is None else min(machine, groups)
 
@@ -44,12 +40,12 @@ def _meminfo_available() -> int:
         available = _sizes(_MEMINFO).get("MemAvailable")
         if available is not None:
             return available
-    # On macOS, without that file, assume half of the machine's memory.
+    # macOS lacks the file. Assume half of the machine's memory.
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _sizes(file: Path) -> dict[str, int]:
-    """Read the lines `name: number kB` of a file in /proc: bytes by name."""
+    """Read lines `name: number kB` of a file in /proc; return bytes by name."""
     lines = os.fsdecode(file.read_bytes()).splitlines()
     fields = (line.split() for line in lines if line.endswith(" kB"))
     return {name.rstrip(":"): int(number) * 1024 for name, number, _ in fields}

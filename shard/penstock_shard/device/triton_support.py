@@ -1,4 +1,4 @@
-"""Tells all modules with Triton kernels whether they may launch them on a type of device.
+"""Tells whether Triton kernels may be launched on a type of device.
 
 They may if the package is installed and the check at load, which reports here, found no fault.
 """
@@ -16,12 +16,12 @@ _faults: dict[str, str] = {}
 
 @functools.cache
 def is_installed() -> bool:
-    """Tell whether the package is installed, even if its kernels compute wrongly."""
+    """Tell whether the triton package is installed, even if its kernels compute wrongly."""
     return importlib.util.find_spec("triton") is not None
 
 
 def remember(device_type: str, fault: str | None) -> None:
-    """Record the fault that the check of a device type found; None if it found none."""
+    """Record the fault that the check of a device type found, if any."""
     if fault is None:
         _faults.pop(device_type, None)
     else:
@@ -29,5 +29,5 @@ def remember(device_type: str, fault: str | None) -> None:
 
 
 def fault_on(device_type: str) -> str | None:
-    """The reason why no kernel may be launched on a type of device; None if kernels may."""
+    """The reason why no kernel may be launched on a type of device, if any."""
     return _faults.get(device_type) if is_installed() else _MISSING

@@ -1,1 +1,1 @@
-"""A model over several devices, with a process for each. All processes compute every step."""
+"""A model over several devices. Each has a process, and all processes compute every step."""

@@ -1,4 +1,4 @@
-"""Collectives over the ranks of one model: sum, gather, broadcast; and joining the group."""
+"""Collectives over the ranks of one model; joining the group."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch import Tensor
 
 from penstock_shard.errors import ModelError, first_line, is_out_of_memory
 
-# Timeout for reaching the store, which a rank does up to twice. Rank 0 waits longer, _MEET_S, so
-# that a failing rank has time to report the reason.
+# Timeout for reaching the store, which a rank does up to twice. Rank 0 waits _MEET_S, so that a
+# rank can report why it failed.
 _FIND_S = timedelta(seconds=60)
 _MEET_S = 180.0
 _POLL_S = 0.02
-# Timeout of collectives. A rank may be in a long step on a slow CPU. Its connection shows when it
-# is gone.
+# Timeout of collectives, long because of steps on slow CPUs. A rank's connection shows when it is
+# gone.
 _LATEST_S = timedelta(hours=2)
 
 
 class Ranks:
-    """The rank of the process in the group that computes a model, and the collectives."""
+    """This process's rank in the group, and the collectives."""
 
     def __init__(self, rank: int, size: int, *, in_order: bool = False) -> None:
         """With `in_order`, sum in the order of ranks, so that a sum's bits do not depend on the
@@ -39,9 +39,7 @@ class Ranks:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Inside the context, collectives do nothing: results have the right shapes but wrong
-        values.
-        """
+        """Skip collectives in the context: results have the right shapes but wrong values."""
         self._is_apart = True
         try:
             yield
@@ -49,7 +47,7 @@ class Ranks:
             self._is_apart = False
 
     def add_up(self, part: Tensor) -> Tensor:
-        """All-reduce: replace `part` by the sum of all ranks' parts, and return it."""
+        """All-reduce in place: return the sum of all ranks' parts."""
         if self._is_apart or part.numel() == 0:
             return part
         if not self.in_order:
@@ -62,7 +60,7 @@ class Ranks:
         return part
 
     def gather(self, part: Tensor) -> Tensor:
-        """All-gather: return all ranks' parts in the order of ranks, [size, *shape]."""
+        """All-gather: return all ranks' parts, [size, *shape]."""
         if self._is_apart or part.numel() == 0:
             return part.unsqueeze(0).expand(self.size, *part.shape)
         everything = part.new_empty(self.size, *part.shape)
@@ -93,13 +91,13 @@ def join(device: torch.device, rank: int, size: int, address: str, port: int) ->
 
 
 class RankRendezvous:
-    """The TCPStore through which ranks join. It is open while this object lives; after `join` torch
-    keeps it open.
+    """The TCPStore through which ranks join. Keep this object until `join`; then torch keeps the
+    store open.
     """
 
     def __init__(self, size: int, *, alone: bool) -> None:
-        """Open a port. `alone` is true if all ranks are on this machine. Raises ModelError if no
-        port can be bound.
+        """Open a port. `alone`: all ranks are on this machine. Raises ModelError if no port can be
+        bound.
         """
         self._size = size
         try:
@@ -121,8 +119,8 @@ class RankRendezvous:
             ) from error
 
     def await_others(self, check_others: Callable[[], None]) -> None:
-        """Wait until all ranks have reached the store. Raises ModelError if one does not arrive in
-        time, or if `check_others` raises it because a rank reported a failure.
+        """Wait until all ranks have reached the store. Raises ModelError if one is late, or if
+        `check_others` raises it.
         """
         deadline_s = time.monotonic() + _MEET_S
         for rank in range(1, self._size):
@@ -147,7 +145,7 @@ def _arrival(rank: int) -> str:
 def _meet(store: Any, device: torch.device, rank: int, size: int) -> Ranks:
     on_cuda = device.type == "cuda"
     backend = "nccl" if on_cuda else "gloo"
-    # The first ranks to arrive wait for all others, which may have to fetch the model first.
+    # Ranks wait for others, which may have to fetch the model first.
     store.set_timeout(_LATEST_S)
     try:
         dist.init_process_group(
@@ -171,11 +169,11 @@ def _meet(store: Any, device: torch.device, rank: int, size: int) -> Ranks:
 
 
 def _what(error: Exception) -> str:
-    """Return the error's first line; the lines after it are torch's C++ locations."""
+    """Return the error's first line. Later lines are C++ locations."""
     return first_line(error).rstrip(". ")
 
 
 def _gather_into(everything: Tensor, part: Tensor) -> None:
-    """Use the newer name of all-gather if torch has it, because the older one then warns."""
+    """Call all-gather by its newer name if torch has it, because the older one then warns."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(everything, part)

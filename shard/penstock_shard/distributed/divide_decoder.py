@@ -1,10 +1,9 @@
-"""The part of a decoder at a rank: heads and inner units are divided, and every rank has all the
-rest.
+"""One rank's part of a decoder: heads and inner units are divided; every rank has all the rest.
 
-Matrices that produce inner values (queries, keys, values, gate, up) are divided by rows, matrices
-that consume them (output, down) by columns, as in Megatron-LM (Shoeybi et al., 2019). So a layer
-has two all-reduces. The head is divided by rows of the vocabulary. transformers'
-`base_model_tp_plan` divides alike.
+As in Megatron-LM (Shoeybi et al., 2019), matrices that produce inner values (queries, keys, values,
+gate, up) are divided by rows, and matrices that consume them (output, down) by columns. So a layer
+has two all-reduces. The output head is divided by rows of the vocabulary. transformers'
+`base_model_tp_plan` divides in the same way.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from penstock_shard.models.decoder.spec import DecoderSpec, tensor_shapes
 from penstock_shard.models.decoder.tensor_reader import TensorSource
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# The division of weights, by the last part of the module's name. Mixtral's experts call the gate
-# w1, up w3 and down w2; latent attention makes queries by q_b, keys and values by kv_b.
+# Weights by their division, with the last part of the module's name. w1, w3 and w2 are Mixtral's
+# gate, up and down; q_b and kv_b make queries, keys and values of latent attention.
 _BY_HEADS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj"}
 _BY_ROWS = {"gate_proj", "up_proj", "gate_up_proj", "w1", "w3"}
 _BY_COLUMNS = {"o_proj", "down_proj", "w2"}
 
 
 def divided_by(leaf: str) -> str | None:
-    """Return how a weight [N, K] is divided, by the last part of its module's name; None if it is
-    not divided.
+    """Return the division of a weight [N, K], by the last part of its module's name; None if it
+    stays whole.
     """
     if leaf in _BY_HEADS:
         return "heads"
@@ -42,8 +41,8 @@ def divided_by(leaf: str) -> str | None:
 
 
 def check_divisible(size: int, sizes: dict[str, int], num_kv_heads: int) -> None:
-    """Raise ModelError unless `size` ranks divide each of `sizes`, given by name, and unless the KV
-    heads are shared or divided evenly.
+    """Raise ModelError unless `size` ranks divide each of `sizes`, by name, and divide or share KV
+    heads evenly.
     """
     for name, value in sizes.items():
         if value % size:
@@ -71,8 +70,7 @@ def states_are_whole(size: int) -> ModelError:
 
 
 def local_spec(spec: DecoderSpec, size: int) -> DecoderSpec:
-    """Return the spec of one of `size` ranks' parts. Raises ModelError if the decoder cannot be
-    divided.
+    """Return the spec of one rank's part. Raises ModelError if the decoder cannot be divided.
 
     With fewer KV heads than ranks, several ranks have the same KV head.
     """
@@ -93,13 +91,13 @@ def local_spec(spec: DecoderSpec, size: int) -> DecoderSpec:
         intermediate_size=spec.intermediate_size // size,
         layers=tuple(_local_layer(layer, size) for layer in spec.layers),
         experts=experts,
-        # Not tied, because a rank has only a part of the head, but the whole embedding.
+        # A rank has the whole embedding, but only a part of the head.
         tied=False,
     )
 
 
 def _inner_sizes(spec: DecoderSpec) -> dict[str, int]:
-    """Return inner sizes of the kinds of layers in the model, by their names in configurations."""
+    """Return the inner sizes of layers, by their names in configurations."""
     if spec.experts is None:
         return {"intermediate_size": spec.intermediate_size}
     sizes = {"moe_intermediate_size": spec.experts.intermediate_size}
@@ -117,7 +115,7 @@ def _local_layer(layer: LayerSpec, size: int) -> LayerSpec:
 
 
 def rank_shares(spec: DecoderSpec, rank: int, size: int) -> Shares:
-    """Return a rank's share of each divided matrix, by module name; `spec` is the whole model's."""
+    """Return a rank's share of each divided matrix, by module; `spec` is the whole model's."""
     shares = {}
     for name, shape in tensor_shapes(spec).items():
         module = name.removesuffix(".weight")
@@ -141,7 +139,7 @@ def rank_shares(spec: DecoderSpec, rank: int, size: int) -> Shares:
 
 
 def _heads(leaf: str, rows: int, layer: LayerSpec, rank: int, size: int) -> tuple[slice, ...]:
-    """Return the rows of a rank's heads; neighbouring ranks may share KV heads."""
+    """Return the rows of a rank's heads; several ranks may share a KV head."""
     if leaf in ("q_proj", "q_b_proj", "kv_b_proj"):
         return (even_part(rows, rank, size),)
     queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
@@ -154,7 +152,7 @@ def _heads(leaf: str, rows: int, layer: LayerSpec, rank: int, size: int) -> tupl
 
 
 def even_part(length: int, rank: int, size: int) -> slice:
-    """Return a rank's slice of `length` rows or columns, divided evenly over `size` ranks."""
+    """Return a rank's slice of `length` rows or columns."""
     count = length // size
     return slice(rank * count, (rank + 1) * count)
 
@@ -164,7 +162,7 @@ def _moved(part: slice, by: int) -> slice:
 
 
 class SlicedTensors:
-    """A `TensorSource` of one rank's part: slices of the whole model's tensors."""
+    """The tensors of one rank's part: slices of the whole model's."""
 
     def __init__(self, source: TensorSource, spec: DecoderSpec, rank: int, size: int) -> None:
         """`source` and `spec` belong to the whole model."""
@@ -181,7 +179,7 @@ class SlicedTensors:
             yield [self._part(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
 
     def codes(self, name: str) -> None:
-        """Return None, because parts of a matrix are read dequantized."""
+        """Return None: parts of a matrix are read dequantized."""
 
     def _part(self, name: str, tensor: Tensor) -> Tensor:
         if name == HEAD:
@@ -191,8 +189,8 @@ class SlicedTensors:
 
 
 def vocabulary_part(head: Tensor, rank: int, size: int) -> Tensor:
-    """Return a rank's rows of the head. All ranks have the same number of rows; zeros pad the last
-    rows.
+    """Return a rank's rows of the output head, padded with zeros to the same number for all
+    ranks.
     """
     count = -(-len(head) // size)
     part = head[rank * count : (rank + 1) * count]

@@ -1,8 +1,7 @@
-"""Cuts a transformers module to one rank's part, by the plan that comes with the model.
+"""Cuts a transformers module to one rank's part, by the model's own plan.
 
-The plan, `base_model_tp_plan`, tells for each module name if outputs or inputs are divided. Weights
-are cut in place, and forward hooks gather or sum results over ranks. The modelling code is not
-changed.
+The plan, `base_model_tp_plan`, says which modules' outputs or inputs are divided. Weights are cut
+in place. Forward hooks gather or sum results over ranks, without changes to the modeling code.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from penstock_shard.errors import ModelError
 from penstock_shard.lora.lora import Share, Shares
 from penstock_shard.models.transformers import recurrences
 
-# Styles of transformers' plans. Releases before 5.10 use the names that end with _rep.
+# Styles of transformers' plans. Releases before 5.10 have the names in _rep.
 _ROWS = {"colwise", "colwise_gather_output", "colwise_rep"}
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _COLUMNS = {"rowwise", "rowwise_split_input", "rowwise_rep"}
 _SPLIT = {"rowwise_split_input", "rowwise_rep"}
-# Styles of modules that every rank keeps whole.
+# Every rank keeps these modules whole.
 _WHOLE = {"replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj"}
 _EXPERTS = "moe_tp_experts"
 _PACKED = "packed_colwise"
@@ -40,8 +39,8 @@ _HEAD_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads")
 
 
 def divide_module(module: PreTrainedModel, ranks: Ranks) -> Shares:
-    """Cut the module's weights to this rank's part. Return the rank's share of each divided linear
-    layer. Raises ModelError if the model has no plan, or a plan with an unknown style.
+    """Cut the module's weights to this rank's part; return its share of each divided linear layer.
+    Raises ModelError if the model has no plan, or one with an unknown style.
     """
     name = type(module).__name__
     text = module.config.get_text_config()
@@ -66,7 +65,7 @@ def divide_module(module: PreTrainedModel, ranks: Ranks) -> Shares:
 def _check_sizes(module: PreTrainedModel, count: int) -> None:
     text = module.config.get_text_config()
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    # Sizes that differ between layers are lists, which are checked when each weight is cut.
+    # Sizes that differ between layers are lists; `_cut` checks them.
     sizes = {name: size for name in names if isinstance(size := getattr(text, name, None), int)}
     check_divisible(count, sizes, count)
 
@@ -82,9 +81,7 @@ def _planned(module: PreTrainedModel, plan: dict[str, str]) -> Iterator[tuple[st
 
 
 def _divide(path: str, module: PreTrainedModel, style: str, ranks: Ranks) -> Share | None:
-    """Divide the module or parameter at `path`. Return this rank's share of a linear layer, None
-    for others.
-    """
+    """Divide the module or parameter at `path`; return this rank's share of a linear layer."""
     parent, _, leaf = path.rpartition(".")
     holder = module.get_submodule(parent)
     part = getattr(holder, leaf)
@@ -93,7 +90,7 @@ def _divide(path: str, module: PreTrainedModel, style: str, ranks: Ranks) -> Sha
             _fewer_heads(holder, ranks.size)
         return _divide_linear(path, part, style, ranks)
     if isinstance(part, nn.Parameter) and style == "colwise" and part.dim() == 1:
-        # One number for each head, such as attention sinks.
+        # A number for each head, such as attention sinks.
         _cut(path, holder, leaf, 0, ranks)
     elif isinstance(part, nn.Parameter) and style in {_PACKED, "colwise", "rowwise"}:
         _divide_experts(path, holder, leaf, style, ranks)
@@ -119,7 +116,7 @@ def _divide_linear(path: str, linear: nn.Linear, style: str, ranks: Ranks) -> Sh
         return Share(shape, rows=(even_part(shape[0], ranks.rank, ranks.size),))
     _cut(path, linear, "weight", 1, ranks)
     linear.in_features = linear.weight.shape[1]
-    # The bias is added once, to the sum over ranks.
+    # Add the bias once, to the sum over ranks.
     if linear.bias is not None:
         linear.register_parameter("bias_of_sum", linear.bias)
         linear.register_parameter("bias", None)
@@ -145,13 +142,13 @@ def _part(path: str, whole: Tensor, dim: int, ranks: Ranks) -> Tensor:
 
 
 def _replace(holder: nn.Module, name: str, part: Tensor) -> None:
-    """Set the parameter to a copy of `part`, so that the whole weight can be freed."""
+    """Set the parameter to a copy of `part`, so that the whole can be freed."""
     copied = nn.Parameter(part.clone(memory_format=torch.contiguous_format), requires_grad=False)
     setattr(holder, name, copied)
 
 
 def _divide_experts(path: str, experts: nn.Module, name: str, style: str, ranks: Ranks) -> None:
-    """Divide weights [E, N, K] of all experts, or [E, K, N] if they are transposed."""
+    """Divide weights [E, N, K] of all experts, or transposed ones, [E, K, N]."""
     if not getattr(experts, "is_concatenated", True) or getattr(experts, "has_bias", False):
         raise ModelError(
             f"--tensor-parallel-size {ranks.size}: experts as {type(experts).__name__} keeps them "
@@ -168,7 +165,7 @@ def _divide_experts(path: str, experts: nn.Module, name: str, style: str, ranks:
 
 
 def _fewer_heads(attention: nn.Module, size: int) -> None:
-    """Lower the numbers of heads that modelling code stores at construction and uses to reshape."""
+    """Lower the numbers of heads, which the modeling code stores and uses to reshape."""
     if not hasattr(attention, "layer_idx") or getattr(attention, "has_part_of_heads", False):
         return
     attention.has_part_of_heads = True  # type: ignore[assignment]
@@ -184,7 +181,7 @@ def _divide_head(module: PreTrainedModel, ranks: Ranks) -> None:
         return
     vocabulary = head.out_features
     bias = head.bias
-    # A tied head gets a copy of its rows, because the embedding stays whole.
+    # Copy the rows of a tied head, because the embedding stays whole.
     _replace(head, "weight", vocabulary_part(head.weight.data, ranks.rank, ranks.size))
     if bias is not None:
         column = vocabulary_part(bias.data.unsqueeze(1), ranks.rank, ranks.size)

@@ -1,7 +1,7 @@
-"""Checks that the ranks' parts of a transformers module compute the same as the whole module.
+"""Checks that ranks together compute the same as the whole transformers module.
 
-A plan that does not fit the modelling code would silently give wrong text. So logits of a few
-tokens, on one layer of each kind, are computed before the division and again by all ranks together.
+A plan that does not fit the modeling code would silently give wrong text. So logits of a few
+tokens, on one layer of each kind, are computed before and after the division.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUM_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class WholeLogits:
-    """The logits [T, V] of the undivided module for token_ids [1, T], with some layers only."""
+    """The logits [T, V] of some layers of the undivided module for token_ids [1, T]."""
 
     token_ids: Tensor
     layers: Sequence[int]
@@ -32,7 +32,7 @@ class WholeLogits:
 
 
 def logits_of_whole(module: PreTrainedModel) -> WholeLogits:
-    """Compute logits on the module's device, with its own attention."""
+    """Compute logits with the module's own attention."""
     text = module.config.get_text_config()
     generator = torch.Generator().manual_seed(1)
     token_ids = torch.randint(int(text.vocab_size), (1, _NUM_TOKENS), generator=generator)
@@ -43,10 +43,10 @@ def logits_of_whole(module: PreTrainedModel) -> WholeLogits:
 
 
 def check_division(module: PreTrainedModel, whole: WholeLogits, ops: Ops, size: int) -> None:
-    """Compare the logits. All ranks must call it. Raises ModelError if logits differ by more than
+    """Compare the logits; all ranks must call it. Raises ModelError if they differ by more than
     rounding.
     """
-    # The whole module was computed with the weights as they are stored.
+    # The whole module had its weights as they are stored.
     precision = "int8" if ops.weights in ("int4", "fp8") else ops.weights
     token_ids, logits = whole.token_ids.to(ops.device), whole.logits.to(ops.device)
     try:
@@ -71,7 +71,7 @@ def _one_of_each_kind(module: PreTrainedModel) -> list[int]:
 
 @contextmanager
 def _only(module: PreTrainedModel, layers: Sequence[int]) -> Iterator[None]:
-    """Inside the context the module has only these layers."""
+    """Let the module have only these layers in the context."""
     stacks = _stacks(module)
     for parent, name, stack in stacks:
         setattr(parent, name, nn.ModuleList(stack[index] for index in layers))

@@ -1,4 +1,4 @@
-"""Forms the group of ranks, on rank 0: starts their processes and waits for the whole model."""
+"""Rank 0: starts the other ranks' processes and waits for the whole model."""
 
 from __future__ import annotations
 
@@ -21,17 +21,16 @@ from penstock_shard.models.loaded_model import LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The ranks, after they have joined torch.distributed."""
+    """The ranks, which have joined torch.distributed."""
 
     ranks: Ranks
     followers: Followers
 
     def whole(self, own: LoadedModel, attention_backend: str, weights_hash: str) -> MirroredModel:
-        """Wait until the other ranks have loaded, and return the whole model. `own` is rank 0's
-        part.
+        """Wait until the other ranks have loaded; return the whole model. `own` is rank 0's part.
 
         Raises ModelError if a rank cannot load its part, has other weights or another attention
-        backend, or if the ranks together do not compute the same as the undivided model.
+        backend, or if the ranks do not compute the same as the undivided model.
         """
         for rank, loaded in enumerate(self.followers.answers(Loaded), start=1):
             if loaded.attention_backend != attention_backend:
@@ -71,7 +70,7 @@ def gather_group(
     rendezvous = RankRendezvous(size, alone=config.nnodes == 1)
     followers = Followers(lines, list(processes.values()))
     followers.tell(Join(config, str(model_dir), rendezvous.port))
-    # Joining torch.distributed blocks until all ranks do, so first each rank reports that it can.
+    # Joining torch.distributed blocks until all ranks join. So each rank first reports that it can.
     followers.answers(Arrived)
     rendezvous.await_others(followers.check)
     with followers.watched():

@@ -1,7 +1,7 @@
 """Messages between the ranks of one model.
 
-Rank 0 tells the other ranks what to load and compute, over a TCP connection to each. Tensors go
-from device to device, over torch.distributed.
+Over TCP connections, rank 0 tells the other ranks what to load and compute. torch.distributed sends
+tensors from device to device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.framing import encode_frame, receive_frame
 
-# Raise this when messages change: rank 0 refuses ranks of another revision.
+# Raise this when messages change. Rank 0 refuses ranks of other revisions.
 REVISION = 4
 
 
@@ -23,10 +23,10 @@ REVISION = 4
 
 
 class Join(msgspec.Struct, array_like=True, tag="join"):
-    """The model to load, and the port of the store through which ranks join torch.distributed."""
+    """The model to load, and the port of torch.distributed's store."""
 
     config: ShardConfig
-    # Rank 0's model directory; on another machine the model may have to be fetched first.
+    # Rank 0's model directory; other machines may have to fetch the model.
     model_dir: str
     store_port: int
 
@@ -39,7 +39,7 @@ class Call(msgspec.Struct, array_like=True, tag="call"):
 
 
 class TensorShape(msgspec.Struct, array_like=True):
-    """A tensor of a step; its values follow from device to device."""
+    """A tensor of a step. Its values follow from device to device."""
 
     name: str
     dtype: str
@@ -47,9 +47,7 @@ class TensorShape(msgspec.Struct, array_like=True):
 
 
 class Step(msgspec.Struct, array_like=True, tag="step"):
-    """A forward pass: its tensors, and for each cache group the fields of its batch that the host
-    has.
-    """
+    """A forward pass: its tensors, and the other fields of each cache group's batch."""
 
     tensors: list[TensorShape]
     batches: list[dict[str, int | list[int]]]
@@ -65,7 +63,7 @@ class PairShape(msgspec.Struct, array_like=True):
 
 
 class PlaceAdapter(msgspec.Struct, array_like=True, tag="place_adapter"):
-    """An adapter for the whole model; its values follow from device to device, in this order."""
+    """An adapter of the whole model. Its values follow from device to device, in this order."""
 
     index: int
     pairs: list[PairShape]
@@ -75,7 +73,7 @@ class PlaceAdapter(msgspec.Struct, array_like=True, tag="place_adapter"):
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello"):
-    """The first message on a connection: the sender's rank."""
+    """The first message: the sender's rank."""
 
     revision: int
     rank: int
@@ -85,24 +83,24 @@ class Hello(msgspec.Struct, array_like=True, tag="hello"):
 
 
 class Arrived(msgspec.Struct, array_like=True, tag="arrived"):
-    """A rank has its device and the model's files, and joins torch.distributed next."""
+    """A rank has its device and the model's files, and will join torch.distributed."""
 
 
 class Loaded(msgspec.Struct, array_like=True, tag="loaded"):
-    """A rank has loaded its part; the hash is empty if it read the same files as rank 0."""
+    """A rank has loaded its part. The hash is empty if it read rank 0's files."""
 
     attention_backend: str
     weights_hash: str
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
-    """A rank cannot load or serve its part; the line gives the reason."""
+    """A rank cannot load or serve its part; the message says why, in one line."""
 
     message: str
 
 
 class FreeMemory(msgspec.Struct, array_like=True, tag="free_memory"):
-    """The answer to the call "free_memory": the free memory of the rank's device."""
+    """The answer to the call "free_memory"."""
 
     num_bytes: int
 
@@ -117,12 +115,12 @@ Received = TypeVar("Received")
 
 
 class MessageSocket(Generic[Received]):
-    """An end of a connection between two ranks: a single thread receives, any thread may send."""
+    """An end of a connection between two ranks. One thread receives; any thread may send."""
 
     def __init__(
         self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[Received]
     ) -> None:
-        """`decoder` decodes the messages that the other end sends."""
+        """`decoder` decodes the other end's messages."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _notice_a_silent_end(connection)
         self._connection = connection
@@ -131,7 +129,7 @@ class MessageSocket(Generic[Received]):
         self._lock = threading.Lock()
 
     def send(self, message: ToRank | FromRank) -> None:
-        """Send a message. Raises OSError if the other end is gone."""
+        """Raises OSError if the other end is gone."""
         frame = encode_frame(message)
         with self._lock:
             self._connection.sendall(frame)
@@ -150,8 +148,8 @@ class MessageSocket(Generic[Received]):
 
 
 def _notice_a_silent_end(connection: socket.socket) -> None:
-    """Set TCP keepalive: a machine that fails closes no connection, so it counts as gone after 30 s
-    of silence.
+    """Set TCP keepalive: a failed machine closes no connection, but counts as gone after 30 s of
+    silence.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):

@@ -1,7 +1,6 @@
-"""Keeps the rank processes alive on a machine that has ranks of a model but not rank 0.
+"""Keeps ranks alive on a machine without rank 0, and so without the shard's server.
 
-This process serves no requests, because the shard is on rank 0's machine. When a rank ends, all
-ranks of this machine are restarted and wait for rank 0, which must restart too.
+When a rank ends, all ranks of this machine are restarted and wait for rank 0, which restarts too.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _BACK_OFF_S = 1.0
 
 
 def serve_node(config: ShardConfig) -> int:
-    """Run until a signal, or until ranks failed too often in a row; return the exit status."""
+    """Run until a signal comes, or ranks fail too often in a row; return the exit status."""
     stop = threading.Event()
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, lambda *_: stop.set())
@@ -40,7 +39,7 @@ def serve_node(config: ShardConfig) -> int:
 
 
 def _run_ranks(config: ShardConfig, stop: threading.Event) -> bool:
-    """Run this machine's ranks until one ends or `stop` is set; true if no rank failed."""
+    """Run the ranks until one ends or `stop` is set; true if none failed."""
     places = local_ranks(config)
     names = ", ".join(str(place.rank) for place in places)
     logger.info("rank %s of %d, for rank 0 at %s", names, places[0].size, config.master_addr)

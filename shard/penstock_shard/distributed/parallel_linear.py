@@ -1,4 +1,4 @@
-"""Products with matrices divided over ranks. The results are combined by gather or sum."""
+"""Products with matrices divided over ranks, combined by gather or sum."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from penstock_shard.ops.base import Matrix
 
 
 class GatheredMatrix:
-    """A rank's rows of a weight [N, K]. `linear` gathers the outputs of all ranks and drops the
-    padding past N.
-    """
+    """A rank's rows of a weight [N, K]. `linear` gathers all ranks' outputs, without padding."""
 
     has_rows = False
 
@@ -43,7 +41,7 @@ class GatheredMatrix:
 
 @dataclass(frozen=True, slots=True)
 class ReducedFeedForward:
-    """A feed-forward part whose inner units are divided over ranks; it sums the ranks' results."""
+    """A feed-forward part, divided over ranks by inner units. It sums the ranks' results."""
 
     part: FeedForward
     ranks: Ranks
@@ -62,13 +60,13 @@ class ReducedFeedForward:
 
 
 def gathered(part: Tensor, ranks: Ranks, out_features: int) -> Tensor:
-    """Return the outputs [..., n] of all ranks side by side: [..., out_features]."""
+    """Gather outputs [..., n] of all ranks: [..., out_features]."""
     side_by_side = ranks.gather(part).movedim(0, -2).flatten(-2)
     return side_by_side[..., :out_features].contiguous()
 
 
 def parallel_weights(weights: DecoderWeights, ranks: Ranks, vocab_size: int) -> DecoderWeights:
-    """Return this rank's weights, with products that combine the results of all ranks."""
+    """Return this rank's weights, with products that combine all ranks' results."""
     head = Linear(GatheredMatrix(weights.head.matrix, ranks, vocab_size), weights.head.bias)
     layers = tuple(_parallel_layer(layer, ranks) for layer in weights.layers)
     return dataclasses.replace(weights, head=head, layers=layers)
@@ -90,8 +88,7 @@ def _parallel_feed_forward(whole: FeedForward, ranks: Ranks) -> FeedForward:
         return dataclasses.replace(
             whole, dense=dense, sparse=ReducedFeedForward(whole.sparse, ranks)
         )
-    # Each rank has a part of every expert. Their results are weighted and summed on the rank first,
-    # so one sum over ranks is enough.
+    # Each rank has a part of every expert, and sums its experts' results before the sum over ranks.
     return ReducedFeedForward(whole, ranks)
 
 

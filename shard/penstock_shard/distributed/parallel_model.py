@@ -1,8 +1,8 @@
 """A model divided over ranks: rank 0 announces each step, and all ranks compute their parts.
 
-To its callers `MirroredModel` is the whole model. It sends each call to the other ranks, which run
-`follow`, and then applies it to rank 0's part. Host data of a step goes over the ranks'
-connections, tensors from device to device, so that the host never waits for a device.
+`MirroredModel` looks like the whole model. It sends each call to the other ranks, which run
+`follow`, and then applies it to rank 0's part. A step's host data goes over the ranks' connections
+and tensors go from device to device, so that the host never waits for a device.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from penstock_shard.models.step_inputs import StepInputs
 
 logger = logging.getLogger(__name__)
 
-# Each tensor in the packed bytes is padded to a multiple of 8, so that any dtype is aligned.
+# Packed tensors are padded to a multiple of 8 bytes, so that any dtype is aligned.
 _ALIGNMENT = 8
 _BATCH_FIELDS = tuple(field.name for field in dataclasses.fields(AttentionBatch) if field.init)
 
 
 class RankFailed(ModelError):
-    """Rank 0 failed in a step that the other ranks have begun. They would wait for ever, so this
-    error is fatal, even if rank 0 only lacked memory.
+    """Rank 0 failed in a step that other ranks have begun. They would wait forever, so this is
+    fatal, even if rank 0 only lacked memory.
     """
 
 
@@ -63,7 +63,7 @@ class MirroredModel:
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """The layers of one rank, whose keys and values its KV cache holds."""
+        """The layers of a rank, as its KV cache has them."""
         return self.model.layers
 
     @property
@@ -84,7 +84,7 @@ class MirroredModel:
         self.model.free()
 
     def block_parts(self, group: int, block_id: int) -> Sequence[Tensor]:
-        """Return only the memory of rank 0's heads."""
+        """Return the memory of rank 0's heads only."""
         return self.model.block_parts(group, block_id)
 
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -147,8 +147,7 @@ class MirroredModel:
         try:
             self._graphs.capture(shapes, block_size, pad_blocks)
         except torch.OutOfMemoryError as error:
-            # Work that cannot be captured fails at the same place on every rank, but only rank 0
-            # may lack memory.
+            # Work that cannot be captured fails on every rank, but only rank 0 may lack memory.
             raise RankFailed(
                 f"rank 0 could not record its CUDA graphs: {error}; lower "
                 "--gpu-memory-utilization or --max-num-seqs, or give --enforce-eager"
@@ -174,8 +173,8 @@ class MirroredModel:
     # ---- only for a model over several ranks ----
 
     def place_adapter(self, index: int, weights: AdapterWeights) -> None:
-        """Have the other ranks place the adapter too. Its values are sent module by module, because
-        all at once might exceed the devices' free memory.
+        """Have the other ranks place the adapter too. Send it module by module, because the whole
+        might exceed the devices' free memory.
         """
         pairs = [
             PairShape(module, len(pair.a), pair.a.shape[1], len(pair.b))
@@ -190,19 +189,19 @@ class MirroredModel:
         self._followers.tell(Call("drop_adapter", [index]))
 
     def compute_own(self, token_ids: Tensor) -> None:
-        """Have the other ranks run token_ids [B, L] through their transformers modules with the
-        modules' own attention, as rank 0 is about to do.
+        """Have the other ranks compute token_ids [B, L] by their modules' own attention, as rank 0
+        will.
         """
         numbers: list[int | str] = [len(token_ids), *token_ids.flatten().tolist()]
         self._followers.tell(Call("compute_own", numbers))
 
     def watch_memory(self) -> None:
-        """Have the other ranks measure their peak memory from now on."""
+        """Have the other ranks measure peak memory from now on."""
         self._followers.tell(Call("watch_memory", []))
 
     def least_free(self, num_bytes: int, share: float) -> int:
-        """Return the smallest free memory of all ranks. `num_bytes` is the free memory of rank 0,
-        `share` the part of its device that a rank may use. On cpu the ranks share `num_bytes`.
+        """Return the smallest free memory of all ranks. `num_bytes` is rank 0's free memory, which
+        on cpu all ranks share. A rank may use `share` of its device.
         """
         if self.device.type == "cpu":
             return num_bytes // self._ranks.size
@@ -217,7 +216,7 @@ def follow(
     hear: Callable[[], ToRank],
     answer: Callable[[FreeMemory], None],
 ) -> None:
-    """Follow rank 0's messages for ever. `hear` returns the next message, and ends the process when
+    """Follow rank 0's messages forever. `hear` returns the next message, and ends the process when
     rank 0 is gone.
     """
     model = loaded.model
@@ -270,7 +269,7 @@ def _place(bank: LoraBank, ranks: Ranks, device: torch.device, adapter: PlaceAda
         size_a, size_b = pair.rank * pair.in_features, pair.out_features * pair.rank
         numbers = torch.empty(size_a + size_b, device=device)
         ranks.from_first(numbers)
-        # Copy to the host, because the whole adapter may exceed the device's free memory.
+        # The whole adapter may exceed the device's free memory.
         numbers = numbers.cpu()
         a, b = numbers[:size_a], numbers[size_a:]
         weights[pair.module] = LowRank(a.view(pair.rank, -1), b.view(-1, pair.rank))
@@ -293,8 +292,8 @@ def _capture(model: CausalModel, arguments: Sequence[int]) -> None:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        # Rank 0 gets the same error. A rank without graphs launches the same kernels that the
-        # others replay, so the ranks still work together.
+        # A rank without graphs launches the kernels that others replay, so ranks still work
+        # together.
         logger.warning("CUDA graphs: none on this rank: %s", error)
         model.drop()
 
@@ -315,7 +314,7 @@ def _follow_step(model: CausalModel, ranks: Ranks, step: Step) -> None:
 def _pack(
     tensors: dict[str, Tensor | None], batches: Sequence[AttentionBatch]
 ) -> tuple[Step, Tensor]:
-    """Return a step as a message, and the values of all its tensors as one tensor of bytes."""
+    """Return a step as a message, and its tensors' values as one tensor of bytes."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     on_host: list[dict[str, int | list[int]]] = []
     for group, batch in enumerate(batches):

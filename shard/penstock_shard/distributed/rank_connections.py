@@ -1,5 +1,4 @@
-"""Rank 0's connections to the other ranks: accepts them, sends messages, and detects a rank that
-ends.
+"""Rank 0's connections to the other ranks.
 
 A step needs all ranks. If one ends, this process ends too, and the shard's server restarts the
 engine and all ranks.
@@ -46,8 +45,6 @@ Answer = TypeVar("Answer", Arrived, Loaded, FreeMemory)
 
 @dataclass(eq=False, slots=True)
 class _Follower:
-    """A rank other than this one."""
-
     rank: int
     name: str
     line: MessageSocket[FromRank]
@@ -60,7 +57,7 @@ class _Follower:
 
 
 class Followers:
-    """The ranks other than 0, each with a thread that receives its messages."""
+    """The ranks other than 0. A thread for each receives its messages."""
 
     def __init__(
         self,
@@ -68,7 +65,7 @@ class Followers:
         processes: Sequence[subprocess.Popen[bytes]] = (),
         on_lost: Callable[[str], object] | None = None,
     ) -> None:
-        """Call `on_lost` with a message when a rank is gone; by default, end this process."""
+        """When a rank is gone, `on_lost` gets a message; by default, this process ends."""
         self._processes = processes
         self._on_lost = on_lost or self._end
         self._nobody_asks = False
@@ -84,7 +81,7 @@ class Followers:
             try:
                 follower.line.send(message)
             except OSError:
-                # The receiving thread detects it too, and may have the rank's last message.
+                # The receiving thread notices too, and may have the rank's last message.
                 self._missed(follower)
 
     def check(self) -> None:
@@ -94,9 +91,8 @@ class Followers:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Wrap work that blocks this rank in torch.distributed, without calls of `check` or
-        `answers`. Meanwhile a rank that sends `Failed` counts as lost. Raises ModelError if a rank
-        has sent it already.
+        """Wrap work that blocks in torch.distributed, where nobody calls `check` or `answers`: a
+        rank that sends `Failed` counts as lost. Raises ModelError if one has sent it already.
         """
         self._nobody_asks = True
         try:
@@ -106,9 +102,7 @@ class Followers:
             self._nobody_asks = False
 
     def answers(self, kind: type[Answer]) -> list[Answer]:
-        """Return the next answer of every rank, in order. Raises ModelError if a rank has sent
-        `Failed`.
-        """
+        """Return the next answer of every rank. Raises ModelError if one has sent `Failed`."""
         found = []
         for follower in self._followers:
             answer = follower.answers.get()
@@ -129,14 +123,14 @@ class Followers:
             self._on_lost(f"{follower.name}: {follower.failed.message}")
 
     def _missed(self, follower: _Follower) -> None:
-        """Give the receiving thread time to report the loss, then report it here."""
+        """Report a loss, after giving the receiving thread time to report it."""
         time.sleep(_HELLO_S)
         self._on_lost(f"{follower.name} cannot be reached; without it nothing can be computed")
 
     def _end(self, reason: str) -> NoReturn:
         logger.critical("%s", reason)
         for process in self._processes:
-            # This frees their devices for the ranks that are started next.
+            # Free the devices for the next ranks.
             process.kill()
         logging.shutdown()
         os._exit(1)
@@ -148,10 +142,9 @@ def await_ranks(
     processes: dict[int, subprocess.Popen[bytes]],
     progress: Callable[[str], None],
 ) -> dict[int, tuple[Hello, MessageSocket[FromRank]]]:
-    """Accept the connections of all ranks but 0. `processes` are the ranks on this machine.
+    """Accept the connections of all ranks except 0. `processes` are the ranks on this machine.
 
-    Raises ModelError if one of these processes ends before it connects, or if any rank is of
-    another release.
+    Raises ModelError if one of them ends before it connects, or if any rank is of another release.
     """
     lines: dict[int, tuple[Hello, MessageSocket[FromRank]]] = {}
     reported_s = time.monotonic()
@@ -180,8 +173,8 @@ def _check_alive(processes: dict[int, subprocess.Popen[bytes]], connected: set[i
 
 
 def _greet(connection: socket.socket, size: int) -> tuple[Hello, MessageSocket[FromRank]] | None:
-    """Receive a connection's Hello. Return None if the sender is no rank. Raises ModelError for a
-    rank of another release or group size.
+    """Receive a connection's Hello; None if the sender is no rank. Raises ModelError for a rank of
+    another release or group size.
     """
     connection.settimeout(_HELLO_S)
     line: MessageSocket[FromRank] = MessageSocket(connection, FROM_RANK)

@@ -1,4 +1,4 @@
-"""Starts the processes of this machine's ranks. Imports no torch."""
+"""Starts this machine's ranks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class RankSpec:
     """The rank of a process, and its place on its machine."""
 
     rank: int
-    # The number of ranks in the group.
+    # Ranks in the group.
     size: int
-    # The index of its device on the machine.
+    # The index of the device on the machine.
     device_index: int
-    # The number of ranks on the machine.
+    # Ranks on the machine.
     num_beside: int
 
     @property
@@ -30,7 +30,7 @@ class RankSpec:
 
 
 def local_ranks(config: ShardConfig) -> list[RankSpec]:
-    """Return the ranks of this machine, in order. On the first machine rank 0 is among them."""
+    """Return the ranks of this machine, which may include rank 0."""
     size = config.tensor_parallel_size
     count = size // config.nnodes
     first = config.node_rank * count
@@ -38,16 +38,14 @@ def local_ranks(config: ShardConfig) -> list[RankSpec]:
 
 
 def listen(config: ShardConfig) -> socket.socket:
-    """Open the socket on which rank 0 accepts the others. Raises OSError if the port cannot be
-    bound.
-    """
+    """Open the socket on which rank 0 accepts the others. Raises OSError if it cannot be bound."""
     if config.nnodes == 1:
         return socket.create_server(("127.0.0.1", 0))
     return socket.create_server(("", config.master_port), backlog=config.tensor_parallel_size)
 
 
 def start_rank(place: RankSpec, address: str, port: int) -> subprocess.Popen[bytes]:
-    """Start the process of a rank other than 0; it connects to rank 0 at `address`:`port`."""
+    """Start a rank other than 0, which connects to rank 0 at `address`:`port`."""
     numbers = (port, place.rank, place.size, place.device_index, place.num_beside)
     # A rank on another machine downloads the model there.
     needed = HUB if place.is_elsewhere else ()

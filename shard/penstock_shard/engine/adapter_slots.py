@@ -1,7 +1,7 @@
-"""The adapters of an engine: their names, and their indices in the runner.
+"""The engine's adapters: their names, and their indices in the runner.
 
-An adapter is read in a thread while steps run, and placed between two steps. An unloaded adapter
-loses its name at once, but keeps its index until the last request with it has ended.
+A thread reads an adapter while steps run; then the adapter is placed between two steps. An unloaded
+adapter loses its name at once, but keeps its index until the last request with it has ended.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlot:
-    """An adapter that requests may use, and its index in the runner."""
-
     adapter: Adapter
     index: int
 
@@ -40,8 +38,8 @@ class EngineAdapters:
         on_read: Callable[[], None],
         thread: Executor | None = None,
     ) -> None:
-        """Read adapters in `thread`, by default a new one. The thread calls `on_read` when `settle`
-        has something to do. Without a `store` there are no adapters.
+        """Read adapters in `thread`, by default a new one, which calls `on_read` when `settle` has
+        something to do. Without a `store` there are no adapters.
         """
         self._store = store
         self._on_read = on_read
@@ -59,12 +57,12 @@ class EngineAdapters:
         return tuple(placed.adapter for placed in self._placed.values())
 
     def index_of(self, name: str) -> int:
-        """The index at which the runner has the loaded adapter `name`; 0 for the name ""."""
+        """The loaded adapter's index in the runner; 0 for the name ""."""
         return self._placed[name].index if name else 0
 
     def load_wanted(self, wanted: Sequence[WantedAdapter], tell: Callable[[str], None]) -> None:
         """Load adapters before requests come. Raises ModelError if a required one cannot be loaded;
-        `tell` gets a line about each other failure.
+        `tell` gets a line for each other failure.
         """
         for each in wanted:
             try:
@@ -77,7 +75,7 @@ class EngineAdapters:
             tell(f"adapter {adapter.name}: rank {adapter.rank}")
 
     def _load(self, name: str, source: str, content_hash: str) -> None:
-        """Load an adapter. Raises ModelError, for example if its hash is not `content_hash`."""
+        """Raises ModelError, for example if the adapter's hash is not `content_hash`."""
         assert self._store is not None
         read = self._store.read(source)
         if content_hash not in ("", read.content_hash):
@@ -90,7 +88,7 @@ class EngineAdapters:
         self._place(name, source, read)
 
     def change(self, change: AdapterChange) -> None:
-        """Begin a change for the server; `settle` returns the answer."""
+        """Begin a change; `settle` returns the answer."""
         if not change.source:
             self._leaving.add(self._placed.pop(change.name).index)
             self._answers.append(AdapterChanged(change.number))
@@ -104,8 +102,8 @@ class EngineAdapters:
         self._on_read()
 
     def settle(self, indices_in_use: Callable[[], set[int]]) -> list[AdapterChanged]:
-        """Between two steps, place adapters that were read and drop unloaded ones that no request
-        uses any more. Returns the answers that are due.
+        """Between two steps, place adapters that were read, and drop unloaded ones that no request
+        uses any more. Returns the answers to changes.
         """
         if self._leaving:
             self._drop(self._leaving - indices_in_use())
@@ -144,7 +142,7 @@ class EngineAdapters:
         return AdapterChanged(change.number, error=failed)
 
     def _refused(self, name: str, read: ReadAdapter) -> Error | None:
-        """Say why the adapter cannot be placed under this name; None if it can."""
+        """Say why the adapter cannot have this name; None if it can."""
         present = self._placed.get(name)
         if present is not None:
             if present.adapter.content_hash == read.content_hash:
@@ -160,8 +158,8 @@ class EngineAdapters:
         )
 
     def _place(self, name: str, source: str, read: ReadAdapter) -> Adapter:
-        """Place an adapter that is not refused. An exception here ends the engine, as the weights
-        at its index may be half written.
+        """Place an adapter that is not refused. An exception here ends the engine, because the
+        weights at its index may be half written.
         """
         assert self._store is not None
         present = self._placed.get(name)

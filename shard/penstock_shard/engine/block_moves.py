@@ -1,4 +1,4 @@
-"""Copies KV blocks between steps: blocks that sequences wait for, and blocks to keep."""
+"""Copies KV blocks between steps: blocks that sequences wait for, and blocks to save."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ from penstock_shard.kv_transfer.host_tier import HostTier
 from penstock_shard.scheduler.scheduler import Scheduler
 from penstock_shard.sequence import Sequence
 
-# The shares of a step's time for a turn's copies: copies that a sequence or a peer waits for, and
-# other copies.
+# Shares of a step's time for a turn's copies: those that a sequence or peer waits for, and others.
 _WAITED_FOR = 0.5
 _AHEAD = 1 / 16
-# Seconds that a turn's copies may take if no sequence runs.
+# Seconds for a turn's copies if no sequence runs.
 _IDLE_S = 0.02
 
 
 class BlockMoves:
-    """Copies blocks while no step reads or writes them. Holds back sequences whose blocks are on
-    disk or at another shard until they are in host memory.
+    """Copies blocks while no step reads or writes them. Holds sequences until their blocks on disk
+    or at other shards are in host memory.
     """
 
     def __init__(
@@ -37,16 +36,16 @@ class BlockMoves:
         self._scheduler = scheduler
         self._blocks = blocks
         self._clock = clock
-        # Seconds that the last step took.
+        # Seconds of the last step.
         self.step_s = 0.0
         self._load_pace = CopyPace()
         self._save_pace = CopyPace()
-        # Reads from disk, fetches from other shards, exports to them; None if not in use.
+        # Reads from disk, fetches from other shards, exports to them; None if unused.
         self.reads: PendingReads | None = None
         self.fetches: PendingFetches | None = None
         self.exports: Exports | None = None
         self.send: Callable[[FromBlocks], None] = lambda message: None
-        # Sequences whose wait is over; and sequences that only load blocks and will not run.
+        # Sequences that need not wait any more; and those that only load blocks, and have all.
         self._ready: list[Sequence] = []
         self._fetched: list[Sequence] = []
         # Set when the shard begins to end.
@@ -54,8 +53,8 @@ class BlockMoves:
 
     @property
     def has_work(self) -> bool:
-        """True if blocks wait to be copied out, or sequences to be queued. A waiting load counts as
-        its sequence.
+        """True if blocks wait to be saved, or sequences to be queued. Loads count as their
+        sequences.
         """
         asked = self.exports is not None and self.exports.num_waiting > 0
         return asked or bool(self._ready) or self._blocks.prefixes.has_wishes
@@ -70,13 +69,11 @@ class BlockMoves:
 
     @property
     def due_s(self) -> float | None:
-        """Seconds until the next wait of a sequence is over; None if none waits."""
+        """Seconds until the next deadline of a sequence; None if none waits."""
         return None if self.reads is None else self.reads.due_s
 
     def hold(self, sequence: Sequence) -> bool:
-        """Hold a sequence that must wait for blocks; `take_ready` returns it later. Else return
-        False.
-        """
+        """Hold a sequence until `take_ready` if it must wait for blocks; false if it need not."""
         fetches = self.fetches is not None and self.fetches.hold(sequence)
         return fetches or self._reads(sequence)
 
@@ -84,7 +81,7 @@ class BlockMoves:
         return self.reads is not None and self.reads.add(sequence)
 
     def discard(self, sequence: Sequence) -> bool:
-        """Forget a sequence that ended. True if it was waiting."""
+        """Forget a sequence that ended; true if it was waiting."""
         if sequence in self._ready:
             self._ready.remove(sequence)
             self._blocks.forget(sequence)
@@ -98,12 +95,11 @@ class BlockMoves:
         return ready if self.reads is None else [*ready, *self.reads.take()]
 
     def take_fetched(self) -> list[Sequence]:
-        """Take the sequences that only load blocks and have them all."""
         fetched, self._fetched = self._fetched, []
         return fetched
 
     def take(self, message: Inbox) -> None:
-        """Take the server's messages about other shards' blocks."""
+        """Handle messages about other shards' blocks."""
         if self.exports is None or self.fetches is None:
             return
         for export in message.exports:
@@ -115,7 +111,7 @@ class BlockMoves:
             self._ready += [sequence for sequence in came if not self._reads(sequence)]
 
     def distrust(self, source: str) -> None:
-        """Preempt all sequences that use a peer's blocks which were found to be wrong."""
+        """Preempt all sequences that use a peer's wrong blocks."""
         if self.fetches is not None:
             self.fetches.fetches.refused_total += 1
         self.send(Distrust(source))
@@ -124,8 +120,8 @@ class BlockMoves:
     # ---- copies ----
 
     def load(self) -> None:
-        """Load blocks that sequences wait for, then blocks needed later. A sequence whose copies
-        are gone is queued again.
+        """Load blocks that sequences wait for, then blocks needed later. Queue sequences again if
+        their copies are gone.
         """
         loading = self._scheduler.loading
         ends_s: list[float] = []
@@ -134,9 +130,7 @@ class BlockMoves:
         self._load_pace.learn(ends_s)
 
     def _load(self, sequence: Sequence, ends_s: list[float]) -> None:
-        """Load the blocks that the turn has time for; `ends_s` gets the clock time at each copy's
-        end.
-        """
+        """Load as many blocks as the turn has time for; append the end of each copy to `ends_s`."""
         is_ahead = sequence.request.only_fetches
         if is_ahead and self._blocks.is_wrong(sequence):
             self._lose_loads(sequence)
@@ -164,12 +158,11 @@ class BlockMoves:
             self._scheduler.lose_loads(sequence)
 
     def _most(self, pace: CopyPace, share: float) -> int:
-        """Count the blocks that a turn may copy."""
         is_idle = not self._scheduler.num_running
         return pace.blocks_in(_IDLE_S if is_idle else share * self.step_s)
 
     def save(self) -> None:
-        """Copy out blocks that are due. Call it after a step is planned, before its launch."""
+        """Save blocks that are due. Call this between a step's planning and its launch."""
         prefixes, exports = self._blocks.prefixes, self.exports
         if prefixes.has_wishes:
             is_waited_for = exports is not None and exports.num_waiting > 0
@@ -184,7 +177,7 @@ class BlockMoves:
             exports.advance()
 
     def save_all(self) -> None:
-        """Write all cached blocks to disk, if there is one, once no sequence will run any more."""
+        """Write all cached blocks to disk, once no sequence will run any more."""
         if self._final is None and self.reads is not None:
             self._final = FinalSaves(self.tier, self._blocks.prefixes, self.reads.disk)
         if self._final is not None:
@@ -192,7 +185,7 @@ class BlockMoves:
 
     @property
     def has_unsaved(self) -> bool:
-        """True if `save_all` has something to do now."""
+        """True if `save_all` has work."""
         return self.reads is not None and (self._final is None or self._final.has_work)
 
     @property

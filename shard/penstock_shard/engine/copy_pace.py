@@ -1,7 +1,5 @@
-"""The number of blocks that one turn copies: its copies may take a share of a step's time,
-predicted from past copies.
-
-Steps wait for copies, and no fixed number suits all devices and models.
+"""Predicts how many blocks a turn can copy in some share of a step's time, because steps wait for
+copies.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ _LATEST = 0.25
 
 
 class CopyPace:
-    """The pace of copies in one direction."""
+    """The pace of copies in one direction: to or from the device."""
 
     def __init__(self) -> None:
         self._block_s = 0.0
@@ -27,8 +25,8 @@ class CopyPace:
         return max(1, int(seconds / self._block_s))
 
     def learn(self, ends_s: Sequence[float]) -> None:
-        """Learn from a turn, by the clock times at which its copies ended. The first copy waited
-        for a step, so it is not timed.
+        """Learn from the clock times at which a turn's copies ended. The first copy may have waited
+        for a step, so its time does not count.
         """
         if len(ends_s) < 2:
             return

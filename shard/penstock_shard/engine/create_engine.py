@@ -1,4 +1,4 @@
-"""Makes an engine from its parts: policy, drafts, constraints, copies of blocks."""
+"""Makes an engine from its parts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from penstock_shard.worker.base import Runner
 
 logger = logging.getLogger(__name__)
 
-# Bytes that are read from disk to host memory in a turn.
+# Bytes to read from disk in a turn.
 _READ_BYTES = 32 * 2**20
 
 
@@ -49,8 +49,8 @@ def create_engine(
     disk: DiskTier | None = None,
     send: Callable[[FromBlocks], None] | None = None,
 ) -> Engine:
-    """Make the engine of a loaded runner. `arena` takes copies of blocks, `disk` copies of those
-    copies. `send` sends the server messages about blocks for and from other shards.
+    """Make the engine of a loaded runner. `arena` holds copies of blocks, `disk` copies of these.
+    `send` sends messages about other shards' blocks to the server.
     """
     info = loaded.runner.info
     max_tokens = config.batched_tokens(info.device)
@@ -97,8 +97,8 @@ def create_moves(
     send: Callable[[FromBlocks], None] | None = None,
     clock: Clock = time.monotonic,
 ) -> BlockMoves:
-    """Make what copies blocks to host memory, with `disk` also to disk, with `send` also between
-    shards. Restores the copies that an earlier engine left in `arena`.
+    """Make `BlockMoves` for copies in host memory, with `disk` also on disk, with `send` also at
+    other shards. Restores the copies that an earlier engine left in `arena`.
     """
     tier = HostTier(arena, blocks.prefixes, runner, disk)
     restored = tier.restore()
@@ -128,8 +128,8 @@ def create_scheduler(
     aging_s: float = 30.0,
     masks: SlowMasks | None = None,
 ) -> Scheduler:
-    """Make a scheduler that aims for requests' objectives. With a `drafter` it drafts; with `masks`
-    no step waits for slow constraints.
+    """Make a scheduler that aims for requests' objectives. With `masks`, no step waits for slow
+    constraints.
     """
     step_time = StepTime()
     policy = PriorityPolicy(blocks, step_time, aging_s)
@@ -142,7 +142,7 @@ def create_scheduler(
 def create_matchers(
     loaded: LoadedRunner, config: ShardConfig, on_done: Callable[[], None]
 ) -> PendingMatchers | None:
-    """Make what compiles constraints; None if they do not support the model's tokenizer."""
+    """Make the compiler of constraints; None if it does not support the model's tokenizer."""
     info = loaded.runner.info
     try:
         compiler = Compiler(
@@ -151,7 +151,7 @@ def create_matchers(
             info.eos_token_ids,
             config.constraint_limits,
         )
-        # Build the vocabulary now, when no step waits for it.
+        # Build the vocabulary before any step waits for it.
         _ = compiler.vocabulary
     except TokenizerUnusable as error:
         logger.warning("outputs cannot be constrained: %s", error)

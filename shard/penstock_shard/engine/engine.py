@@ -1,6 +1,6 @@
-"""The engine: sequences in, steps, outputs out.
+"""The engine: takes sequences, runs steps, returns outputs.
 
-Every submitted sequence ends with exactly one last output: a finish or an error.
+Every sequence ends with exactly one last output: a finish or an error.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ class Engine:
         moves: BlockMoves | None = None,
         images: PendingImages | None = None,
     ) -> None:
-        """Serve sequences. `tell_started` gets the ids of sequences before the launch of their
-        first step. Constraints need `matchers`, copies of blocks `moves`, images `images`.
-        """
+        """`tell_started` gets the ids of requests before the launch of their first step."""
         self._runner = runner
         self._scheduler = scheduler
         self._blocks = blocks
@@ -66,18 +64,18 @@ class Engine:
         self._next_turns = NextTurns(blocks, moves)
         self._live: dict[str, Sequence] = {}
         self._outputs: list[Output] = []
-        # Launched steps that are not collected, oldest first.
+        # Launched steps that were not collected, oldest first.
         self._in_flight: deque[Batch] = deque()
-        # True if the oldest is to be collected before another is launched.
+        # True if the oldest must be collected before another launch.
         self._is_due = False
-        # True if the shard ends once its requests have ended.
+        # True if the shard will end after its last request.
         self._drains = False
         self.steps_total = 0
         self._steps_seconds_total = 0.0
         self._sequences_total = 0
-        # The clock time at which the running step began; None between steps.
+        # The clock time at the running step's begin; None between steps.
         self.step_started_s: float | None = None
-        # Upper bound on the duration of the running step; 0 if unknown.
+        # Upper bound of the running step's duration; 0 if unknown.
         self.step_expected_s = runner.info.worst_step_s
 
     @property
@@ -94,7 +92,9 @@ class Engine:
 
     @property
     def _num_held_back(self) -> int:
-        """The number of sequences that wait for a matcher, blocks or images and are not queued."""
+        """The number of sequences that wait for a matcher, blocks or images before they are
+        queued.
+        """
         num_moving = 0 if self._moves is None else self._moves.num_held_back
         return self._num_compiling + num_moving + len(self._images or ())
 
@@ -104,16 +104,16 @@ class Engine:
 
     @property
     def due_s(self) -> float | None:
-        """Seconds until there is work even if no message comes; None if there will be none."""
+        """Seconds until there is work without a message; None if there will be none."""
         parts = [part.due_s for part in (self._moves, self._images) if part is not None]
         if self._next_turns.due_at_s is not None:
             parts.append(max(0.0, self._next_turns.due_at_s - self._clock()))
         return min((due_s for due_s in parts if due_s is not None), default=None)
 
     def submit(self, request: Request, adapter_index: int = 0) -> None:
-        """Take a request. A higher attempt of an id in use ends the lower one and takes over.
+        """Take a request. If its id is in use, the higher attempt ends the lower one.
 
-        `adapter_index` is the adapter's index in the runner; 0 without one.
+        `adapter_index` is 0 without an adapter.
         """
         sequence = Sequence.of(request, adapter_index)
         present = self._live.get(request.request_id)
@@ -134,7 +134,7 @@ class Engine:
             self._images.take(message)
 
     def take_blocks(self, message: Inbox) -> None:
-        """Take the server's messages about other shards' blocks, hints, and draining."""
+        """Handle messages about other shards' blocks, hints, and draining."""
         if message.drains:
             self._drains = True
             self._next_turns.close()
@@ -145,25 +145,25 @@ class Engine:
             self._moves.take(message)
 
     def abort(self, request_id: str, attempt: int) -> None:
-        """End this attempt of a request before the next step, if it has not ended."""
+        """End this attempt of a request before the next step."""
         sequence = self.find(request_id)
         if sequence is not None and sequence.request.attempt == attempt:
             self._end(sequence, finish=FinishReason.ABORTED)
 
     def find(self, request_id: str) -> Sequence | None:
-        """Find the sequence of a request that has not ended."""
+        """Find the live sequence of a request."""
         return self._live.get(request_id)
 
     def step(self) -> list[Output]:
-        """Launch a step and collect the one before it. Returns all outputs since the last call."""
+        """Launch a step and collect the one before it. Returns outputs since the last call."""
         self.launch()
         return self.collect()
 
     def launch(self) -> bool:
-        """Launch the next step. True if `collect` will wait for a step.
+        """Launch the next step; true if `collect` will wait for a step.
 
-        The next step is scheduled and launched while one runs, so that the device never waits for
-        Python. If the runner does not overlap steps, each is collected right after its launch.
+        Launch a step while another runs, so that the device never waits for Python. If the runner
+        does not overlap steps, `collect` waits for each right after its launch.
         """
         if self._num_compiling:
             self._add_compiled()
@@ -178,7 +178,7 @@ class Engine:
         return self._is_due
 
     def collect(self) -> list[Output]:
-        """Collect the oldest step if it is due. Returns all outputs since the last call."""
+        """Collect the oldest step if it is due. Returns outputs since the last call."""
         if self._is_due:
             self._is_due = False
             self._collect()
@@ -187,18 +187,16 @@ class Engine:
 
     @property
     def has_changed_pieces(self) -> bool:
-        """True if `take_changed_pieces` has something to return before another step."""
+        """True if `take_changed_pieces` has something to return without another step."""
         return self._blocks.prefixes.held.has_changes
 
     def take_changed_pieces(self) -> dict[int, int]:
-        """Take the prefix pieces that were added or removed since the last call: by name, the tier
-        now.
-        """
+        """Take the prefix pieces that changed since the last call: tiers by name."""
         held = self._blocks.prefixes.held
         return held.take(self._scheduler.num_computed_insertions) if held.has_untold else {}
 
     def adapter_indices(self) -> set[int]:
-        """The adapter indices of sequences that are live, or in a step that is not collected."""
+        """The adapter indices of sequences that are live or in a launched step."""
         sequences = chain(self._live.values(), self._scheduler.slots.holders)
         return {sequence.adapter_index for sequence in sequences}
 
@@ -231,7 +229,7 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Check the records of sequences and blocks. Raises AssertionError if they disagree."""
+        """Raises AssertionError if the records of sequences and blocks disagree."""
         sequences = self._scheduler.sequences
         assert len(sequences) + self._num_held_back == len(self._live), (
             f"{len(sequences)} sequences are scheduled, {len(self._live)} are known"
@@ -242,14 +240,12 @@ class Engine:
     # ---- internals ----
 
     def _queue(self, sequence: Sequence) -> None:
-        """Queue a sequence once its blocks have arrived from disk or another shard."""
+        """Queue a sequence, once its blocks have come from disk or another shard."""
         if self._moves is None or not self._moves.hold(sequence):
             self._begin(sequence)
 
     def _begin(self, sequence: Sequence) -> None:
-        """Begin a sequence that waits for no more blocks. Queue it once its images are encoded; if
-        it only fetches, load its copies.
-        """
+        """Queue a sequence, once its images are encoded; or load the copies if it only fetches."""
         if not sequence.request.only_fetches:
             if self._images is None or not self._images.hold(sequence):
                 self._scheduler.add(sequence, self._clock())
@@ -259,7 +255,7 @@ class Engine:
             self._end_fetch(sequence)
 
     def _end_fetch(self, sequence: Sequence) -> None:
-        """End a request that only fetches, once all its blocks are here."""
+        """End a request that only fetches, once it has all blocks."""
         if self._next_turns.finish(sequence.request.request_id):
             self._forget(sequence)
             return
@@ -269,11 +265,11 @@ class Engine:
         self._forget(sequence)
 
     def _encode(self, images: PendingImages) -> None:
-        """Queue the sequences whose images are encoded by now."""
+        """Queue sequences with encoded images."""
         images.advance()
         for sequence, why in images.take_ready():
             if why:
-                # No part of the engine has the sequence any more.
+                # No other part of the engine has the sequence now.
                 del self._live[sequence.request.request_id]
                 self._blocks.forget(sequence)
                 error = Error(Code.INVALID_ARGUMENT, why, field="images")
@@ -291,7 +287,7 @@ class Engine:
             del self._live[sequence.request.request_id]
 
     def _launch(self) -> bool:
-        """Launch the next step on the runner, if there is anything to run."""
+        """Launch the next step, if there is anything to run."""
         now_s = starts_s = self._clock()
         if self.step_started_s is not None:
             ends_s = self.step_started_s + self._scheduler.predict_s()
@@ -321,9 +317,9 @@ class Engine:
         return True
 
     def _copy_between_steps(self) -> None:
-        """Make the copies that need no step, or cannot wait for one, as no step runs."""
+        """Make the copies that usually go with a step, because no step runs."""
         if self._blocks.has_state_copies:
-            # Copy states first, then load blocks that sequences wait for.
+            # Copy states before loading blocks.
             self._runner.copy_states(self._blocks.take_state_copies())
         if self._moves is not None and self._is_ending:
             self._moves.save_all()
@@ -333,20 +329,21 @@ class Engine:
         return self._drains and not self._live
 
     def _expect(self, now_s: float) -> None:
-        """Note that the oldest step in flight begins now."""
+        """Note that the oldest launched step begins now."""
         self.step_started_s = now_s
         worst_s = self._runner.info.worst_step_s
         self.step_expected_s = max(worst_s, self._scheduler.predict_s()) if worst_s else 0.0
 
     def _give_back(self) -> None:
-        """End preempted sequences whose requests prefer another shard to waiting."""
+        """Hand back preempted sequences, for another shard to continue, if their requests ask
+        so.
+        """
         for sequence, reason in self._scheduler.take_preempted():
             if sequence.request.hand_back and sequence.state is SequenceState.WAITING:
                 message = f"{reason}; the request is given back"
                 self._end(sequence, error=Error(Code.UNAVAILABLE, message))
 
     def _collect(self) -> None:
-        """Wait for the oldest step in flight and handle its results."""
         try:
             results = self._runner.collect()
         except StepOutOfMemory as error:
@@ -367,8 +364,8 @@ class Engine:
             self._expect(now_s)
 
     def _lose_steps(self, error: StepOutOfMemory) -> None:
-        """Preempt every request in a launched step, as the oldest ran out of device memory. They
-        are computed again in smaller steps.
+        """Preempt all sequences in launched steps, because the oldest step ran out of device
+        memory. They are computed again in smaller steps.
         """
         batches = list(self._in_flight)
         self._in_flight.clear()
@@ -395,7 +392,7 @@ class Engine:
         )
 
     def _report(self, news: Iterable[tuple[Sequence, RowResult]]) -> None:
-        """Make outputs of a step's results. Runs for every token: keep it cheap."""
+        """Make outputs of a step's results. Runs for every token, so keep it cheap."""
         for sequence, result in news:
             if result.token_id is not None:
                 output = token_output(sequence, result)
@@ -419,7 +416,6 @@ class Engine:
                 self._forget(sequence)
 
     def _release(self) -> None:
-        """Have the runner drop its data for slots that are free."""
         for slot in self._scheduler.slots.take_freed():
             self._runner.release(slot)
 

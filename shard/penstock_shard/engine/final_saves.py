@@ -1,4 +1,4 @@
-"""Writes all cached blocks to disk when the shard ends, for the shard that starts next."""
+"""Writes all cached blocks to disk when a shard ends, for the next shard."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from penstock_shard.kv_transfer.host_tier import HostTier
 
 
 class FinalSaves:
-    """A pass over all that is cached, once no sequence runs. Copies in host memory are written
-    first, as blocks take their slots. A prefix's start is written before the rest, which needs it.
+    """A pass over all cached blocks, once no sequence runs. It writes copies in host memory first,
+    because other blocks take their slots. It writes the start of a prefix first, because the rest
+    needs it.
     """
 
     def __init__(self, tier: HostTier, prefixes: PrefixCache, disk: DiskTier) -> None:
         self._tier = tier
         self._prefixes = prefixes
         self._disk = disk
-        # None until the pass begins.
+        # None before the pass begins.
         self._left: deque[tuple[Prefix, int]] | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Outputs of a sequence after a step: its tokens, its finish reason, its error."""
+"""Outputs of a sequence after a step: tokens, finish reason, error."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from penstock_shard.worker.base import RowResult
 
 
 def token_output(sequence: Sequence, result: RowResult) -> Output:
-    """The output of a row that sampled: the sequence's new tokens. A token that ends the sequence,
-    by its id or by `max_tokens`, is always the last.
-    """
+    """The output of a row that sampled. A token that ends the sequence is always the last."""
     request, last = sequence.request, sequence.token_ids[-1]
     token_ids = [last]
     if result.more_token_ids:
@@ -38,9 +36,9 @@ def add_prompt_logprobs(output: Output, sequence: Sequence, logprobs: Logprobs) 
 
 
 def error_of(sequence: Sequence, result: RowResult) -> Error:
-    """The error of a row that failed. An error of the request itself would occur at any shard."""
+    """The error of a row that failed."""
     if sequence.constraint is not None and sequence.constraint.may_be_others_failure:
-        # Another shard's result tells if the request was at fault.
+        # The result at another shard will tell if the request is at fault.
         return Error(Code.UNAVAILABLE, f"{result.error}; the request is given back")
     kind = "" if sequence.request.constraint is None else sequence.request.constraint.kind
     code = Code.OUT_OF_RANGE if result.is_callers else Code.INTERNAL
@@ -48,8 +46,8 @@ def error_of(sequence: Sequence, result: RowResult) -> Error:
 
 
 def work_of(sequence: Sequence) -> Work:
-    """Count the steps that computed a sequence, and its preemptions. Each step that sampled gave
-    one token and the accepted drafts.
+    """Count a sequence's steps and preemptions. A step that sampled gave one token and accepted
+    drafts.
     """
     num_sampled = sequence.num_output_tokens - sequence.num_delivered - sequence.num_accepted_drafts
     return Work(sequence.num_partial_steps + num_sampled, sequence.preemptions)

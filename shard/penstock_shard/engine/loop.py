@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from penstock_shard.engine.adapter_slots import EngineAdapters
 
 BEAT_S = 0.25
-# A heartbeat later than this means that the operating system stopped the whole process.
+# If a heartbeat is later than this, the operating system had stopped the whole process.
 _LATEST_BEAT_S = 1.0
 
 
@@ -30,16 +30,14 @@ class EngineLoop:
         checks: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Run `engine`. With `checks`, check the engine's records whenever the last request has
-        ended.
-        """
+        """With `checks`, check the engine's records whenever the last request has ended."""
         self._engine = engine
         self._adapters = adapters
         self._send = send
         self._checks = checks
         self._clock = clock
         self._load_sent = Load()
-        # The clock time at which the current turn began; None while the engine waits for a message.
+        # The clock time at the turn's begin; None while the engine waits for a message.
         self._turn_started_s: float | None = None
 
     @property
@@ -49,12 +47,12 @@ class EngineLoop:
 
     @property
     def due_s(self) -> float | None:
-        """Seconds until there is something to do even if no message comes; None if never."""
+        """Seconds until there is something to do without a message; None if never."""
         return self._engine.due_s
 
     @property
     def running_since_s(self) -> float | None:
-        """The clock time at which the running step began, or else the current turn; None if neither
+        """The clock time at which the running step, or else the turn, began; None if neither
         runs.
         """
         started_s = self._engine.step_started_s
@@ -62,11 +60,11 @@ class EngineLoop:
 
     @property
     def step_expected_s(self) -> float:
-        """Upper bound on the duration of a step; 0 if unknown."""
+        """Upper bound of a step's duration; 0 if unknown."""
         return self._engine.step_expected_s
 
     def take(self, message: Inbox) -> None:
-        """Do what a server's message asks for."""
+        """Handle a message from the server."""
         self._turn_started_s = self._clock()
         self._engine.take_images(message)
         for request in message.requests:
@@ -78,7 +76,7 @@ class EngineLoop:
         self._engine.take_blocks(message)
 
     def launch(self) -> bool:
-        """Launch the next step. True if `collect` will wait for a launched step."""
+        """Launch the next step; true if `collect` will wait for a step."""
         self._turn_started_s = self._clock()
         for answer in self._adapters.settle(self._engine.adapter_indices):
             self._send(answer)
@@ -97,19 +95,19 @@ class EngineLoop:
 
 
 class Heartbeat:
-    """Tells how long the running step, or the current turn, has run."""
+    """Tells how long the running step or turn has run."""
 
     def __init__(self, loop: EngineLoop, clock: Clock = time.monotonic) -> None:
         self._loop = loop
         self._clock = clock
         self._beat_at_s: float | None = None
         self._step_s: float | None = None
-        # Seconds for which this process was stopped since that step began.
+        # Seconds for which this process was stopped since the step began.
         self._stopped_s = 0.0
 
     def beat(self) -> Beat:
-        """Make the heartbeat to send every `BEAT_S`. Time for which this process was stopped does
-        not count as running time .
+        """Make the heartbeat to send every `BEAT_S`. Running time excludes time for which this
+        process was stopped.
         """
         now_s, started_s = self._clock(), self._loop.running_since_s
         late_s = 0.0 if self._beat_at_s is None else now_s - self._beat_at_s - _LATEST_BEAT_S

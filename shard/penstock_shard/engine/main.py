@@ -1,7 +1,7 @@
 """The engine process. `server/supervisor.py` starts it with one end of a socket pair.
 
-It uses no TCP, and ends itself when the server is gone. It imports the engine's parts after it is
-connected, so that it can report a missing part.
+It ends when the server is gone. It imports the engine only after it has connected, so that it can
+report a missing package.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SWITCH_S = 0.0005
 
 def run() -> NoReturn:
     """Run `main`, then end the process at once. A normal exit would wait for threads that read
-    adapters, while heartbeats still tell the server that the engine lives.
+    adapters, while heartbeats show the server a living engine.
     """
     status = 1
     try:
@@ -40,16 +40,16 @@ def run() -> NoReturn:
 
 
 def main() -> int:
-    """Run until the server is gone. Returns the exit status.
+    """Run until the server is gone; return the exit status.
 
     Arguments: a socket's descriptor; a descriptor of memory for copies of KV blocks, or
-    NO_HOST_MEMORY; and optionally IMPORT_FIRST.
+    NO_HOST_MEMORY; optionally IMPORT_FIRST.
     """
-    # Service managers signal all processes at once; the server drains and ends this process.
+    # Service managers signal all processes at once, but the server drains and ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # The longest that the thread that steps waits for the interpreter lock, say while another
-    # thread compiles a schema.
+    # The thread that steps waits at most this long for the interpreter lock, for example while
+    # another thread compiles a schema.
     sys.setswitchinterval(_SWITCH_S)
     link = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
     if IMPORT_FIRST in sys.argv[3:]:
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def _import_engine(config: ShardConfig) -> Callable[[EngineEnd, Start, str], int]:
-    """Import the engine, with numpy and others. Raises ModelError if one is missing."""
+    """Raises ModelError if a package is missing."""
     with report_missing(config):
         from penstock_shard.engine.run_engine import run_engine
     return run_engine

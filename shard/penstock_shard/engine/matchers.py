@@ -1,4 +1,4 @@
-"""Compiles sequences' constraints in threads, so that no step waits for them."""
+"""Compiles constraints in threads, so that no step waits for them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from penstock_shard.structured_output.matcher_state import ConstraintState
 
 @dataclass(frozen=True, slots=True)
 class _Making:
-    """A matcher that is being made, and the event that stops the work."""
+    """A matcher in the making, and the event that stops the work."""
 
     state: Future[ConstraintState]
     is_discarded: threading.Event
 
 
 class PendingMatchers:
-    """Sequences that wait for their matchers. Each is advanced past the delivered output."""
+    """Sequences that wait for their matchers, which are made and advanced past the delivered
+    output.
+    """
 
     def __init__(self, compiler: Compiler, on_done: Callable[[], None], threads: Executor) -> None:
-        """Call `on_done`, in one of `threads`, whenever `take` has something new."""
+        """A thread calls `on_done` whenever `take` has something new."""
         self._compiler = compiler
         self.on_done = on_done
         self._threads = threads
         self._waiting: dict[Sequence, _Making] = {}
-        # A queue, so that a step looks only at sequences that are done, not at all that wait.
+        # A queue, so that a step need not look at all waiting sequences.
         self._done: SimpleQueue[Sequence] = SimpleQueue()
 
     def __len__(self) -> int:
@@ -47,26 +49,25 @@ class PendingMatchers:
         state.add_done_callback(lambda _: self._tell_done(sequence))
 
     def discard(self, sequence: Sequence) -> bool:
-        """Forget a sequence that ended. True if it was waiting for its matcher."""
+        """Forget a sequence that ended; true if it was waiting."""
         making = self._waiting.pop(sequence, None)
         if making is None:
             return False
-        # Stop following the discarded sequence's output, which may be long, as other sequences
-        # wait.
+        # Other sequences wait while the matcher is advanced past a long output.
         making.is_discarded.set()
         making.state.cancel()
         return True
 
     def take(self) -> list[tuple[Sequence, Error | None]]:
-        """Take the finished sequences: with None if they have a matcher, else with the error that
-        ends them.
+        """Take the sequences that have a matcher, with None, and those that failed, with the
+        error.
         """
         taken: list[tuple[Sequence, Error | None]] = []
         while (sequence := self._next_done()) is not None:
             making = self._waiting.pop(sequence, None)
             if making is None:
                 continue
-            # Any exception, the library's panics included, ends this sequence only.
+            # Any exception, even a panic of the library, ends only this sequence.
             reason = making.state.exception()
             if reason is None:
                 sequence.constraint = making.state.result()

@@ -1,5 +1,5 @@
-"""Follows clients' hints about the next turns of ended requests. It retains the request's blocks,
-and before the next turn loads the blocks that the device lost.
+"""Follows hints of clients about the next turn of an ended request: retains the request's blocks,
+and loads those that the device lost before the next turn.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from penstock_shard.kv_cache.retention import Ended
 if TYPE_CHECKING:
     from penstock_shard.engine.block_moves import BlockMoves
 
-# Hints that may wait, and hints followed in one turn: a hint for 65,000 tokens takes 13 ms.
+# Hints that may wait, and hints followed in one turn of the engine; a hint for 65,000 tokens takes
+# 13 ms.
 _MOST_HINTS = 4096
 _HINTS_A_TURN = 2
-# The bound on prefixes that wait to be loaded.
+# Prefixes that may wait to be loaded.
 _MOST_EXPECTED = 4096
-# The share of the free blocks that are not retained which a prefix loaded ahead may take.
+# A prefix loaded ahead may take this share of the free blocks that are not retained.
 _SHARE_OF_FREE = 0.25
 
 
 class NextTurns:
-    """Follows hints, a few in a turn of the engine, and loads one prefix ahead at a time."""
+    """Follows a few hints in each turn of the engine, and loads one prefix ahead at a time."""
 
     def __init__(self, blocks: BlockManager, moves: BlockMoves | None) -> None:
-        """Retain blocks of `blocks`. `moves` loads copies; None if there are none."""
+        """`moves` loads copies; None if there are none."""
         self._blocks = blocks
         self._moves = moves
         self._hints: deque[tuple[float, Retention]] = deque()
         self._expected: list[tuple[float, int, Ended]] = []
         self._numbers = itertools.count()
-        # The id of the request that loads, and the prefix that it loads.
+        # The id of the request that loads, and the prefix.
         self._loading: tuple[str, Prefix] | None = None
 
     @property
@@ -49,21 +50,21 @@ class NextTurns:
 
     @property
     def due_at_s(self) -> float | None:
-        """The time of the next load or release; None if there is none."""
+        """The clock time of the next load or release; None if there is none."""
         times_s = [self._blocks.retention.due_at_s]
         if self._expected and self._loading is None:
             times_s.append(self._expected[0][0])
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     def take(self, hints: Iterable[Retention], now_s: float) -> None:
-        """Take hints; those beyond `_MOST_HINTS` are dropped."""
+        """Take hints; drop those beyond `_MOST_HINTS`."""
         for hint in hints:
             if len(self._hints) < _MOST_HINTS:
                 self._hints.append((now_s, hint))
 
     def advance(self, now_s: float, *, may_load: bool) -> Iterator[Request]:
-        """Follow some hints, and release prefixes whose time is over. If `may_load`, yield a
-        request that only fetches a prefix that is due.
+        """Follow some hints, and release prefixes at their times. If `may_load`, yield a request
+        that only loads the next prefix.
         """
         self._blocks.retention.let_go(now_s)
         for _ in range(min(_HINTS_A_TURN, len(self._hints))):
@@ -78,7 +79,7 @@ class NextTurns:
                 yield request
 
     def finish(self, request_id: str) -> bool:
-        """Retain the loaded prefix again. False if this request did not load one."""
+        """Retain the loaded prefix again; false if this request did not load one."""
         if self._loading is None or self._loading[0] != request_id:
             return False
         last, self._loading = self._loading[1], None
@@ -86,7 +87,7 @@ class NextTurns:
         return True
 
     def close(self) -> None:
-        """Drop all hints and loads, as the shard ends."""
+        """Drop all hints and loads."""
         self._hints.clear()
         self._expected.clear()
 
@@ -103,8 +104,8 @@ class NextTurns:
             heapq.heappush(self._expected, (at_s, next(self._numbers), ended))
 
     def _is_worth_loading(self, last: Prefix) -> bool:
-        """True if the device lacks blocks of the prefix that another tier may have, and has room
-        for them.
+        """True if other tiers may have the blocks that the device lacks, and the device has
+        room.
         """
         lacking = [prefix for prefix in last.chain() if min(prefix.block_ids) < 0]
         if not lacking or len(lacking) > _SHARE_OF_FREE * self._blocks.num_free_unretained:
@@ -117,7 +118,7 @@ def _request(ended: Ended) -> Request:
     prompt = array("I")
     for prefix in reversed(list(ended.prefix.chain())):
         prompt.extend(prefix.token_ids)
-    # A fetch leaves out the last token of a prompt, so add one.
+    # A fetch leaves out a prompt's last token, so add one.
     prompt.append(0)
     return Request(
         # An id that no client uses.

@@ -1,4 +1,4 @@
-"""Sequences that wait for KV blocks of other shards before they are queued."""
+"""Sequences that wait for other shards' KV blocks before they are queued."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from penstock_shard.sequence import Sequence
 
 # Computing fewer blocks than this takes no longer than fetching them.
 _LEAST_BLOCKS = 4
-# Seconds. Blocks that are computed faster than this are not fetched: fetched blocks can be used
-# only after some steps of both shards.
+# Blocks that can be computed in fewer seconds are not fetched, because a fetch takes some steps of
+# both shards.
 _LEAST_S = 0.025
-# The longest wait in seconds, even if computing would take longer.
+# The longest wait in seconds, even if computing takes longer.
 _LONGEST_S = 10.0
-# The shortest bound on a wait; and the bound before any step was timed, so that a new shard fetches
-# blocks of the fleet.
+# The shortest deadline; and the deadline before any step was timed, so that a new shard fetches the
+# fleet's blocks.
 _SHORTEST_S = 0.25
 _UNTIMED_S = 2.0
-# The bound if no client waits, because the sequence still runs at the source.
+# The deadline if no client waits, because the sequence still runs at the source.
 _PREFETCH_S = 30.0
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A fetch, and the sequences that wait for it (an ordered set)."""
+    """A fetch, and an ordered set of sequences that wait for it."""
 
     number: int
     progress: FetchProgress
@@ -37,8 +37,8 @@ class _Pending:
 
 
 class PendingFetches:
-    """Sequences that wait for fetches, for about as long as it would take to compute their blocks.
-    Sequences that lack the same blocks wait for the same fetch.
+    """Sequences that wait for fetches, about as long as computing the blocks would take. Sequences
+    that lack the same blocks wait for the same fetch.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class PendingFetches:
         compute_s: Callable[[int, int], float],
         send: Callable[[Fetch | FetchOver], None],
     ) -> None:
-        """Fetch by messages to `send`. `compute_s(start, n)` predicts the seconds to compute `n`
-        prompt tokens from position `start`; 0 if it cannot.
+        """`compute_s(start, n)` predicts the seconds to compute `n` prompt tokens from position
+        `start`; 0 if it cannot.
         """
         self.fetches = fetches
         self._blocks = blocks
@@ -65,12 +65,12 @@ class PendingFetches:
         return len(self._of)
 
     def hold(self, sequence: Sequence) -> bool:
-        """Hold a sequence if another shard may have its blocks; False if it need not wait."""
+        """Hold a sequence if another shard may have its blocks; false if it need not wait."""
         source = sequence.request.kv_source
         if not (source or self._pending) or sequence.needs_whole_prompt:
             return False
         names, num_known = self._blocks.missing_of(sequence)
-        # Slots for more blocks would be taken from the prefix's own start.
+        # More blocks would take the slots of the prefix's own start.
         names = names.first(num_known + self.fetches.most_blocks)
         missing = names.digests[num_known:]
         wait_s = self._most_wait_s(sequence, num_known, len(missing))
@@ -99,7 +99,7 @@ class PendingFetches:
         return pending
 
     def _most_wait_s(self, sequence: Sequence, num_known: int, num_missing: int) -> float:
-        """The seconds worth waiting for the missing blocks; 0 if computing them is faster than any
+        """The seconds to wait for the missing blocks; 0 if computing them is faster than a
         fetch.
         """
         if sequence.request.only_fetches:
@@ -111,7 +111,7 @@ class PendingFetches:
         return min(max(compute_s or _UNTIMED_S, _SHORTEST_S), _LONGEST_S)
 
     def arrive(self, arrival: Arrival) -> list[Sequence]:
-        """Take blocks that arrived. Returns the sequences whose fetch is over, to be queued."""
+        """Take blocks that arrived. Returns sequences to be queued, because their fetch is over."""
         self.fetches.refused_total += arrival.is_damaged
         pending = self._pending.get(arrival.number)
         self.fetches.take(None if pending is None else pending.progress, arrival.slots)
@@ -123,7 +123,7 @@ class PendingFetches:
         return list(pending.sequences)
 
     def discard(self, sequence: Sequence) -> bool:
-        """Forget a sequence that ended. True if it was waiting."""
+        """Forget a sequence that ended; true if it was waiting."""
         pending = self._of.pop(sequence, None)
         if pending is None:
             return False

@@ -1,4 +1,4 @@
-"""Sequences that wait for their images to be encoded before they are queued."""
+"""Sequences that wait for the encoding of their images before they are queued."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from penstock_shard.worker.base import ImageEncoder
 
 # Seconds until an idle engine looks again whether an image is encoded.
 _LOOK_AGAIN_S = 0.002
-# The salt to ask `ImageEncoder` with, and the image.
+# The salt for `ImageEncoder`, and the image.
 _Wanted = tuple[str | None, PlacedImage]
 
 
 class PendingImages:
-    """Has images encoded, in the order in which their sequences came."""
+    """Has images encoded, in the order of their sequences."""
 
     def __init__(self, encoder: ImageEncoder, blocks: BlockManager) -> None:
         self._encoder = encoder
         self._blocks = blocks
-        # Pixels of images that have arrived in part, by the number of their transfer.
+        # Pixels of incomplete images, by the number of the transfer.
         self._parts: dict[int, bytearray] = {}
-        # The images that each sequence still waits for.
+        # Images that sequences still wait for.
         self._waiting: dict[Sequence, list[_Wanted]] = {}
         self._ready: list[tuple[Sequence, str]] = []
 
@@ -42,7 +42,7 @@ class PendingImages:
         return _LOOK_AGAIN_S if self._waiting else None
 
     def counts(self) -> dict[str, Any]:
-        """Return the fields of `Load` about images."""
+        """Return fields of `Load`."""
         return {
             "encoded_images_total": self._encoder.num_encoded,
             "encode_seconds_total": self._encoder.encode_s,
@@ -60,8 +60,8 @@ class PendingImages:
             self._encoder.drop(drop.digest)
 
     def hold(self, sequence: Sequence) -> bool:
-        """Hold a sequence that must wait or has failed; `take_ready` returns it later. False if it
-        can run.
+        """Hold a sequence that must wait, or has failed, until `take_ready`. False if it can
+        run.
         """
         request = sequence.request
         if not request.images:
@@ -69,7 +69,7 @@ class PendingImages:
         num_cached = 0 if sequence.needs_whole_prompt else self._blocks.count_cached(sequence)
         missing: list[_Wanted] = []
         for image in request.images:
-            # An image with cached blocks had its rows checked when they were computed.
+            # The rows of an image with cached blocks were checked before.
             is_computed = image.offset + image.num_tokens <= num_cached
             salt = None if is_computed else request.cache_salt
             if not self._encoder.has(salt, image):
@@ -83,7 +83,7 @@ class PendingImages:
         return True
 
     def discard(self, sequence: Sequence) -> bool:
-        """Forget a sequence that ended. True if it was waiting."""
+        """Forget a sequence that ended; true if it was waiting."""
         missing = self._waiting.pop(sequence, None)
         if missing is not None:
             self._cancel(missing)
@@ -103,7 +103,7 @@ class PendingImages:
                 self._encoder.cancel(salt, image)
 
     def take_ready(self) -> list[tuple[Sequence, str]]:
-        """Take the sequences whose wait is over, each with the reason for its failure, or ''."""
+        """Take sequences that need not wait any more, with the reason of a failure, or ''."""
         ready, self._ready = self._ready, []
         return ready
 
@@ -125,7 +125,7 @@ class PendingImages:
         self._ready.append((sequence, why))
 
     def _mismatch(self, sequence: Sequence) -> str:
-        """Say how a prompt's places for images differ from the encoder's rows; '' if they agree."""
+        """Say why a prompt's image tokens do not match the encoder's rows; '' if they do."""
         for image in sequence.request.images:
             ids = sequence.token_ids[image.offset : image.offset + image.num_tokens]
             given, made = ids.count(self._encoder.token_id), self._encoder.num_rows(image.digest)

@@ -1,6 +1,4 @@
-"""Reads blocks from disk for sequences before they are queued, if that is faster than to compute
-the blocks.
-"""
+"""Reads blocks from disk for sequences before they are queued, if this is faster than computing."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from penstock_shard.kv_transfer.host_tier import HostTier, name_of
 from penstock_shard.kv_transfer.read_plan import Chain, plan_reads
 from penstock_shard.sequence import Sequence
 
-# The longest that a sequence waits.
+# The longest wait of a sequence.
 _MOST_WAIT_S = 2.0
 
 _Block = tuple[Prefix, int]
@@ -33,14 +31,14 @@ class _Waiting:
 
 @dataclass(eq=False, slots=True)
 class _Reading:
-    """A block that is being read, and the sequences that wait for it."""
+    """The read of a block, and the sequences that wait for it."""
 
     read: Read
     sequences: set[Sequence] = field(default_factory=set)
 
 
 class PendingReads:
-    """Sequences that wait for blocks from disk. A block that several wait for is read once."""
+    """Sequences that wait for blocks from disk. A block for several sequences is read once."""
 
     def __init__(
         self,
@@ -52,9 +50,7 @@ class PendingReads:
         most_blocks: int,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Take at most `most_blocks` a turn. `compute_s(start, n)` predicts the seconds to compute
-        `n` prompt tokens from position `start`; 0 if it cannot.
-        """
+        """Take at most `most_blocks` a turn. `compute_s` is as in `PendingFetches`."""
         self.disk = disk
         self._tier = tier
         self._blocks = blocks
@@ -70,12 +66,12 @@ class PendingReads:
 
     @property
     def due_s(self) -> float | None:
-        """Seconds until the next deadline of a sequence; None if none waits."""
+        """Seconds until the next deadline; None if no sequence waits."""
         ends = [waiting.until_s for waiting in self._waiting.values()]
         return max(0.0, min(ends) - self._clock()) if ends else None
 
     def add(self, sequence: Sequence) -> bool:
-        """Begin to read a sequence's prefix from disk; False if the sequence need not wait."""
+        """Begin to read a sequence's prefix from disk; false if it need not wait."""
         if self.disk.hangs or not self.disk.num_blocks or sequence.needs_whole_prompt:
             return False
         root, is_salted = self._blocks.root_of(sequence), bool(sequence.request.cache_salt)
@@ -101,7 +97,7 @@ class PendingReads:
         return reading
 
     def discard(self, sequence: Sequence) -> bool:
-        """Forget a sequence that ended. True if it was waiting."""
+        """Forget a sequence that ended; true if it was waiting."""
         if sequence not in self._waiting:
             return False
         self._leave(sequence)
@@ -109,8 +105,8 @@ class PendingReads:
         return True
 
     def take(self) -> list[Sequence]:
-        """Put the blocks read meanwhile into host memory. Returns the sequences that have all their
-        blocks or reached their deadline. What a sequence lacks is computed.
+        """Put blocks that were read into host memory. Returns the sequences that have all blocks or
+        reached their deadline; missing blocks are computed.
         """
         for read in self.disk.take(self._most_blocks):
             self._take(read)
@@ -139,7 +135,7 @@ class PendingReads:
         return reading
 
     def _leave(self, sequence: Sequence) -> None:
-        """End a sequence's wait, and the reads that only this sequence waited for."""
+        """End a sequence's wait, and the reads that no other sequence waits for."""
         waiting = self._waiting.pop(sequence)
         for block in waiting.blocks:
             reading = self._reading[block]

@@ -1,5 +1,5 @@
-"""Loads a runner and runs the engine. It has three threads: one steps, one receives messages, one
-sends heartbeats.
+"""Loads a runner and runs the engine, in three threads: one steps, one receives messages, one sends
+heartbeats.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 
 def run_engine(link: EngineEnd, start: Start, host_memory: str) -> int:
-    """Run until the server is gone. Returns the exit status. `host_memory` is a descriptor of
-    memory for copies of KV blocks, or NO_HOST_MEMORY.
+    """Run until the server is gone; return the exit status. `host_memory` is a descriptor of memory
+    for copies of KV blocks, or NO_HOST_MEMORY.
     """
     inbox: queue.SimpleQueue[Inbox] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(link, inbox), daemon=True).start()
@@ -89,12 +89,12 @@ def run_engine(link: EngineEnd, start: Start, host_memory: str) -> int:
     )
     loop = EngineLoop(engine, adapters, link.send, checks=start.config.check_integrity)
     threading.Thread(target=_beat, args=(link, Heartbeat(loop)), daemon=True).start()
-    # All objects so far live as long as the process, so the garbage collector need not walk them.
+    # The garbage collector need not walk objects that live as long as the process.
     gc.collect()
     gc.freeze()
     return_free_memory()
     files = loaded.tokenizer_files
-    # The server may be gone at any time: then nobody needs a report.
+    # If the server is gone, nobody needs a report.
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         link.send(Ready(info, files, tokenizer_hash(files), loaded.revision))
         return _run_or_say(loop, inbox)
@@ -102,7 +102,7 @@ def run_engine(link: EngineEnd, start: Start, host_memory: str) -> int:
 
 
 def _arena(info: RunnerInfo, descriptor: str) -> Arena | None:
-    """Map the memory for copies. Raises ModelError if blocks cannot be copied."""
+    """Map the memory for copies of blocks. Raises ModelError if they cannot be copied."""
     if descriptor == NO_HOST_MEMORY:
         return None
     memory = map_shared_memory(int(descriptor))
@@ -118,7 +118,7 @@ def _arena(info: RunnerInfo, descriptor: str) -> Arena | None:
 
 
 def _lock_disk(config: ShardConfig) -> None:
-    """Lock the directory of --kv-disk for the life of this process. Raises ModelError."""
+    """Lock the directory of --kv-disk for this process's life. Raises ModelError."""
     if config.kv_disk is None:
         return
     try:
@@ -130,7 +130,7 @@ def _lock_disk(config: ShardConfig) -> None:
 def _disk(
     config: ShardConfig, info: RunnerInfo, arena: Arena | None, on_done: Callable[[], None]
 ) -> DiskTier | None:
-    """Open the disk tier. Raises ModelError if it is too small, or cannot be read."""
+    """Raises ModelError if the disk is too small, or cannot be read."""
     if config.kv_disk is None or arena is None:
         return None
     try:
@@ -150,7 +150,7 @@ def _disk(
 
 
 def _run_or_say(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox]) -> int:
-    """Run; if the model fails for good, log its error as the last line."""
+    """Run; log a ModelError as the last line."""
     try:
         _run(loop, inbox)
     except ModelError as error:
@@ -166,9 +166,7 @@ def _run(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox]) -> NoReturn:
 
 
 def _take_inbox(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox], *, wait: bool) -> None:
-    """Handle all messages in the inbox. With `wait`, first wait until there is a message or other
-    work.
-    """
+    """Handle all messages in the inbox. With `wait`, first wait for a message or other work."""
     try:
         while True:
             loop.take(inbox.get(block=wait, timeout=loop.due_s))
@@ -178,16 +176,18 @@ def _take_inbox(loop: EngineLoop, inbox: queue.SimpleQueue[Inbox], *, wait: bool
 
 
 def _receive(link: EngineEnd, inbox: queue.SimpleQueue[Inbox]) -> None:
-    """Queue the server's messages. The server bounds the number of live requests."""
+    """Queue the server's messages. The queue is bounded, because the server bounds live
+    requests.
+    """
     while isinstance(message := link.receive(), Inbox):
         inbox.put(message)
-    # The server is gone or a message was invalid, so nobody waits for the running step.
+    # The server is gone, or a message was invalid. Nobody waits for the running step.
     logging.shutdown()
     os._exit(0)
 
 
 def _beat(link: EngineEnd, heartbeat: Heartbeat) -> None:
-    """Send heartbeats from a separate thread, because a long step must not look like a hang."""
+    """Send heartbeats in a thread, because a long step must not look like a hang."""
     while True:
         try:
             link.send(heartbeat.beat())

@@ -1,8 +1,7 @@
-"""The interface of ops, which compute decoder layers: products, norms, rotation, activation,
-attention.
+"""The interface of ops, which compute the parts of decoder layers for one kind of device.
 
-Tensors are flat over the T tokens of a step and contiguous; activations have the `dtype` of the
-ops.
+Tensors are contiguous, with the T tokens of a step in one dimension; activations have the `dtype`
+of the ops.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from penstock_shard.attention.base import (
 from penstock_shard.checkpoint.codes.codes import Codes
 
 Activation = Literal["silu", "gelu_tanh", "sigmoid", "clamped_swiglu"]
-# clamped_swiglu, as in gpt-oss, is (up + 1) * gate * sigmoid(SWIGLU_ALPHA * gate), with gates of at
-# most SWIGLU_LIMIT, and ups clamped to +-SWIGLU_LIMIT.
+# clamped_swiglu, of gpt-oss, is (up + 1) * gate * sigmoid(SWIGLU_ALPHA * gate), with gate clamped
+# to at most SWIGLU_LIMIT, and up to +-SWIGLU_LIMIT.
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
-# `codes` stands for the codes that a checkpoint stores, with float16 for other weights.
+# `codes`: quantized weights stay as the checkpoint stores them, others are float16.
 WeightKind = Literal["float32", "float16", "bfloat16", "int8", "fp8", "int4", "codes"]
 
 
 class Matrix(Protocol):
-    """A weight [N, K], in the layout that its products need."""
+    """A weight [N, K], in the layout for its products."""
 
     @property
     def out_features(self) -> int: ...
@@ -50,16 +49,13 @@ class Matrix(Protocol):
         """True if `rows` is supported."""
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Return rows of the weight at ids int64 [T]: a new tensor [T, K] in the dtype of
-        activations.
-        """
+        """Return a copy [T, K], in the dtype of activations, of the rows at ids int64 [T]."""
 
 
 class Experts(Protocol):
-    """The weights [E, N, K] of a layer's E experts, in the layout that their products need."""
+    """The weights [E, N, K] of a layer's E experts, in the layout for their products."""
 
-    # True if `grouped` may be captured in a CUDA graph, because it reads offsets only on the
-    # device.
+    # True if a CUDA graph may capture `grouped`, because it reads offsets only on the device.
     capturable: bool
 
     @property
@@ -72,9 +68,8 @@ class Experts(Protocol):
     def nbytes(self) -> int: ...
 
     def grouped(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """Multiply x [R, K], sorted by expert: rows offsets[e] to offsets[e + 1] by the transposed
-        weight of expert e -> [R, N]. offsets is int32 [E + 1], ascending from 0 to R, on the device
-        of x.
+        """Multiply x [R, K], sorted by expert, by each expert's transposed weight, [R, N]. Expert e
+        has rows offsets[e] to offsets[e + 1]; offsets int32 [E + 1], on the device of x.
         """
 
 
@@ -82,16 +77,16 @@ class Experts(Protocol):
 class RoutingRule:
     """The rule that derives a token's experts and their weights from the router's logits."""
 
-    # The number of experts of a token.
+    # Experts of a token.
     top_k: int
     scores: Literal["softmax", "sigmoid"] = "softmax"
-    # True if a token's weights are divided by their sum; and a factor for all weights.
+    # True if a token's weights are divided by their sum. `scale` multiplies all weights.
     is_normalised: bool = True
     scale: float = 1.0
-    # Added to the sum of sigmoids, which may all be 0.
+    # Added to the sum of sigmoids, which may be 0.
     eps: float = 1e-20
-    # The number of equal groups of experts. A token's experts are in its best `top_groups` groups,
-    # by the sum of a group's two highest scores.
+    # Equal groups of experts. A token's experts are in its best `top_groups` groups, by the sum of
+    # a group's two highest scores.
     groups: int = 1
     top_groups: int = 1
 
@@ -100,32 +95,30 @@ class RoutingRule:
 class Routing:
     """The k experts of each of a step's T tokens, as R = T * k rows sorted by expert."""
 
-    # The token and the expert of each row, int64 [R]; rows of one expert are in the order of their
-    # tokens.
+    # The token and the expert of each row, int64 [R]. An expert's rows are in the order of tokens.
     tokens: Tensor
     experts: Tensor
     # int32 [E + 1]: expert e has rows offsets[e] to offsets[e + 1].
     offsets: Tensor
-    # Each token's rows, its best expert's row first, int64 [T, k]; and their weights, float32.
+    # Each token's rows, best expert first, int64 [T, k]; and their weights, float32 [T, k].
     rows: Tensor
     weights: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Tables of rotary position embedding, float32 [positions, rotary_dim / 2] each; element i is
+    """Tables of rotary position embedding, float32 [positions, rotary_dim / 2]. Element i is
     rotated with element i + rotary_dim / 2.
     """
 
     cos: Tensor
     sin: Tensor
-    # The decoder multiplies rotated queries by this factor, float32 [positions]; None if there is
-    # none.
+    # Factor for rotated queries, float32 [positions], which the decoder applies.
     temperature: Tensor | None = None
 
     def of(self, positions: Tensor) -> Rope:
-        """Return a table with a row for each token, by its position, int64 [T], or by the position
-        of each of its frequencies, int64 [T, rotary_dim / 2].
+        """Return tables with a row for each token, by its position, int64 [T], or by a position for
+        each frequency, int64 [T, rotary_dim / 2].
         """
         if positions.dim() == 1:
             return Rope(self.cos[positions], self.sin[positions])
@@ -134,7 +127,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class HeadNorm:
-    """RMSNorm of each query and key head, before the rotation; weights [D]."""
+    """RMSNorm of each query and key head before rotation; weights [D]."""
 
     query_weight: Tensor
     key_weight: Tensor
@@ -143,23 +136,20 @@ class HeadNorm:
 
 
 class Ops(Protocol):
-    """The operations. `out` is memory that an implementation may use for its result; use the
-    returned tensor.
-    """
+    """The operations. An implementation may write its result to `out`; use the returned tensor."""
 
     device: torch.device
-    # Dtype of activations.
     dtype: torch.dtype
     # The form in which `pack` stores a weight.
     weights: WeightKind
-    # The attention backend of all layers. Exact ops are made with it. Other ops start with sdpa,
-    # and get the chosen backend once a model's layers are known.
+    # The attention backend of all layers. Unless exact, it is sdpa until a model's layers are
+    # known.
     backend: AttentionBackend
 
     @property
     def exact(self) -> bool:
-        """True if a row's bits should depend only on that row, and in attention only on its keys. A
-        self-check at load tests it.
+        """True if a row's bits should depend only on that row and, in attention, on its keys. A
+        check at load tests it.
         """
 
     @property
@@ -168,47 +158,47 @@ class Ops(Protocol):
 
     @property
     def dense_head(self) -> bool:
-        """True if the head is packed `exact`, because rounding the head changes results the most.
-        So are the small matrices of latent heads, which are then multiplied in one launch.
+        """True if the output head is packed `exact`, because rounding it changes results the most.
+        The small matrices of latent heads are then also `exact`, for products in one launch.
         """
 
     def pack(self, parts: Sequence[Tensor], *, exact: bool = False) -> Matrix:
         """Stack weights [N_i, K] of any strides and float dtype into one matrix.
 
-        `exact` keeps the precision of activations, for products whose result is a choice, such as
-        routers. Raises ValueError, with a message that can follow a tensor's name, for a value that
-        the kind of weights cannot hold.
+        `exact` keeps the precision of activations, for products that decide, such as routers.
+        Raises ValueError for a value that the kind of weights cannot hold; the message can follow a
+        tensor's name.
         """
 
     @property
     def pack_codes(self) -> Callable[[Sequence[Codes]], Matrix] | None:
-        """A function that stacks codes into one matrix; None if products do not take codes."""
+        """A function that stacks codes into one matrix; None if codes are not supported."""
 
     def pack_experts(
         self, experts: Iterable[Sequence[Tensor]], count: int, *, exact: bool = False
     ) -> Experts:
-        """Pack `count` experts like `pack`. `experts` yields the parts of each expert, and is
-        advanced only after the previous expert is packed.
+        """Pack `count` experts like `pack`. `experts` yields the parts of one expert at a time, to
+        bound memory.
         """
 
     def route(self, logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Routing:
-        """Route logits [T, E] to the experts of each token, weighted by their scores in float32.
-        `bias` float32 [E] is added to the scores by which experts are chosen.
+        """Choose each token's experts by logits [T, E]. `bias` float32 [E] is added to the scores
+        by which experts are chosen, but not to their weights.
         """
 
     def combine(self, rows: Tensor, routing: Routing, out: Tensor | None = None) -> Tensor:
-        """Return the weighted sum of each token's rows of [R, N], [T, N], summed in float32 in the
-        order of `routing.rows`.
+        """Return the weighted sum [T, N] of each token's rows of [R, N], in float32, in the order
+        of `routing.rows`.
         """
 
     def set_threads(self, count: int) -> None:
-        """Set the number of compute threads on cpu; on other devices, do nothing."""
+        """Set the number of compute threads on cpu."""
 
     def look_up(self, table: Tensor, ids: Tensor) -> Tensor:
-        """Return rows of a table [V, H] at ids int64 [T], [T, H] in the dtype of activations."""
+        """Return rows [T, H] of a table [V, H] at ids int64 [T], in the dtype of activations."""
 
     def scratch(self, *shape: int) -> Tensor | None:
-        """Return memory to pass as `out`; None if these ops would not use it."""
+        """Return memory to pass as `out`; None if these ops do not use it."""
 
     def add_rms_norm(
         self,
@@ -219,14 +209,14 @@ class Ops(Protocol):
         offset: float,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Do `residual += x` in place; return the RMSNorm of residual (of x if residual is None)
-        times `offset + weight`, [T, H]. `out` may be x.
+        """Do `residual += x` in place; return the RMSNorm [T, H] of residual, or of x without
+        residual, times `offset + weight`. `out` may be x.
         """
 
     def gated_activation(
         self, gate_up: Tensor, kind: Activation, out: Tensor | None = None
     ) -> Tensor:
-        """Return activation(first half) * second half, [T, I], of gate_up [T, 2I]."""
+        """Return activation(first half) * second half of gate_up [T, 2I], [T, I]."""
 
     def rope_and_cache(
         self,
@@ -239,8 +229,8 @@ class Ops(Protocol):
         norm: HeadNorm | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return normed and rotated queries [T, Hq, D] of qkv [T, (Hq + 2 Hkv) * D]. Write keys,
-        also normed and rotated, and values to the cache at slots int64 [T]. positions int64 [T].
+        """Norm and rotate queries and keys of qkv [T, (Hq + 2 Hkv) * D], at positions int64 [T].
+        Return queries [T, Hq, D]; write keys and values to the cache at slots int64 [T].
         """
 
     def short_conv(
@@ -256,8 +246,8 @@ class Ops(Protocol):
         """Return each channel's weighted sum of its last K inputs in x [T, C], or SiLU of the sum,
         [T, C].
 
-        weight float32 [K, C], bias float32 [C]. state float32 [n, K - 1, C] has each sequence's
-        earlier inputs at `block_table[row, 0]`, the oldest first, and is updated.
+        weight float32 [K, C], bias float32 [C]. state float32 [n, K - 1, C] is updated; it has the
+        earlier inputs of the sequence of a row at `block_table[row, 0]`, the oldest first.
         """
 
     def delta_rule(
@@ -271,8 +261,8 @@ class Ops(Protocol):
         """
 
     def decay(self, x: Tensor, rate: Tensor, bias: Tensor) -> Tensor:
-        """Return e^(-rate softplus(x + bias)), float32, of x [T, H] or [T, H, D]; rate [H], bias of
-        the shape of x without T, float32.
+        """Return e^(-rate softplus(x + bias)), float32, of x [T, H] or [T, H, D]. rate float32 [H];
+        bias float32 [H] or [H, D].
         """
 
     def selective_scan(
@@ -295,6 +285,6 @@ class Ops(Protocol):
         """
 
     def softplus(self, x: Tensor, bias: Tensor, low: float, high: float) -> Tensor:
-        """Return softplus(x + bias), clamped to [low, high], float32, of x [T, H]; bias float32
+        """Return softplus(x + bias), float32, clamped to [low, high]. x [T, H], bias float32
         [H].
         """

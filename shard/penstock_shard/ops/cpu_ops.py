@@ -34,8 +34,8 @@ UNIT = 8
 
 
 class CpuMatrix:
-    """A weight packed into the panels that the kernels read: one part, or several stacked parts
-    with layouts of their own.
+    """A weight packed into the panels that the kernels read: stacked parts with their own
+    layouts.
     """
 
     __slots__ = ("_kernels", "_order", "_parts", "has_rows")
@@ -48,9 +48,7 @@ class CpuMatrix:
         has_rows: bool,
         order: Tensor | None = None,
     ) -> None:
-        """`order` int64 [K] has the input that each column is multiplied by; None for its own
-        input.
-        """
+        """`order` int64 [K] has the index of each column's input; None if columns are in order."""
         self._kernels = kernels
         self._parts = parts
         self._order = order
@@ -87,7 +85,7 @@ class CpuMatrix:
 
 
 class CpuOps:
-    """Ops with the CPU kernels; activations are float32."""
+    """Ops over the CPU kernels; activations are float32."""
 
     exact = True
 
@@ -244,7 +242,7 @@ def _fit_halves(codes: Codes) -> bool:
 
 
 def _layout(codes: Codes, in_halves: bool) -> CodeLayout | None:
-    """Return the kernels' layout for these codes; None if they have none."""
+    """Return the kernels' layout for these codes; None if there is none."""
     group = codes.group
     if codes.scales.shape[1] == 1:
         group = -(-codes.values.shape[1] // UNIT) * UNIT

@@ -1,7 +1,7 @@
 """Mixture of experts in plain torch: routing, products of each expert, and their weighted sum.
 
-A token's result depends only on its own logits and rows and is summed in a fixed order. So if the
-products have the same bits in any batch, the result has too.
+A token's result depends only on its own logits and rows, summed in a fixed order. So if products
+have the same bits in any batch, results have too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from penstock_shard.ops.base import Matrix, Routing, RoutingRule
 
 
 class ExpertList:
-    """Experts with a matrix each. Experts with rows in the step are computed one after the
-    other.
-    """
+    """Experts with a matrix each, computed one after the other."""
 
     capturable = False
 
@@ -40,7 +38,7 @@ class ExpertList:
 
 
 class ExpertStack:
-    """Experts in one ordinary tensor [E, N, K], computed one after the other like `ExpertList`."""
+    """Experts in one ordinary tensor [E, N, K], computed one after the other."""
 
     capturable = False
 
@@ -74,7 +72,7 @@ def stack_experts(
 
 
 def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Routing:
-    """Compute `Ops.route`, without waiting for the device."""
+    """Compute `Ops.route` without waiting for the device."""
     num_experts, top_k = logits.shape[1], rule.top_k
     weights, chosen = _choose(logits.float(), rule, bias)
     if rule.is_normalised:
@@ -96,7 +94,7 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Rout
 
 
 def _choose(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return scores and indices of each token's experts, [T, k] each."""
+    """Return scores and indices [T, k] of each token's experts."""
     if rule.scores == "softmax":
         scores = torch.softmax(logits, dim=-1)
         if rule.groups == 1:
@@ -114,14 +112,14 @@ def _choose(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> tuple[Ten
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """Compute a sigmoid by a softmax over x and 0, because torch computes equal rows alike in any
-    place, but not equal elements.
+    """Compute a sigmoid by a softmax over x and 0. torch gives equal rows equal bits at any place,
+    but not equal elements.
     """
     return torch.softmax(torch.stack((x, torch.zeros_like(x)), dim=-1), dim=-1)[..., 0]
 
 
 def _within_groups(ranked: Tensor, rule: RoutingRule) -> Tensor:
-    """Mask the scores [T, E] outside of each token's best groups (DeepSeek-V3, 2024)."""
+    """Mask scores [T, E] outside of each token's best groups (DeepSeek-V3, 2024)."""
     size = ranked.shape[1] // rule.groups
     grouped = ranked.view(-1, rule.groups, size)
     best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(rule.top_groups, dim=-1).indices
@@ -132,8 +130,8 @@ def _within_groups(ranked: Tensor, rule: RoutingRule) -> Tensor:
 
 def combine(rows: Tensor, routing: Routing) -> Tensor:
     """Compute `Ops.combine`."""
-    # Multiply and add separately, because a fused operation rounds once less and torch does not
-    # always use it.
+    # Multiply and add separately: torch does not always use the fused operation, which rounds once
+    # less.
     parts = rows[routing.rows] * routing.weights.unsqueeze(-1)
     first, *others = parts.unbind(1)
     total = first.clone() if others else first

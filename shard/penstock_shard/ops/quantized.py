@@ -1,9 +1,9 @@
 """fp8 and int4 matrices: quantized at load, multiplied by kernels of torch and torchao.
 
-fp8 is e4m3 (Micikevicius et al., 2022) with a scale for each output row; activations are also
-rounded to e4m3, with a scale for each token. A device without fp8 products emulates them with the
-same rounding: products of two e4m3 numbers are exact in float32, sums are not. int4 quantizes only
-weights, by torchao, in groups of 128.
+fp8 is e4m3 (Micikevicius et al., 2022) with a scale for each output row; activations are rounded
+too, with a scale for each token. A device without fp8 products emulates them in float32, where
+products of two e4m3 numbers are exact, but sums are not. int4 quantizes only weights, by torchao,
+in groups of 128.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from penstock_shard.device.triton_support import fault_on
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-# The lowest compute capability with fp8 products, and with torch's int4 kernel.
+# The lowest compute capabilities with fp8 products and with torch's int4 kernel.
 _FP8_CAPABILITY = (8, 9)
 _INT4_CAPABILITY = (8, 0)
-# N and K of an fp8 matrix must be multiples of this for `torch._scaled_mm`.
+# `torch._scaled_mm` needs N and K that are multiples of this.
 FP8_MULTIPLE = 16
 INT4_GROUP = 128
-# Elements of a weight that are rounded at once; float32 takes four bytes for each.
+# Elements of a weight that are rounded at once, in float32.
 _PIECE = 1 << 24
-# The number of columns on which a scale is tried before whole rows are compared.
+# A scale is tried on this many columns before whole rows are compared.
 _GLANCE = 64
-# The lower bound for a row's largest value: a smaller scale would be subnormal and lose bits.
+# The lower bound for a row's largest value: below it, the scale would be subnormal and lose bits.
 _SMALLEST = torch.finfo(torch.float32).tiny * FP8_MAX
-# Relative error of a product rounded to float32, and of the quotient by its scale.
+# Bound of the relative error of a quotient by a scale, and of a product rounded to float32.
 _NEARLY = 2.0**-22
 
 
@@ -43,17 +43,17 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 
 def multiplies_fp8_groups(device: torch.device) -> bool:
-    """Tell whether the device has grouped fp8 products, for several experts at once."""
+    """Tell whether the device has fp8 products of several experts in one launch."""
     if device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def captures_fp8(device: torch.device) -> bool:
-    """Tell whether the device's fp8 products may run on any stream, and so in a CUDA graph.
+    """Tell whether a CUDA graph may capture the device's fp8 products.
 
-    On compute capability 8.9, torch before 2.12 launches them on the default stream; on other
-    streams they may never end (pytorch issue 177651).
+    On compute capability 8.9 with torch before 2.12, these products may never end unless they run
+    on the default stream (pytorch issue 177651).
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != _FP8_CAPABILITY:
         return True
@@ -67,19 +67,17 @@ def multiplies_int4(device: torch.device) -> bool:
 
 
 def has_torchao() -> bool:
-    """Tell whether torchao, which packs int4 matrices, is installed."""
     return importlib.util.find_spec("torchao") is not None
 
 
 class RoundedTensor(Tensor):
-    """Activations [T, K] with the result of `round_activations`, made in the same launch, so that
-    the next products need no launch to round them.
+    """Activations [T, K] with the result of `round_activations`, computed in the same launch.
 
-    torch operations on them return ordinary tensors. They must not be changed in place.
+    They must not be changed in place.
     """
 
     rounded: tuple[Tensor, Tensor]
-    # Results of operations are ordinary tensors, as for parameters.
+    # torch operations return ordinary tensors, as for parameters.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -105,7 +103,7 @@ class Fp8Matrix:
         for piece in _pieces(parts):
             values, scales = round_weight(piece.to(device, torch.float32))
             end = start + len(piece)
-            # Copied as bytes: not all devices can copy fp8.
+            # Copy bytes, because not all devices can copy fp8.
             self.values[start:end].view(torch.uint8).copy_(values.view(torch.uint8))
             self.scales[0, start:end] = scales
             start = end
@@ -128,7 +126,7 @@ class Fp8Experts:
     def __init__(
         self, experts: Iterable[Sequence[Tensor]], count: int, device: torch.device
     ) -> None:
-        """Pack the experts. Raises ValueError for NaN or infinity."""
+        """Raises ValueError for NaN or infinity."""
         for index, parts in enumerate(experts):
             matrix = Fp8Matrix(parts, device)
             if index == 0:
@@ -168,7 +166,7 @@ class Int4Matrix:
         self.out_features, self.in_features = weight.shape
         holder = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         holder.weight = nn.Parameter(weight, requires_grad=False)
-        # The packing for tensor cores, for which torch itself has the kernel.
+        # torch itself has the kernel for this packing.
         packing = Int4WeightOnlyConfig(
             group_size=INT4_GROUP,
             int4_packing_format="tile_packed_to_4d",
@@ -187,7 +185,7 @@ class Int4Matrix:
 
 
 def round_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round x [T, K] to e4m3 values [T, K] and a scale for each token, float32 [T, 1]."""
+    """Round x [T, K] to e4m3 [T, K] and a scale for each token, float32 [T, 1]."""
     if isinstance(x, RoundedTensor):
         return x.rounded
     if x.device.type == "cuda" and fault_on("cuda") is None:
@@ -199,18 +197,17 @@ def round_in_torch(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `round_activations` in plain torch."""
     wide = x.float()
     scales = wide.abs().amax(dim=-1, keepdim=True).clamp_(min=_SMALLEST)
-    # The divisor is a tensor, because torch on CUDA multiplies by the inverse of a number.
+    # Divide by a tensor; instead of dividing by a number, torch on CUDA multiplies by its inverse.
     scales /= torch.full_like(scales, FP8_MAX)
-    # Clamped because in some torch releases the cast turns larger values into NaN.
+    # In some torch releases, the cast turns larger values into NaN.
     return (wide / scales).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scales
 
 
 def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round weight float32 [N, K] to e4m3 values [N, K] and a scale for each row, float32 [N].
+    """Round weight float32 [N, K] to e4m3 [N, K] and a scale for each row, float32 [N].
 
-    A row that already is e4m3 numbers times one scale, as in fp8 checkpoints, keeps all its values
-    bit for bit. Other rows get the scale that maps their largest value to 448. Raises ValueError
-    for NaN or infinity.
+    Rows that already are e4m3 numbers times one scale, as in fp8 checkpoints, stay exact. Other
+    rows get the scale that maps their largest value to 448. Raises ValueError for NaN or infinity.
     """
     largest = weight.abs().amax(dim=1)
     if not bool(torch.isfinite(largest).all()):
@@ -222,11 +219,11 @@ def round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scales_kept(weight: Tensor, largest: Tensor) -> Iterator[Tensor]:
-    """Yield scales [N] that represent rows exactly; NaN for rows without such a scale.
+    """Yield scales [N] that represent rows exactly; NaN for other rows.
 
-    The row's largest value is some e4m3 number times the scale. Up to powers of two, which make no
-    difference, there are eight such numbers. So eight scales are tried, and their neighbours too,
-    because a quotient may be off by one bit.
+    A row's largest value is an e4m3 number times the scale. Apart from powers of two, which make no
+    difference, there are eight e4m3 numbers. Each gives a scale; its neighbors are tried too,
+    because the quotient may be off by one bit.
     """
     nan = torch.full_like(largest, torch.nan)
     open_rows = largest > _SMALLEST
@@ -245,7 +242,7 @@ def _scales_kept(weight: Tensor, largest: Tensor) -> Iterator[Tensor]:
 
 
 def _exact_scale(weight: Tensor, scale: Tensor) -> Tensor:
-    """Return which of a scale and its two neighbours represents the row exactly; NaN if none."""
+    """Return the scale or neighbor of it that represents the row exactly; NaN if none does."""
     found = torch.full_like(scale, torch.nan)
     for toward in (torch.inf, -torch.inf, None):
         near = scale if toward is None else scale.nextafter(torch.full_like(scale, toward))
@@ -273,10 +270,9 @@ def _scaled_mm(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    # `_scaled_mm` takes any number of tokens. On compute capability 9, from CUDA 12.9 on, torch
-    # uses cuBLASLt; elsewhere CUTLASS, which reads past the end of the scales unless tokens are a
-    # multiple of 256 (pytorch issue 133334), so torch first copies them to a larger buffer. Fast
-    # accumulation would keep only 14 bits of a sum.
+    # `_scaled_mm` takes any number of tokens: where CUTLASS would read past the end of the scales
+    # (pytorch issue 133334), torch copies them to a larger buffer. Fast accumulation would keep
+    # only 14 bits of a sum.
     product: Tensor = torch._scaled_mm(
         x,
         weight.t(),
@@ -305,8 +301,8 @@ def _emulated_mm(
 
 @functools.cache
 def _rounding_kernel() -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-    """Return the Triton kernel: one launch in place of six in plain torch."""
-    # Imported here because Triton may be missing, and takes long to import.
+    """Return the Triton kernel: one launch instead of six in plain torch."""
+    # Triton may be missing, and takes long to import.
     from penstock_shard.kernels.triton_quantize import round_rows
 
     return round_rows

@@ -1,6 +1,4 @@
-"""Layers with a state in plain torch, sequence by sequence and token by token;
-`kernels/recurrent.h` defines them.
-"""
+"""Layers with a state in plain torch, token by token; `kernels/recurrent.h` defines them."""
 
 from __future__ import annotations
 
@@ -108,9 +106,7 @@ def _to_unit(x: Tensor) -> Tensor:
 
 
 def _sequences(batch: AttentionBatch) -> Iterator[tuple[slice, Tensor, bool]]:
-    """Yield each sequence's tokens in the step, the slot of its state, and whether they are its
-    first.
-    """
+    """Yield each sequence's tokens, the index of its state, and True if the sequence begins."""
     start = 0
     for row, (count, length) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
         yield slice(start, start + count), batch.block_table[row, 0], count == length

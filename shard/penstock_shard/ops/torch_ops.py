@@ -1,4 +1,4 @@
-"""Ops in plain torch, on any device: the reference, also used where our kernels do not run."""
+"""Ops in plain torch: the reference, also used where our kernels do not run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class DenseMatrix:
 
 
 class PackedHalfMatrix:
-    """A float16 weight, packed by torch's fbgemm for x86; sums are in float32."""
+    """A float16 weight, packed by torch's fbgemm for x86, which sums in float32."""
 
     has_rows = False
 
@@ -89,7 +89,7 @@ def packs_half() -> bool:
 
 
 class TorchOps:
-    """Ops in plain torch. Float32 activations with float16 weights need `packs_half`."""
+    """Ops in plain torch. float32 activations with float16 weights need `packs_half`."""
 
     exact = False
 
@@ -118,12 +118,12 @@ class TorchOps:
 
     @property
     def pack_codes(self) -> None:
-        """None: products take floats, or weights that were rounded at load."""
+        """None, because these products do not take codes."""
 
     def pack(self, parts: Sequence[Tensor], *, exact: bool = False) -> Matrix:
         if exact or self.keeps_tensors:
             if len(parts) == 1:
-                # Copy, because kernels read contiguous rows and rows from codes are not contiguous.
+                # Kernels need contiguous rows; rows from codes are not.
                 rows = parts[0].to(self.device, self.dtype, copy=True)
                 return DenseMatrix(rows.contiguous())
             return DenseMatrix(torch.cat([part.to(self.device, self.dtype) for part in parts]))
@@ -137,9 +137,7 @@ class TorchOps:
         return PackedHalfMatrix(weight)
 
     def _rounded(self, parts: Sequence[Tensor]) -> Matrix:
-        """Return a matrix of fewer bits if its sizes allow it, else a matrix as precise as
-        activations.
-        """
+        """Return a quantized matrix if its sizes allow it, else one as precise as activations."""
         if self.weights == "fp8" and _fits_fp8(parts):
             return Fp8Matrix(parts, self.device)
         if self.weights == "int4" and parts[0].shape[1] % INT4_GROUP == 0:
@@ -261,15 +259,14 @@ def _fits_fp8(parts: Sequence[Tensor]) -> bool:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-    """Return the RMSNorm over the last dimension, computed in float32, in the dtype of x."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return (normed * (weight.float() + offset)).to(x.dtype)
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + rotary_dim / 2) of heads [T, H, D]; cos and sin [T, 1, rotary_dim / 2].
-    Elements from rotary_dim on are not changed.
+    """Rotate the first rotary_dim elements of heads [T, H, D], with cos and sin [T, 1, rotary_dim /
+    2].
     """
     half = cos.shape[-1]
     wide = heads.float()

@@ -51,10 +51,10 @@ class GroupedExperts(ExpertStack):
 
 
 class TritonOps(TorchOps):
-    """Ops with our Triton kernels. If `exact`, products use tiles of one shape, and with an exact
-    backend a token's bits are the same in any step.
+    """Ops over our Triton kernels. If `exact`, products use tiles of one shape; with an exact
+    backend, a token's bits are then the same in any step.
 
-    There is no scratch memory, because a captured graph must write to its own pool's memory.
+    There is no scratch memory, because a CUDA graph must write to its own pool's memory.
     """
 
     def __init__(
@@ -126,8 +126,8 @@ class TritonOps(TorchOps):
         return active if rounded is None else RoundedTensor.of(active, rounded)
 
     def _fp8_rows(self, tokens: int, columns: int, out: Tensor | None) -> Fp8Rows | None:
-        """Return memory for the result in fp8 too; None if no product in fp8 can follow, or if
-        `out` is given, because the result may then be changed in place.
+        """Return memory for the result in fp8; None if no fp8 product can follow, or if `out` is
+        given, because it may be changed in place.
         """
         if self.weights != "fp8" or columns % FP8_MULTIPLE or out is not None:
             return None

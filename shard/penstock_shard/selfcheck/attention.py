@@ -1,8 +1,7 @@
-"""Test steps of attention on random tokens, whose results reveal one key too many or too few.
+"""Test steps of attention on random tokens. Their results reveal one key too many or too few.
 
-Each query has a high score with at most one key: its own, the first that it sees, the last before
-its window, the key after its own, or one in the middle. So at every edge one value dominates the
-result.
+Each query has a high score with at most one key, whose value dominates the result: its own, the
+first that it sees, the last before its window, the next after its own, or one in the middle.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from penstock_shard.attention.base import (
     LayerSpec,
 )
 
-# The high score of the key that dominates a query; scores of other keys vary around 0.
+# The score of the key that dominates a query; other scores vary around 0.
 _LEAN = 12.0
-# A longer window gets no sequence that fills it, because the keys would take too much memory.
+# No sequence fills a longer window, because the keys would take too much memory.
 _LONGEST_WINDOW = 8192
-# Unused columns of the block table, as in captured steps.
+# Unused columns of the block table, as in steps captured as a CUDA graph.
 _SPARE_COLUMNS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A sequence of n tokens: query [m, Hq, D] of its last m tokens, key [n, Hkv, D], value [n,
+    """A sequence of n tokens: query [m, Hq, D] of the last m tokens, key [n, Hkv, D], value [n,
     Hkv, Dv].
     """
 
@@ -48,7 +47,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A step's attention [T, Hq, Dv], and the number of decodes among its rows."""
+    """A step's attention [T, Hq, Dv]; `num_decodes` counts decode rows."""
 
     attended: Tensor
     num_decodes: int
@@ -62,8 +61,7 @@ class AttentionCase:
     sequences: tuple[Tokens, ...]
     # Scores of a virtual key, [Hq], if the layer has sinks.
     sinks: Tensor | None
-    # For each sequence: the number of tokens only written to the cache, then of tokens in each
-    # step.
+    # Numbers of tokens of each sequence: only written to the cache, then in each step.
     steps: tuple[tuple[int, ...], ...]
 
     def run(
@@ -113,8 +111,8 @@ def make_case(
     device: torch.device,
     most_queries: int,
 ) -> AttentionCase:
-    """Make sequences of several lengths, one longer than the layer's window. Both dtypes hold their
-    numbers exactly. The last `most_queries` tokens of each are computed.
+    """Make sequences of several lengths, one longer than the layer's window, of numbers that both
+    dtypes hold exactly. The last `most_queries` tokens of each are computed.
     """
     lengths = [1, 16, 40, 300, 530]
     if spec.window is not None and spec.window <= _LONGEST_WINDOW:
@@ -139,8 +137,8 @@ def make_case(
 
 
 def _leaning(spec: LayerSpec, key: Tensor, num_queries: int) -> Tensor:
-    """Return what to add to the queries of the last tokens, [num_queries, Hq, D], so that each has
-    the score `_LEAN` with the key that should dominate it.
+    """Return a term, [num_queries, Hq, D], for the queries of the last tokens, which gives each the
+    score `_LEAN` with the key that should dominate it.
     """
     count, heads = len(key), spec.num_heads
     own = torch.arange(count - num_queries, count, device=key.device).unsqueeze(1)
@@ -157,8 +155,8 @@ def _leaning(spec: LayerSpec, key: Tensor, num_queries: int) -> Tensor:
 
 
 def _steps(length: int, most_queries: int, number: int) -> tuple[int, ...]:
-    """Return the tokens that are only written, then the tokens of three steps: first a chunk, then
-    a decode and the rest in either order.
+    """Return the number of tokens that are only written, then of each step: a chunk, then a decode
+    and the rest in either order.
     """
     written = max(0, length - most_queries)
     left = length - written

@@ -1,9 +1,8 @@
-"""Tests at load that a model's logits and its KV cache have the same bits for any division into
-steps.
+"""Tests at load that a model's logits and KV cache have the same bits for any division into steps.
 
-One sequence is computed whole. Then it is computed in every way that a scheduler may divide it,
-with other sequences and several numbers of threads. One layer of each kind runs: if it gives equal
-bits for equal inputs, so does a stack of such layers.
+One sequence is computed whole, then in every way that a scheduler may divide it, with other
+sequences and several numbers of threads. One layer of each kind suffices: if each layer gives
+equal bits for equal inputs, so do many.
 """
 
 from __future__ import annotations
@@ -18,24 +17,24 @@ from torch import Tensor
 from penstock_shard.models.base import CausalModel
 from penstock_shard.selfcheck.random_steps import RandomSteps, Row, random_steps
 
-# The length of the tested sequence: more than the 256 keys that the attention kernel takes at once,
-# and more than small sliding windows.
+# Length of the tested sequence: more than the 256 keys that the attention kernel takes at once, and
+# than small windows.
 _LENGTH = 300
 _CHUNK = 48
-# Positions where decodes are tried: around key 256, and the last ones.
+# Decodes are tried at these positions, around key 256, and at the last ones.
 _EDGE = range(255, 258)
 _LAST = 4
-# Also compare every 23rd token; with all tokens, the output head would take most of the time.
+# Also compare every 23rd token. For all tokens, the output head would take most of the time.
 _STRIDE = 23
 _ROWS = (2, 3, 4, 5, 6, 8, 12, 64, 512)
-# The tokens of other sequences in a step: up to this many decodes, then long chunks.
+# Other sequences in a step have up to this many decodes, then long chunks.
 _MAX_DECODES = 32
-# The largest number of logits computed in a step: the output head is the largest product, and the
-# layers' products already have all rows.
+# In larger steps, only compared logits are computed, because the output head is the largest
+# product.
 _MOST_LOGITS = 64
 _FILLER_CHUNK = 448
 
-# One way to compute the sequence, or its end: the rows of each step in turn.
+# One way to compute the sequence, or its end: the rows of each step.
 _Way = list[list[Row]]
 
 
@@ -50,7 +49,7 @@ def first_variance(
 ) -> str | None:
     """Describe the first division that changes a bit; None if none does.
 
-    On cpu each way is tried with 1, 2 and `threads` threads; the number is not restored.
+    On cpu, try each division with 1, 2 and `threads` threads; the number is not restored.
     """
     length = min(_LENGTH, max_model_len)
     chunk = min(_FILLER_CHUNK, max_model_len)
@@ -76,13 +75,11 @@ def first_variance(
 
 
 class _Watched:
-    """A sequence with some tokens whose logits are compared, and other sequences in the same
-    steps.
-    """
+    """The tested sequence, and the others in its steps."""
 
     def __init__(self, steps: RandomSteps, length: int, chunk: int) -> None:
         self._steps = steps
-        # With states, a token can be computed only once, as the state changes.
+        # With states, a token can be computed only once, because that changes the state.
         self._has_states = any(group.has_state for group in steps.model.cache_layout.groups)
         self._length = length
         self._chunk = chunk
@@ -90,25 +87,25 @@ class _Watched:
         count = _MAX_DECODES + -(-max(_ROWS) // chunk)
         self._fillers = [steps.sequence(chunk) for _ in range(count)]
         positions = {*range(0, length, _STRIDE), *_EDGE, *range(length - _LAST, length)}
-        # Compared positions -> their index in `_expected`.
+        # Compared position -> index in `_expected`.
         watched = sorted(position for position in positions if 0 <= position < length)
         self._index = {position: i for i, position in enumerate(watched)}
         self._expected = torch.empty(0)
         self._expected_bytes = torch.empty(0)
 
     def expect(self) -> None:
-        """Compute the sequence whole, and store its logits, keys and values as expected values."""
+        """Compute the sequence whole, and store its logits, keys and values as expected."""
         _, self._expected = self._run([self._piece(0, self._length)])
         self._expected_bytes = self._cached()
 
     def is_as_expected(self, rows: abc.Sequence[Row]) -> bool:
-        """Compute the rows; true if the logits of the compared tokens have the expected bits."""
+        """Compute the rows; true if the compared logits have the expected bits."""
         positions, logits = self._run(rows)
         expected = self._expected[[self._index[position] for position in positions]]
         return torch.equal(_bits(logits), _bits(expected))
 
     def is_cached_as_expected(self) -> bool:
-        """Tell whether all blocks of the sequence except states have the expected bytes."""
+        """Tell whether all blocks of the sequence, except states, have the expected bytes."""
         return torch.equal(self._cached(), self._expected_bytes)
 
     def _cached(self) -> Tensor:
@@ -149,12 +146,12 @@ class _Watched:
         return (self._sequence, start, end - start)
 
     def _cut(self, starts: abc.Sequence[int]) -> _Way:
-        """Return the sequence in pieces that start at 0 and at these ascending positions."""
+        """Cut the sequence at these ascending positions."""
         bounds = [0, *(start for start in starts if start < self._length), self._length]
         return [[self._piece(*piece)] for piece in itertools.pairwise(bounds)]
 
     def _after_its_start(self, rows: list[Row]) -> _Way:
-        """Return the steps that compute these rows. With recurrent state, first make a step for the
+        """Return the steps that compute these rows. With states, there is first a step for the
         sequence's earlier tokens, then one for each of its rows.
         """
         if not self._has_states:
@@ -173,8 +170,8 @@ class _Watched:
         return [*self._beside(9), (self._sequence, start, count), *self._beside(20)[9:]]
 
     def _among(self, count: int) -> list[Row]:
-        """Place the sequence's last tokens as the first, a middle and the last of `count` decode
-        rows.
+        """Return `count` rows, with decodes of the sequence's last tokens first, in the middle and
+        last.
         """
         watched = [(self._sequence, self._length - back, 1) for back in (3, 2, 1)]
         watched = [row for row in watched if row[1] >= 0][-count:]
@@ -184,9 +181,7 @@ class _Watched:
         return rows
 
     def _beside(self, num_tokens: int) -> list[Row]:
-        """Return rows of other sequences with `num_tokens` in all: decodes, then chunks of
-        prompts.
-        """
+        """Return rows of other sequences, `num_tokens` in all: decodes, then chunks."""
         decodes = min(num_tokens, _MAX_DECODES)
         rows: list[Row] = [(self._fillers[i], 0, 1) for i in range(decodes)]
         left = num_tokens - decodes

@@ -1,6 +1,6 @@
 """Checks that our Triton kernels run on a device and give the results of plain torch.
 
-Attention is checked in `choose_attention.py`, once a model's layers are known.
+`choose_attention.py` checks attention, once a model's layers are known.
 """
 
 from __future__ import annotations
@@ -26,37 +26,36 @@ from penstock_shard.ops.base import (
 from penstock_shard.ops.quantized import multiplies_fp8, round_activations, round_in_torch
 from penstock_shard.ops.torch_ops import TorchOps
 
-# The largest difference, relative to 1 + |expected|; so it is absolute near 0.
+# The largest difference, relative to 1 + |expected|.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-# The tolerance is one step of e4m3: half way between two values the last bit of a quotient decides
-# which way it is rounded.
+# One step of e4m3: half way between two values, a quotient's last bit decides how it is rounded.
 _FP8_STEP = 2.0**-3
 _LAYER = LayerSpec(0, 4, 2, 16, 16, 0.25)
 _TOKENS = 3
-# Channels of a convolution, and the tokens of a sequence that begins; both are more than a program
+# Channels of a convolution, and tokens of a sequence that begins: more than one Triton program
 # computes.
 _CHANNELS, _BEGUN = 24, 34
-# N and K of products: neither is a multiple of a tile's size.
+# N and K of products, which are no multiples of a tile's size.
 _COLUMNS, _DEPTH = 40, 72
-# The numbers of rows of exact products, one for each of the two tile heights.
+# Rows of exact products, one number for each tile height.
 _ROWS = (_TOKENS, 70)
-# The number of experts; and two numbers of tokens with two experts each, one for each tile height.
+# The number of experts; and numbers of tokens with two experts, one for each tile height.
 _EXPERTS, _ROUTED = 3, (2, 50)
-# The number of experts to choose from, and the rules.
+# Tests of routing: the number of experts, and the rules.
 _CHOSEN_FROM = 16
 _RULES = (
     RoutingRule(3),
     RoutingRule(2, is_normalised=False, scale=2.5, groups=4, top_groups=2),
     RoutingRule(4, "sigmoid", scale=2.5, groups=4, top_groups=2),
 )
-# The numbers of logits in a row: more than a kernel reads at once; and more than a kernel lists.
+# Logits in a row: more than the kernel by id reads at once, and more than the kernel by rank lists.
 _VOCABULARY = 5000
 _RANKED = 20_000
 
-# Kinds of kernels, which can be checked one by one.
+# Kinds of kernels, which can be checked separately.
 KERNELS = ("rows", "rotation", "states", "products", "routing", "rounding", "draws")
 
-# A kernel's name for messages, its result, and the largest allowed difference; None allows none.
+# A kernel's name for messages, its result, and its tolerance; None allows no difference.
 _Result = tuple[str, Tensor, float | None]
 
 
@@ -68,7 +67,7 @@ def triton_fault(
     exact: bool,
     kernels: Sequence[str] = KERNELS,
 ) -> str | None:
-    """Return the fault of the kernels that such ops use on this device; None if they are right."""
+    """Return the fault of these kernels on this device; None if they are right."""
     try:
         from penstock_shard.ops.triton_ops import TritonOps
 
@@ -88,7 +87,7 @@ def triton_fault(
 
 
 class _Noise:
-    """Random numbers on a device, the same from every instance."""
+    """Random numbers, the same from every instance."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._generator = torch.Generator().manual_seed(0)
@@ -108,7 +107,7 @@ def _results(
     """Yield results of these kernels, or of torch instead, for the same random numbers."""
     noise = _Noise(ops.device, ops.dtype)
     tolerance = _TOLERANCE[ops.dtype]
-    # These are generators, so each computes only when it is asked.
+    # Generators, which compute nothing unless they are used.
     of_layers = {
         "rows": _of_rows(ops, noise),
         "rotation": _of_rotation(ops, noise),
@@ -164,9 +163,7 @@ def _of_rotation(ops: Ops, noise: _Noise) -> Iterator[tuple[str, Tensor]]:
 
 
 def _of_states(ops: Ops, noise: _Noise) -> Iterator[tuple[str, Tensor]]:
-    """Yield results for a sequence that continues with a token, and one that begins with
-    several.
-    """
+    """Yield results for a sequence that continues with one token, and one that begins."""
     total, batch = 1 + _BEGUN, _goes_on_and_begins(ops.device)
     inputs, matrices = noise.wide(2, 3, _CHANNELS), noise.wide(2, 2, 8, 8)
     x, weight, bias = noise.rows(total, _CHANNELS), noise.wide(4, _CHANNELS), noise.wide(_CHANNELS)
@@ -203,9 +200,7 @@ def _goes_on_and_begins(device: torch.device) -> AttentionBatch:
 
 
 def _of_products(ops: Ops, noise: _Noise, exact: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield products. Products of matrices are included only if exact, because otherwise torch
-    computes them.
-    """
+    """Yield products. Unless exact, torch computes the products of matrices, so omit them."""
     if exact:
         matrix = ops.pack([noise.wide(_COLUMNS, _DEPTH)])
         for count in _ROWS:
@@ -233,7 +228,6 @@ def _of_rounding(
     yield "rounding", _rounding(in_torch)(noise.rows(_TOKENS, _DEPTH))
     if ops.weights != "fp8":
         return
-    # The results are already rounded with their scales, or are rounded here.
     rounded = round_in_torch if in_torch else round_activations
     yield "rounded norm", rounded(ops.add_rms_norm(*_added(noise), noise.wide(48), 1e-5, 1.0))
     for kind in get_args(Activation):
@@ -242,7 +236,7 @@ def _of_rounding(
 
 
 def _added(noise: _Noise) -> tuple[Tensor, Tensor]:
-    """Return a sublayer's results, and the stream that they are added to."""
+    """Return a sublayer's results, and the residual stream."""
     return noise.rows(_TOKENS, 48), noise.rows(_TOKENS, 48)
 
 
@@ -255,10 +249,8 @@ def _rounding(in_torch: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
 
 
 def _ranked(noise: _Noise, ops: Ops, in_torch: bool) -> Tensor:
-    """Draw tokens in the order of the logits: with top-p, from a flat row and from a peaked one;
-    with top-k; and with all filters.
-    """
-    # Rounded so that there are many ties.
+    """Draw tokens in the order of the logits, with top-p, top-k, and all filters."""
+    # Round to get many ties.
     spread = torch.tensor([0.5, 4.0, 1.0, 2.0], device=ops.device).unsqueeze(1)
     logits = ((noise.wide(4, _RANKED) * spread * 16).round() / 16).to(ops.dtype)
     best, one, rows = logits.amax(dim=1), 2.0**42, [2, 0, 3, 1]
@@ -278,8 +270,8 @@ def _ranked(noise: _Noise, ops: Ops, in_torch: bool) -> Tensor:
 
 
 def _drawn_by_id(noise: _Noise, ops: Ops, in_torch: bool) -> Tensor:
-    """Draw tokens in the order of ids. Two rows have a floor that only their largest logits reach.
-    Few logits have any weight, so that no token depends on the last bits of a weight.
+    """Draw tokens in the order of ids. In two rows, only the largest logits reach the floor. Few
+    logits have any weight, so that no token depends on the last bits of a weight.
     """
     logits = torch.full((4, _VOCABULARY), float("-inf"), dtype=ops.dtype, device=ops.device)
     logits[:, :: _VOCABULARY // 9] = noise.rows(4, 10)
@@ -303,14 +295,14 @@ def _drawn_by_id(noise: _Noise, ops: Ops, in_torch: bool) -> Tensor:
 
 
 def _drawn_by_sorting(scaled: Tensor, settings: Tensor, one: float) -> Tensor:
-    """Return the tokens that `draw_ranked` should draw, int64 [n]."""
+    """Return the tokens that `draw_ranked` should draw."""
     top_k, top_p, floor, share = settings[:, 2:].unsqueeze(2).unbind(1)
     ordered, order = scaled.sort(dim=1, descending=True, stable=True)
     weights = (ordered.exp() * one).long()
     limit = torch.where(top_k > 0, top_k, scaled.shape[1]).long()
     weights[torch.arange(scaled.shape[1], device=scaled.device) >= limit] = 0
     cumulative = weights.cumsum(1)
-    # A share of 1 may round up to more than the total.
+    # A top-p of 1 may round up to more than the total.
     goal = torch.minimum((top_p * cumulative[:, -1:]).ceil().long(), cumulative[:, -1:])
     above = (weights >= floor).sum(dim=1, keepdim=True)
     count = torch.minimum(torch.searchsorted(cumulative, goal) + 1, above)

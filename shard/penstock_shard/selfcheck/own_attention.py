@@ -13,19 +13,19 @@ _TOLERANCE = {
     "bfloat16": 0.3,
     "int8": 0.3,
     "fp8": 0.3,
-    # The model's own attention multiplies by the matrices of latents as int4; ours has them in
-    # float32. If attention is wrong, the largest error of many logits is 3 or 4 deviations.
+    # The model's own attention has the matrices of latents as int4; ours has them in float32.
+    # Wrong attention gives 3 or 4 deviations.
     "int4": 1.2,
 }
-# The share of the tokens that must be within the tolerance. In half precision, rounding sends a few
-# tokens of a mixture-of-experts model to other experts. Wrong attention spoils nearly all tokens.
+# The share of tokens that must be within the tolerance. Below float32, rounding may send a few
+# tokens to other experts. Wrong attention spoils nearly all tokens.
 _SHARE = {"float32": 1.0, **dict.fromkeys(set(_TOLERANCE) - {"float32"}, 0.75)}
 
 
 def check_logits(name: str, own: Tensor, paged: Tensor, precision: str) -> None:
-    """Compare `paged` [N, V], logits over the paged cache, with `own` [N, V], logits of the model's
-    own attention. Raises ModelError if they differ by more than rounding explains; `precision` is
-    the coarsest dtype of any product. `name` is the model's name.
+    """Compare logits [N, V] over the paged cache with those of the model's own attention. Raises
+    ModelError if they differ by more than rounding explains; `precision` is the coarsest dtype of
+    any product.
     """
     expected = own.float()
     errors = (paged.float() - expected).abs().amax(dim=1)

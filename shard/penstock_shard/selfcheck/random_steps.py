@@ -1,6 +1,4 @@
-"""Steps of random tokens on a model that is not serving yet, for checks and measurements at
-load.
-"""
+"""Steps of random tokens, for checks and measurements at load."""
 
 from __future__ import annotations
 
@@ -23,26 +21,24 @@ from penstock_shard.worker.base import Admission, Batch
 from penstock_shard.worker.input_batch import InputBuilder
 
 _GREEDY = SamplingParams(temperature=0.0)
-# The largest number of sequences with states at once.
+# The most sequences with states.
 _MOST_STATES = 48
 
 
 @dataclass(slots=True)
 class RandomSequence:
-    """A sequence of random tokens, and its blocks."""
-
     token_ids: list[int]
     # One list for each cache group.
     block_ids: list[list[int]]
     adapter_index: int = 0
 
 
-# A sequence, the first of its tokens to compute, and the number of tokens.
+# A sequence, its first token to compute, and the number of tokens.
 Row = tuple[RandomSequence, int, int]
 
 
 class RandomSteps:
-    """Makes sequences, each with its own blocks, and computes parts of them."""
+    """Makes sequences with KV blocks, and computes parts of them."""
 
     def __init__(
         self,
@@ -52,9 +48,7 @@ class RandomSteps:
         num_blocks: int,
         graphs: Graphs | None = None,
     ) -> None:
-        """Use a cache of `num_blocks` of each cache group. `decode` uses the static inputs of
-        `graphs`, if given.
-        """
+        """Use `num_blocks` of each cache group. `decode` uses the static inputs of `graphs`."""
         self.model = model
         self.vocab_size = vocab_size
         self._block_size = block_size
@@ -62,7 +56,7 @@ class RandomSteps:
         self._inputs = InputBuilder(block_size, model.device, self._groups, graphs=graphs)
         self._random = random.Random(1)
         self._free = [list(range(size)) for size in _pools(num_blocks, self._groups)]
-        # Shuffled, so that an error in reading block tables changes results.
+        # Shuffle, so that an error in reading block tables changes results.
         for blocks in self._free:
             self._random.shuffle(blocks)
 
@@ -72,8 +66,7 @@ class RandomSteps:
             needed = 1 if group.has_state else -(-length // self._block_size)
             free = self._free[group.pool]
             if group.has_state and len(free) == 1:
-                # Beyond that number, the last sequences share a state, because their results are
-                # not compared.
+                # The last sequences share a state; their results are not compared.
                 block_ids.append(free[:1])
                 continue
             assert len(free) >= needed, f"{length} tokens need {needed} blocks, of {len(free)} left"
@@ -83,9 +76,7 @@ class RandomSteps:
 
     @torch.inference_mode()
     def run(self, rows: abc.Sequence[Row], logit_rows: abc.Sequence[int] | None = None) -> Tensor:
-        """Compute the rows as one step; return logits [N, V] of all its tokens, or of
-        `logit_rows`.
-        """
+        """Compute the rows as one step; return logits [N, V] of all tokens, or of `logit_rows`."""
         inputs = self._inputs.build(_batch(rows))
         wanted = range(len(inputs.input_ids)) if logit_rows is None else logit_rows
         index = torch.tensor(wanted, dtype=torch.int64, device=self.model.device)
@@ -96,8 +87,8 @@ class RandomSteps:
 
     @torch.inference_mode()
     def decode(self, sequences: abc.Sequence[RandomSequence]) -> Tensor:
-        """Compute the last token of each sequence in one step; return a copy of their logits [N,
-        V], which no later replay of a graph overwrites.
+        """Compute each sequence's last token in one step; return a copy of the logits [N, V], which
+        later replays of a graph do not overwrite.
         """
         rows = [(sequence, len(sequence.token_ids) - 1, 1) for sequence in sequences]
         inputs = self._inputs.build(_batch(rows, samples=True))
@@ -115,8 +106,8 @@ class RandomSteps:
 def random_steps(
     model: CausalModel, vocab_size: int, block_size: int, num_blocks: int, kv_dtype: torch.dtype
 ) -> Iterator[RandomSteps]:
-    """Yield `RandomSteps` with a cache of `num_blocks` of each cache group, which is freed at the
-    end of the context. Raises torch's error if memory runs out.
+    """Yield `RandomSteps` with `num_blocks` of each cache group, freed at the end. Raises torch's
+    error if memory runs out.
     """
     pools = _pools(num_blocks, model.cache_layout.groups)
     model.allocate(pools, block_size, kv_dtype)
@@ -127,7 +118,7 @@ def random_steps(
 
 
 def _pools(num_blocks: int, groups: abc.Sequence[CacheGroup]) -> list[int]:
-    """Return the pools, with at most `_MOST_STATES` states."""
+    """Return the sizes of the pools, with at most `_MOST_STATES` states."""
     pools = pools_for(num_blocks, groups)
     for group in groups:
         if group.has_state:
@@ -136,7 +127,7 @@ def _pools(num_blocks: int, groups: abc.Sequence[CacheGroup]) -> list[int]:
 
 
 def _batch(rows: abc.Sequence[Row], *, samples: bool = False) -> Batch:
-    """Return the rows as a batch that admits each sequence again."""
+    """Make a batch of the rows, which admits each sequence again."""
     sequences = list({id(sequence): sequence for sequence, _, _ in rows}.values())
     slots = {id(sequence): slot for slot, sequence in enumerate(sequences)}
     own = [slots[id(sequence)] for sequence, _, _ in rows]
@@ -147,7 +138,7 @@ def _batch(rows: abc.Sequence[Row], *, samples: bool = False) -> Batch:
         samples=[samples] * len(rows),
         scored=[0] * len(rows),
         drafts=[()] * len(rows),
-        # Each sequence's blocks are new only in its first row.
+        # A sequence's blocks are new only in its first row.
         new_blocks=[
             [
                 sequences[slot].block_ids[group] if slot not in own[:row] else ()

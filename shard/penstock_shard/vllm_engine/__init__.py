@@ -1,4 +1,4 @@
-"""An engine process in which vLLM computes the tokens. Its messages are those of our engine.
+"""An engine process in which vLLM computes the tokens. It has the same messages as our engine.
 
-It runs in vLLM's own environment, which has only msgspec and numpy of our dependencies.
+It runs in vLLM's own environment. Of our dependencies, this has only msgspec and numpy.
 """

@@ -12,7 +12,7 @@ from penstock_shard.checkpoint.adapter_files import read_adapter_files
 from penstock_shard.errors import ModelError, first_line
 from penstock_shard.worker.base import ReadAdapter
 
-# The time limit in seconds: the worker's step may first compile kernels.
+# The time limit in seconds. The worker's step may compile kernels first.
 _MOST_S = 300.0
 
 
@@ -25,10 +25,10 @@ class AdaptedCore(Protocol):
 
 
 class CoreAdapters:
-    """An `AdapterStore`: see `worker/base.py`. `loop` runs the calls of the core. `read` waits for
-    them; other threads call it.
+    """An `AdapterStore`: see `worker/base.py`. `loop` runs the core's calls; threads other than the
+    loop's call `read`, which waits for them.
 
-    An adapter that is read gets a number that no other adapter ever gets.
+    Each adapter that is read gets a new number.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class CoreAdapters:
         return next(iter(self._placed.values()), 0)
 
     def number_of(self, index: int) -> int:
-        """Return the number of the adapter at an index; 0 at index 0, which is no adapter."""
+        """Return the number of the adapter at an index; 0 at index 0, for no adapter."""
         return self._placed[index] if index else 0
 
     def _unload(self, number: int) -> None:

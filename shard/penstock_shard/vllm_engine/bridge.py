@@ -1,4 +1,4 @@
-"""Passes requests from the server to vLLM's core, and its outputs back."""
+"""Passes requests to vLLM's core, and outputs back to the server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from penstock_shard.vllm_engine.silence import Silence
 
 logger = logging.getLogger(__name__)
 
-# The server assumes that a step hangs after this many times its expected duration.
+# After this many times its expected duration, the server takes a step for hung.
 _HUNG_STEPS = 10.0
 _LOOK_S = 0.25
 
@@ -54,7 +54,7 @@ class Core(Protocol):
 
 
 class Bridge:
-    """Runs on one event loop. `send` may be called by any thread."""
+    """Runs on one event loop. Any thread may call `send`."""
 
     def __init__(
         self,
@@ -65,11 +65,11 @@ class Bridge:
         send: Callable[[FromEngine], None],
         images: PromptImages | None = None,
     ) -> None:
-        """`images` is given if the model's images are served."""
+        """`images` is None if images are not served."""
         self._core = core
         self._images = images
         self._adapters = adapters
-        # Returns the core's number of the adapter at an index.
+        # Returns the core's number for an adapter's index.
         self._number_of = number_of
         self._pooling = None if info.embedding is None else info.embedding.pooling
         self._send = send
@@ -79,20 +79,18 @@ class Bridge:
         self._silence = Silence(core.max_step_tokens)
 
     async def run(self) -> None:
-        """Run until cancelled. Raises vLLM's error if its core is dead."""
+        """Run until canceled. Raises vLLM's error if its core is dead."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._step())
             group.create_task(self._submit(group))
             group.create_task(self._watch())
 
     def take(self, inbox: Inbox) -> None:
-        """Queue a message of the server, which bounds the number of live requests."""
+        """Queue a message. The queue is bounded, because the server bounds live requests."""
         self._inbox.put_nowait(inbox)
 
     def beat(self) -> Beat:
-        """Return the time for which the core has been silent while it had work, and the allowed
-        time.
-        """
+        """Return how long the core has been silent with work to do, and the allowed time."""
         return Beat(self._silence.silent_s, self._silence.allowed_s / _HUNG_STEPS)
 
     async def _submit(self, group: asyncio.TaskGroup) -> None:
@@ -115,7 +113,7 @@ class Bridge:
         return {each.adapter_index for each in self._known.values()}
 
     async def _abort(self, aborts: list[tuple[str, int]]) -> None:
-        """End these requests; vLLM gives no more outputs for them."""
+        """End these requests; vLLM returns no more outputs for them."""
         names = [core_id(*each) for each in aborts]
         gone = {name: self._known.pop(name) for name in names if name in self._known}
         if gone:
@@ -131,7 +129,7 @@ class Bridge:
         progress = Progress(request, len(request.output) // 4, index)
         self._known[asked.name] = progress
         if request.images and self._images is not None:
-            # Run this as a task, so that other requests do not wait for the images.
+            # A task, so that other requests do not wait for images.
             group.create_task(self._add_with_images(progress, asked, self._images))
         else:
             await self._give_to_core(progress, asked)
@@ -160,8 +158,7 @@ class Bridge:
             self._refuse(request, Error(Code.INVALID_ARGUMENT, f"vLLM: {first_line(error)}"))
         else:
             self._counts.on_submit(was_idle)
-            # Report the request first: if the first step kills the core, the server knows that the
-            # core had it.
+            # If the first step kills the core, the server must know that it had this request.
             progress.is_started = True
             self._silence.begin(self._waiting_tokens())
             self._send(Started([request.request_id]))
@@ -190,7 +187,6 @@ class Bridge:
             self._settle_adapters()
 
     def _waiting_tokens(self) -> int:
-        """Count the prompt tokens of requests in the core that have no output yet."""
         return sum(each.waiting_tokens for each in self._known.values() if each.is_started)
 
     async def _watch(self) -> None:
@@ -209,8 +205,8 @@ def _aborted(progress: Progress) -> Output:
 
 
 def _other_task(pooling: Pooling | None) -> Error:
-    """Return the refusal of a task that this engine does not serve; `pooling` is the pooling of its
-    embeddings.
+    """Refuse a task that this engine does not serve; `pooling` is that of its embeddings, if
+    any.
     """
     serves = "generated tokens" if pooling is None else f"embeddings with pooling {pooling.value}"
     return Error(Code.FAILED_PRECONDITION, f"this shard's engine serves {serves} and nothing else")

@@ -1,7 +1,7 @@
-"""vLLM's engine core in processes of its own: all imports and calls of vLLM.
+"""Calls vLLM's engine core, which runs in other processes.
 
-This is the client of the core, below `AsyncLLM`: it returns the outputs of a whole step, and needs
-no task for each request.
+This uses the core's client, below `AsyncLLM`: it returns the outputs of a whole step, and needs no
+task for each request.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from penstock_common.request_bounds import MAX_BAD_WORD_TOKENS
 from penstock_shard.errors import first_line
 from penstock_shard.vllm_engine.requests import MOST_BAD_WORDS, CoreRequest
 
-# Set before vLLM is imported. Its logging would close ours, and a forked child would keep our link
-# open. No usage statistics are sent and no plugins run. The limits on bad words are raised to the
-# limits that `requests.py` reports.
+# Set before the import of vLLM. Its logging would close ours, and a forked child would keep our
+# link open. vLLM sends no usage statistics and runs no plugins. Limits on bad words are those that
+# `requests.py` reports.
 ENVIRONMENT: Mapping[str, str] = {
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
@@ -28,7 +28,7 @@ ENVIRONMENT: Mapping[str, str] = {
 
 
 def run_workers(arguments: Mapping[str, Any], *, is_exact: bool) -> None:
-    """Compute for machine 0 until one of this machine's workers ends."""
+    """Compute for machine 0 until a worker of this machine ends."""
     version(is_exact=is_exact)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -41,7 +41,7 @@ def run_workers(arguments: Mapping[str, Any], *, is_exact: bool) -> None:
 
 
 def configure(arguments: Mapping[str, Any], *, schedules: bool) -> Any:
-    """Make vLLM's configuration; with our scheduler if `schedules`. Raises ValueError, TypeError or
+    """Make vLLM's configuration, with our scheduler if `schedules`. Raises ValueError, TypeError or
     OSError if vLLM refuses the arguments.
     """
     from vllm.config import PoolerConfig
@@ -51,7 +51,7 @@ def configure(arguments: Mapping[str, Any], *, schedules: bool) -> Any:
     arguments = dict(arguments)
     if "pooler_config" in arguments:
         arguments["pooler_config"] = PoolerConfig(**arguments["pooler_config"])
-    # Step sizes are the defaults of vLLM's own server for the device.
+    # Use step sizes of vLLM's own server.
     context = UsageContext.OPENAI_API_SERVER
     config = AsyncEngineArgs(**arguments).create_engine_config(usage_context=context)
     if not schedules:
@@ -63,9 +63,7 @@ def configure(arguments: Mapping[str, Any], *, schedules: bool) -> Any:
 
 
 def version(*, is_exact: bool) -> str:
-    """Prepare the installed vLLM for import, with batch invariance if `is_exact`; return its
-    version.
-    """
+    """Prepare the import of vLLM, batch-invariant if `is_exact`; return its version."""
     os.environ.update(ENVIRONMENT)
     if is_exact:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
@@ -75,8 +73,8 @@ def version(*, is_exact: bool) -> str:
 
 
 class VllmCore:
-    """Processes that schedule and compute. Made within a running event loop, which it blocks while
-    the model is loaded.
+    """vLLM's processes, which schedule and compute. Make it in a running event loop; it blocks the
+    loop while the model loads.
     """
 
     def __init__(self, config: Any) -> None:
@@ -95,18 +93,18 @@ class VllmCore:
         self._client = EngineCoreClient.make_async_mp_client(
             vllm_config=config,
             executor_class=Executor.get_class(config),
-            # Without statistics, the core sends nothing about a step that gives no token.
+            # Without statistics, the core does not report a step without a token.
             log_stats=True,
         )
         self._inputs = InputProcessor(config, renderer_from_config(config))
         self._adapters: dict[int, Any] = {}
         self.max_step_tokens: int = config.scheduler_config.max_num_batched_tokens
-        # Its older worker treats output from before the first step as part of the prompt.
+        # vLLM's older worker treats earlier output as part of the prompt.
         self.keeps_output = bool(config.use_v2_model_runner)
 
     async def add(self, asked: CoreRequest, adapter: int) -> None:
-        """Add a request; `adapter` is the number of a loaded adapter, or 0. Raises ValueError if
-        vLLM refuses it.
+        """Add a request; `adapter` is an adapter's number, or 0. Raises ValueError if vLLM refuses
+        it.
         """
         params, task = self._params(asked)
         request = self._inputs.process_inputs(
@@ -117,7 +115,7 @@ class VllmCore:
             lora_request=self._adapters.get(adapter),
             priority=asked.priority,
         )
-        # Set here because vLLM parses these from textand has no tokenizer here.
+        # vLLM would parse these from text, for which it needs a tokenizer.
         if asked.bad_words:
             request.sampling_params._bad_words_token_ids = asked.bad_words
         if asked.grammar:
@@ -144,14 +142,12 @@ class VllmCore:
         self._adapters[number] = adapter
 
     async def unload_adapter(self, number: int) -> None:
-        """Drop an adapter that no request uses any more."""
+        """Drop an adapter that no request uses."""
         del self._adapters[number]
         await self._client.remove_lora_async(number)
 
     async def preempt_all(self) -> None:
-        """Preempt all running requests; they continue from their tokens, without a cached
-        prefix.
-        """
+        """Preempt all running requests, and compute them again without a cached prefix."""
         await self._client.reset_prefix_cache_async(reset_running_requests=True)
 
     async def step(self) -> Any:
@@ -159,5 +155,5 @@ class VllmCore:
         return await self._client.get_output_async()
 
     def check_alive(self) -> None:
-        """Raise vLLM's error if the core is dead, which may happen between steps."""
+        """Raise vLLM's error if the core is dead, even between steps."""
         self._client.ensure_alive()

@@ -1,5 +1,5 @@
-"""Facts that a shard reports about a model that vLLM serves. penstock itself reads them from the
-files, so that shards with any engine report the same.
+"""Facts about a model that vLLM serves. penstock reads them from the files, so that shards with any
+engine report the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock_shard.vllm_engine.requests import bounds
 def defaults_of(
     model_dir: Path, given: Any, progress: Callable[[str], None]
 ) -> tuple[tuple[int, ...], dict[str, float]]:
-    """Return the model's eos ids, and its default sampling values. Raises ModelError."""
+    """Return the model's eos ids and default sampling values. Raises ModelError."""
     model = given.model_config
     stated = as_ids(getattr(model.hf_text_config, "eos_token_id", None))
     return generation_defaults(model_dir, stated, model.get_vocab_size(), progress)

@@ -1,4 +1,4 @@
-"""The devices that vLLM computes on: their facts, and their free memory."""
+"""Facts and free memory of the devices that vLLM computes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 _PATIENCE_S = 30.0
 _LOOK_S = 0.5
-# The session's niceness relative to other sessions (Linux's autogroups).
+# The niceness of this process's session among sessions (Linux's autogroups).
 _AUTOGROUP = Path("/proc/self/autogroup")
 _NICENESS = 10
 
@@ -25,8 +25,8 @@ def wait_for_memory(
     free_shares: FreeShares,
     patience_s: float = _PATIENCE_S,
 ) -> None:
-    """Return once this share of each device is free, or after `patience_s`. In the second case vLLM
-    reports the lack. Drivers free an engine's memory some time after its processes are gone.
+    """Wait until this share of each device is free, at most `patience_s`: drivers free an engine's
+    memory some time after its processes are gone. vLLM reports a lack.
     """
     end_s = time.monotonic() + patience_s
     was_told = False
@@ -38,9 +38,9 @@ def wait_for_memory(
 
 
 def give_way_on_processors() -> None:
-    """Lower the share of processor time of this session, with the core and its workers, if vLLM
-    computes on CPUs. While these wait they spin, on cores that requests and tokens need. Does
-    nothing if the kernel shares time by container instead.
+    """If vLLM computes on CPUs, lower the priority of this session, with the core and its workers.
+    While they wait, they spin on cores that requests need. Does nothing if the kernel shares time
+    by container.
     """
     from vllm.platforms import current_platform
 
@@ -50,20 +50,20 @@ def give_way_on_processors() -> None:
 
 
 def device_facts(num_devices: int) -> dict[str, Any]:
-    """Return facts of this machine and its software that decide the bits of results."""
+    """Return facts of machine and software that decide the bits of results."""
     from vllm.platforms import current_platform
 
     return {
         "device": current_platform.get_device_name(),
         "num_devices": num_devices,
-        # The version names the CUDA that torch is built for.
+        # It includes the version of CUDA.
         "torch": importlib.metadata.version("torch"),
     }
 
 
 def free_shares(num_devices: int) -> list[float]:
-    """Return the free share of the memory of each GPU; empty if vLLM computes on other devices or
-    the memory cannot be read.
+    """Return the free share of each GPU's memory; empty if vLLM uses other devices, or the memory
+    cannot be read.
     """
     from vllm.platforms import current_platform
     from vllm.third_party import pynvml

@@ -1,6 +1,7 @@
-"""Flags of a shard -> arguments of vLLM's engine. Flags without a counterpart are refused by name.
+"""Translates a shard's flags to arguments of vLLM's engine, and refuses flags without a
+counterpart.
 
-Imports nothing of vLLM: the command line is also checked where vLLM is not installed.
+Imports nothing of vLLM, because the shard's server, which checks the command line, may lack it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 from penstock_shard.config import ShardConfig
 
-# Field of the configuration -> the argument with the same meaning.
+# Field of the configuration -> argument of vLLM.
 _SAME = {
     "revision": "revision",
     "dtype": "dtype",
@@ -30,7 +31,7 @@ _SAME = {
     "trust_remote_code": "trust_remote_code",
     "load_format": "load_format",
 }
-# Field -> the reason why it must keep its default.
+# Field -> why it must keep its default.
 _REFUSED = {
     "runner": "the fake runner is of penstock's own engine",
     "standby": "a spare engine would need the device's memory a second time",
@@ -50,7 +51,7 @@ _REFUSED = {
 }
 # The ranks that vLLM supports.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Arguments that change the model, or what computes it. With them, shards of one name would answer
+# Arguments that change the model or its computation, so that shards of one name would answer
 # differently.
 _CHANGES_MODEL = frozenset(
     (
@@ -76,15 +77,15 @@ def engine_arguments(
     pooling: str | None = None,
     images: bool | None = None,
 ) -> dict[str, Any]:
-    """Return keyword arguments of vLLM's `AsyncEngineArgs`. With a `pooling` the engine serves only
-    embeddings; `images` is the result of `images.serves_images`. Raises ValueError like
+    """Return keyword arguments of vLLM's `AsyncEngineArgs`. With a `pooling`, the engine serves
+    only embeddings. `images` is the result of `images.serves_images`. Raises ValueError like
     `check_engine`.
     """
     check_engine(config)
     given = {theirs: getattr(config, ours) for ours, theirs in _SAME.items()}
     return {
         "model": str(model_dir),
-        # Routers handle the text.
+        # Routers handle text.
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "disable_log_stats": True,
@@ -111,7 +112,7 @@ def _for_adapters(config: ShardConfig) -> dict[str, Any]:
     return {
         "enable_lora": True,
         "max_loras": config.max_loras,
-        # An adapter is read before an index is free.
+        # An adapter may be read before an index is free.
         "max_cpu_loras": config.max_loras + 1,
         "max_lora_rank": min(rank for rank in _LORA_RANKS if rank >= config.max_lora_rank),
     }
@@ -124,10 +125,10 @@ def _for_embeddings(pooling: str) -> dict[str, Any]:
 
 def _for_images(are_served: bool) -> dict[str, Any]:
     if not are_served:
-        # The encoder is not loaded then.
+        # Then the encoder is not loaded.
         return {"language_model_only": True}
     return {
-        # To measure the encoder's memory, vLLM needs a tokenizer.
+        # vLLM needs a tokenizer to measure the encoder's memory.
         "skip_tokenizer_init": False,
         "limit_mm_per_prompt": {"video": 0},
         # Pixels arrive normalized, and the server keeps them.
@@ -137,7 +138,7 @@ def _for_images(are_served: bool) -> dict[str, Any]:
 
 
 def check_engine(config: ShardConfig) -> None:
-    """Raise ValueError, with the flag's name, for flags that this engine cannot honour."""
+    """Raise ValueError, with the flag's name, for flags that this engine does not support."""
     for field in dataclasses.fields(config):
         if field.name in _REFUSED and getattr(config, field.name) != field.default:
             flag = f"--{field.metadata.get('name') or field.name.replace('_', '-')}"
@@ -157,7 +158,7 @@ def check_argument(name: str) -> None:
 
 
 def _read_argument(name: str, text: str) -> tuple[str, Any]:
-    """Parse a value as JSON if possible, else keep the text."""
+    """Parse a value as JSON, or keep the text."""
     try:
         return name, json.loads(text)
     except ValueError:

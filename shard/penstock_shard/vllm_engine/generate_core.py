@@ -1,5 +1,5 @@
-"""Uses vLLM by its public `AsyncLLM.generate`, for versions that were not tried with `core.py`.
-Constraints, bad words and embeddings are missing, and each request has a task.
+"""Calls vLLM's public `AsyncLLM.generate`, for versions not tried with `core.py`. There are no
+constraints, bad words and embeddings, and each request needs a task.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Prefill:
 
 @dataclass(slots=True)
 class _Output:
-    """New outputs of a request, with the field names of vLLM's `EngineCoreOutput`."""
+    """New outputs of a request, with fields as in vLLM's `EngineCoreOutput`."""
 
     request_id: str
     new_token_ids: Sequence[int] = ()
@@ -52,11 +52,11 @@ class _Step:
 
 
 class GenerateCore:
-    """A core with the calls of `core.VllmCore`. Made within a running event loop, which it blocks
-    while the model is loaded.
+    """A core with the calls of `core.VllmCore`. Make it in a running event loop; it blocks the loop
+    while the model loads.
     """
 
-    # The output in a request becomes part of its prompt.
+    # A request's earlier output becomes part of its prompt.
     keeps_output = False
 
     def __init__(self, config: Any) -> None:
@@ -75,8 +75,8 @@ class GenerateCore:
         self._failure: BaseException | None = None
 
     async def add(self, asked: CoreRequest, adapter: int) -> None:
-        """Add a request; `adapter` is the number of a loaded adapter, or 0. Raises ValueError if
-        vLLM refuses it.
+        """Add a request; `adapter` is an adapter's number, or 0. Raises ValueError if vLLM refuses
+        it.
         """
         params = self._make_sampling(**asked.sampling, output_kind=self._as_deltas)
         task = asyncio.create_task(self._run(asked, params, self._adapters.get(adapter)))
@@ -122,11 +122,11 @@ class GenerateCore:
         await self._llm.remove_lora(number)
 
     async def preempt_all(self) -> None:
-        """Raise NotImplementedError, because no check needs this with this core."""
+        """Raise NotImplementedError, because no check of this core needs it."""
         raise NotImplementedError
 
     async def step(self) -> _Step:
-        """Wait for outputs, and return all that have arrived."""
+        """Wait for outputs; return all that have come."""
         step = _Step([await self._news.get()])
         while not self._news.empty():
             step.outputs.append(self._news.get_nowait())
@@ -157,8 +157,8 @@ def _output(asked: CoreRequest, given: Any, *, is_first: bool) -> _Output:
 
 
 def _scores(token_ids: Sequence[int], rows: Sequence[Mapping[int, Any]]) -> _Scores:
-    """Return token ids and log-probabilities [rows, 1 + the best], with `token_ids` first, and the
-    ranks of `token_ids` [rows]. vLLM maps a token id to its log-probability in each row.
+    """Return token ids and log-probabilities [rows, 1 + best], with `token_ids` first, and the
+    ranks of `token_ids` [rows]. Each row of vLLM maps token ids to log-probabilities.
     """
     best = [sorted(row, key=lambda token_id: row[token_id].rank) for row in rows]
     width = min((len(each) for each in best), default=0)

@@ -1,7 +1,7 @@
-"""Images in prompts for vLLM's core: pixels from the server -> inputs of the encoder.
+"""Images in prompts for vLLM's core: makes the encoder's inputs of pixels from the server.
 
-vLLM's own processor of images and text is not used. The router sends the ids, and the checkpoint's
-processor in transformers makes the same numbers as for penstock's own engine.
+Instead of vLLM's processor of images and text, this uses the checkpoint's processor in
+transformers, like penstock's own engine. The router sends the ids.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from penstock_shard.images.families import image_token_id, type_that_sees
 from penstock_shard.ipc.messages import Inbox
 from penstock_shard.ipc.request import PlacedImage, Request
 
-# Types of models for which this module makes prompts.
+# Types of models whose images are served.
 _SERVED = ("qwen2_vl",)
 
-# Turns RGB8 in rows, width and height into the encoder's tensors by name.
+# Makes the encoder's tensors, by name, of RGB8 in rows, width and height.
 _Process = Callable[[bytes, int, int], Mapping[str, Any]]
-# Turns the tensors of all images of a request into the prompt's fields besides ids.
+# Makes the prompt's fields, except ids, of the tensors of a request's images.
 _Join = Callable[[Request, Sequence[Mapping[str, Any]]], dict[str, Any]]
 
 
 def serves_images(
     config: ShardConfig, model_dir: Path, *, is_tried: bool, progress: Callable[[str], None]
 ) -> bool | None:
-    """Tell whether images are served, which needs a version of vLLM that `is_tried`; None for a
-    model without images. If a model's images are not served, a line says why.
+    """Tell whether the model's images are served, which needs a tried version of vLLM; None for a
+    model without images. A line tells `progress` why images are not served.
     """
     model_type = type_that_sees(model_dir)
     if model_type is None or config.image_cache_bytes == 0:
@@ -53,23 +53,22 @@ def serves_images(
 
 
 class PromptImages:
-    """Puts images into prompts, one at a time, in one thread of low priority."""
+    """Puts images into prompts, in one thread of low priority."""
 
     def __init__(self, process: _Process, join: _Join, token_id: int, merge_size: int) -> None:
-        """A token with `token_id` stands for `merge_size` by `merge_size` patches."""
+        """Each `token_id` stands for `merge_size` x `merge_size` patches."""
         self._process = process
         self._join = join
         self._token_id = token_id
         self._patches = merge_size**2
-        # Incomplete images, by the number of their transfer.
+        # Incomplete images, by the number of the transfer.
         self._parts: dict[int, bytearray] = {}
-        # Pixels by digest. The server bounds their number, and drops none that a live request
-        # names.
+        # Pixels by digest. The server bounds their number, and drops none that live requests need.
         self._pixels: dict[bytes, bytes] = {}
         self._thread = ThreadPoolExecutor(1, "images", initializer=lower_priority)
 
     def take(self, message: Inbox) -> None:
-        """Take pieces of images, and drop images."""
+        """Handle messages about images."""
         for piece in message.image_pieces:
             if not piece.num_bytes:
                 self._parts.pop(piece.number, None)
@@ -81,7 +80,7 @@ class PromptImages:
             self._pixels.pop(drop.digest, None)
 
     async def put_into(self, prompt: dict[str, Any], request: Request) -> dict[str, Any]:
-        """Return the request's prompt with its images. Raises `ImageUnusable`, which names one."""
+        """Return the prompt with the request's images. Raises ImageUnusable, which names one."""
         made = []
         for index, image in enumerate(request.images):
             pixels = self._pixels.get(image.digest)
@@ -97,7 +96,7 @@ class PromptImages:
         return {**prompt, "type": "multimodal", **self._join(request, made)}
 
     def _fields(self, request: Request, image: PlacedImage, pixels: bytes) -> Mapping[str, Any]:
-        """Prepare an image for the encoder, and check the number of its ids in the prompt."""
+        """Prepare an image for the encoder; check the number of its ids in the prompt."""
         try:
             fields = self._process(pixels, image.width, image.height)
         except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
@@ -115,8 +114,8 @@ class PromptImages:
 
 
 def prompt_images(model_dir: Path, given: Any) -> PromptImages:
-    """Make the `PromptImages` of a model with the vLLM configuration `given`. Raises ModelError."""
-    # Imported here because it needs torch and transformers, as vLLM does.
+    """Make `PromptImages` for vLLM's configuration `given`. Raises ModelError."""
+    # It needs torch and transformers, as vLLM does.
     from penstock_shard.images.image_processor import ImageProcessor
 
     model = given.model_config.hf_config
@@ -127,7 +126,7 @@ def prompt_images(model_dir: Path, given: Any) -> PromptImages:
 
 
 def _join_with(dtype: Any) -> _Join:
-    """Return a function that makes vLLM's objects, with numbers of the model's `dtype`."""
+    """Return a function that makes vLLM's objects with numbers of `dtype`."""
     from vllm.multimodal.inputs import (
         MultiModalFieldConfig,
         MultiModalKwargsItems,
@@ -156,5 +155,5 @@ def _join_with(dtype: Any) -> _Join:
 
 
 def _name(image: PlacedImage, salt: str) -> str:
-    """Return a hash that names an image for vLLM; requests with another salt get another name."""
+    """Return an image's name for vLLM, which differs between salts."""
     return hashlib.sha256(image.digest + salt.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The load of vLLM's engine, in the form that shards report."""
+"""The load of vLLM's engine, as shards report it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock_shard.vllm_engine.outputs import Progress
 
 
 class LoadCount:
-    """Sums over all steps of one engine."""
+    """Sums over an engine's steps."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
@@ -25,13 +25,13 @@ class LoadCount:
         self._last_s = time.monotonic()
 
     def on_submit(self, was_idle: bool) -> None:
-        """Restart the clock after idle time, which belongs to no step."""
+        """Restart the clock after idle time."""
         if was_idle:
             self._last_s = time.monotonic()
 
     def on_step(self, given: Any) -> int:
-        """Count a step from vLLM's `EngineCoreOutputs`; return the prompt tokens that the step
-        finished.
+        """Count a step by vLLM's `EngineCoreOutputs`; return its number of computed prompt
+        tokens.
         """
         before = self._prompt_tokens
         now_s = time.monotonic()

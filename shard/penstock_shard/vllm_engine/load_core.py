@@ -1,4 +1,4 @@
-"""Loads a model into vLLM's core, and describes what it serves."""
+"""Loads a model into vLLM's core, and describes it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LoadedCore:
 def load_core(config: ShardConfig, progress: Callable[[str], None]) -> LoadedCore:
     """Load the configured model. A model of embeddings serves nothing else.
 
-    Must be called within a running event loop, which it blocks. Raises ModelError.
+    Call this in a running event loop, which it blocks. Raises ModelError.
     """
     source = resolve_model(config, progress=progress)
     template = None if config.chat_template is None else Path(config.chat_template)
@@ -58,7 +58,7 @@ def load_core(config: ShardConfig, progress: Callable[[str], None]) -> LoadedCor
         raise ModelError(f"{source.path}: has no tokenizer.json, which --engine vllm needs")
     pools = pooling_of(source.path, config.embeddings, progress)
     if config.kv_memory_bytes is not None:
-        # On processors this variable would override the flag.
+        # On CPUs, this variable would override the flag.
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     progress("importing vLLM and loading the model, which takes a minute")
     number, make_core = _level(config, progress)
@@ -97,8 +97,8 @@ def load_core(config: ShardConfig, progress: Callable[[str], None]) -> LoadedCor
 def _level(
     config: ShardConfig, progress: Callable[[str], None]
 ) -> tuple[str, type[VllmCore | GenerateCore]]:
-    """Return the installed version, and the core class for it. Raises ModelError if the version
-    lacks something that both classes need.
+    """Return the installed version and its core class. Raises ModelError if neither class can use
+    it.
     """
     number = version(is_exact=config.exact)
     if number.startswith(_TRIED) and not missing(touched.CORE):
@@ -140,8 +140,6 @@ def _settings(
 
 
 def _reason(error: Exception) -> str:
-    """Return the most useful line of an error. If there are several lines, the first names only a
-    class.
-    """
+    """Return the most useful line of an error. The first of several lines only names a class."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join((lines[1] if len(lines) > 1 else first_line(error)).split())[:500]

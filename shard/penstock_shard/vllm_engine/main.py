@@ -1,7 +1,7 @@
-"""The engine process that vLLM computes in: a link to the server, and vLLM's core beside it.
+"""The engine process with vLLM: links the server and vLLM's core.
 
-`server/supervisor.py` starts it with one end of a socket pair, like `engine/main.py`. Its core and
-workers are processes of its group. If this process ends, the server ends them. If the server is
+`server/supervisor.py` starts it with one end of a socket pair, like `engine/main.py`. The core and
+workers are processes of its group. If this process ends, the server ends them; if the server is
 gone, this process ends them and itself.
 """
 
@@ -52,7 +52,7 @@ _BEAT_S = 0.25
 
 def main() -> int:
     """Run until the server is gone or the core dies; return the exit status."""
-    # Service managers signal all processes at once; the server drains, and decides when we end.
+    # Service managers signal all processes at once, but the server drains and ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
@@ -75,7 +75,7 @@ async def _serve(link: EngineEnd, start: Start) -> int:
     config = start.config
     loop = asyncio.get_running_loop()
     bridges: list[Bridge] = []
-    # Start this thread now, so that the end of the server is also noticed while the model loads.
+    # Notice the end of the server also while the model loads.
     receive = threading.Thread(target=_read_inboxes, args=(link, loop, bridges), daemon=True)
     receive.start()
     beats = threading.Thread(target=_beat, args=(link, bridges), daemon=True)
@@ -115,7 +115,7 @@ async def _serve(link: EngineEnd, start: Start) -> int:
 
 
 def _await_machines(config: ShardConfig) -> None:
-    """Let the other machines connect, and end once one of them is gone. Raises ModelError."""
+    """Let other machines connect; end this process once one is gone. Raises ModelError."""
 
     def lose(address: str) -> None:
         logger.critical("the workers at %s ended", address)
@@ -130,10 +130,10 @@ def _await_machines(config: ShardConfig) -> None:
 
 
 async def _exact(core: CheckedCore, info: RunnerInfo, config: ShardConfig) -> RunnerInfo:
-    """Check the bits of a core; return its facts with a fingerprint. Raises ModelError."""
+    """Check a core's bits; return `info` with a fingerprint. Raises ModelError."""
     await check_bits(core, info)
     facts = device_facts(config.tensor_parallel_size)
-    # The effect of vLLM's arguments on bits is unknown here.
+    # Arguments of vLLM may change bits.
     name = "" if config.engine_args else fingerprint(info, facts)
     return dataclasses.replace(info, batch_invariant=True, numerics_fingerprint=name)
 
@@ -141,7 +141,7 @@ async def _exact(core: CheckedCore, info: RunnerInfo, config: ShardConfig) -> Ru
 def _read_inboxes(
     link: EngineEnd, loop: asyncio.AbstractEventLoop, bridges: list[Bridge]
 ) -> NoReturn:
-    """Pass on the server's messages; once it is gone, end with all processes that were started."""
+    """Pass on the server's messages; once it is gone, end this process's group."""
     while isinstance(message := link.receive(), Inbox):
         for bridge in bridges:
             loop.call_soon_threadsafe(bridge.take, message)
@@ -150,7 +150,7 @@ def _read_inboxes(
 
 
 def _beat(link: EngineEnd, bridges: list[Bridge]) -> None:
-    """Send beats while the model loads, and then the bridge's beats."""
+    """Send beats while the model loads, then the bridge's beats."""
     with contextlib.suppress(OSError):
         while True:
             link.send(bridges[0].beat() if bridges else Beat(0.0, 0.0))
@@ -158,7 +158,7 @@ def _beat(link: EngineEnd, bridges: list[Bridge]) -> None:
 
 
 def run() -> NoReturn:
-    """Run `main`, then end the process at once, because vLLM would wait for a dead core."""
+    """Run `main`, then end at once, because vLLM would wait for a dead core."""
     status = 1
     try:
         status = main()

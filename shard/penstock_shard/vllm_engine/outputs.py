@@ -1,6 +1,4 @@
-"""Turns a step's outputs of vLLM's core into outputs of a shard, by the fields of vLLM's
-objects.
-"""
+"""Turns outputs of vLLM's core into outputs of a shard."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ _FINISH = {
 
 @dataclass(slots=True)
 class Progress:
-    """A request in the core, or one that waits for its images, and its output so far."""
+    """A request in the core, or one that waits for its images."""
 
     request: Request
     num_output: int
@@ -36,7 +34,7 @@ class Progress:
 
     @property
     def waiting_tokens(self) -> int:
-        """The prompt tokens of a request that has no new output yet, else 0."""
+        """The tokens of a request without new output, else 0."""
         is_waiting = self.num_output == len(self.request.output) // 4
         return self.request.num_tokens if is_waiting else 0
 
@@ -69,7 +67,7 @@ def _end(output: Output, reason: str, stop_reason: Any) -> None:
         # For example tokens drawn against a constraint.
         output.token_ids = []
         output.logprobs = None
-        # Only the core's `grammars.py` sets such a text.
+        # Only `grammars.py` in the core sets a text.
         is_told = isinstance(stop_reason, str)
         unknown = Error(Code.INTERNAL, f"vLLM ended this request: {reason}")
         output.error = _ERRORS.decode(stop_reason) if is_told else unknown
@@ -79,7 +77,7 @@ def _end(output: Output, reason: str, stop_reason: Any) -> None:
 
 
 def _logprobs(ids: Any, logprobs: Any, ranks: Any, *, top_n: int) -> Logprobs:
-    """Make columns from rows that hold the chosen token first, and then the best ones."""
+    """Make columns from rows with the chosen token, then the best ones."""
     best = slice(1, 1 + top_n)
     return Logprobs(
         chosen=logprobs[:, 0].tolist(),

@@ -1,5 +1,5 @@
-"""Requests in the form of vLLM's core, and the fields that it supports. The server refuses other
-fields, because a request that fails in vLLM's worker ends the engine.
+"""Requests in the form of vLLM's core, and the fields that it supports. The server refuses others,
+because a request that fails in vLLM's worker ends the engine.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ CAPABILITIES = frozenset(
         *("min_tokens", "logprobs", "prompt_logprobs", "priority", "adapter"),
     )
 )
-# A key of vLLM's extra arguments: the number of tokens at the end of a prompt that are output.
+# A key of vLLM's extra arguments: the number of output tokens at a prompt's end.
 OUTPUT_TOKENS = "penstock_output_tokens"
 MOST_BAD_WORDS = 128
 _MOST_STOP_TOKEN_IDS = 128
-# Fields for which vLLM counts output. It counts wrongly if the output is part of the prompt.
+# Fields for which vLLM counts output, wrongly if that is part of the prompt.
 COUNTED = frozenset(("presence_penalty", "frequency_penalty", "bad_words"))
 
 
 @dataclass(frozen=True, slots=True)
 class CoreRequest:
-    """A request in vLLM's terms. `bad_words` are token ids; `grammar` stands for its constraint."""
+    """A request in vLLM's terms. `bad_words` are token ids; see `grammar_of` for `grammar`."""
 
     name: str
     prompt: dict[str, Any]
@@ -41,14 +41,13 @@ class CoreRequest:
     bad_words: list[list[int]]
     grammar: str
     priority: int
-    # True if the request asks for its prompt's vector instead of tokens.
+    # True if the request asks for an embedding.
     pools: bool
 
 
 def bounds(num_eos: int) -> tuple[FieldBound, ...]:
-    """Return the bounds of some fields in vLLM, for a model with `num_eos` eos ids. vLLM's worker
-    checks lengths only during a step, where a failure ends the engine. vLLM replaces small
-    temperatures.
+    """Return vLLM's bounds of some fields, for a model with `num_eos` eos ids. vLLM's worker checks
+    lengths only during a step, where a failure ends the engine. vLLM replaces small temperatures.
     """
     return (
         FieldBound("temperature", least=0.01, most=2.0),
@@ -64,7 +63,7 @@ def core_id(request_id: str, attempt: int) -> str:
 
 
 def core_request(request: Request, *, as_output: bool) -> CoreRequest:
-    """Return the request in the form of vLLM's core; `as_output` as in `sampling_of`."""
+    """Translate the request; `as_output` as in `sampling_of`."""
     return CoreRequest(
         core_id(request.request_id, request.attempt),
         prompt_of(request),
@@ -77,7 +76,7 @@ def core_request(request: Request, *, as_output: bool) -> CoreRequest:
 
 
 def prompt_of(request: Request) -> dict[str, Any]:
-    """Return the prompt in the form of vLLM's processor, with the output delivered before."""
+    """Return the prompt for vLLM's processor, with the earlier output."""
     ids = np.frombuffer(request.prompt + request.output, dtype="<u4").tolist()
     prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": ids}
     if request.cache_salt:
@@ -86,21 +85,19 @@ def prompt_of(request: Request) -> dict[str, Any]:
 
 
 def grammar_of(request: Request) -> str:
-    """Return the text that stands for the request's constraint in vLLM, which `grammars.py` reads;
-    "" if it has none.
-    """
+    """Return a text for `grammars.py` with the request's constraint; "" if it has none."""
     if request.constraint is None:
         return ""
     return msgspec.json.encode(msgspec.structs.replace(request, prompt=b"")).decode()
 
 
 def sampling_of(request: Request, *, as_output: bool) -> dict[str, Any]:
-    """Return keyword arguments of vLLM's `SamplingParams`. The request's earlier output counts as
-    output if `as_output`, else as part of the prompt.
+    """Return keyword arguments of vLLM's `SamplingParams`. Earlier output counts as output if
+    `as_output`, else as part of the prompt.
     """
     sampling, given = request.sampling, len(request.output) // 4
     as_prompt = 0 if as_output else given
-    # A constraint decides where these ids may end the output, and how many tokens it needs.
+    # A constraint itself decides about these ids and the minimal length.
     reluctant = request.reluctant_stop_ids if request.constraint else frozenset[int]()
     min_tokens = 0 if request.constraint else request.min_tokens
     return {
@@ -117,7 +114,7 @@ def sampling_of(request: Request, *, as_output: bool) -> dict[str, Any]:
         "max_tokens": request.max_tokens - as_prompt,
         "min_tokens": max(0, min_tokens - as_prompt),
         "stop_token_ids": sorted(request.stop_token_ids | reluctant),
-        # All ids that end a sequence are in stop_token_ids.
+        # stop_token_ids has all ids that end a sequence.
         "ignore_eos": True,
         "logprobs": request.logprobs,
         "prompt_logprobs": request.prompt_logprobs,
@@ -128,9 +125,8 @@ def sampling_of(request: Request, *, as_output: bool) -> dict[str, Any]:
 
 
 def _seed(seed: int, given: int) -> int:
-    """Return a seed that vLLM takes, a signed number. If `given` tokens of output are in the
-    prompt, vLLM's generator restarts, so it gets another seed. This keeps the distribution but not
-    the tokens.
+    """Return a signed seed for vLLM. With `given` output tokens in the prompt, it is another seed,
+    because vLLM's generator restarts. This keeps the distribution but not the tokens.
     """
     if given:
         digest = hashlib.blake2b(f"{seed}:{given}".encode(), digest_size=8).digest()

@@ -1,24 +1,24 @@
-"""Bounds the silence of vLLM's core, after which it counts as hung, because vLLM does not report
-when a step begins.
+"""Bounds how long vLLM's core may be silent before it counts as hung. vLLM does not report when a
+step begins.
 """
 
 from __future__ import annotations
 
 import time
 
-# Twice the seconds of a step with only decodes, on any device.
+# Seconds: twice a step with only decodes, on any device.
 BASE_S = 30.0
-# Seconds for a step of a new size, whose kernels may be compiled first.
+# Seconds for a step of a new size, which may first compile kernels.
 FIRST_S = 300.0
-# A prompt may be this many times slower beside many decodes than when it is measured alone.
+# A prompt may be this many times slower beside many decodes than alone.
 _SLOWER = 4.0
-# Seconds within which the core begins a step after the previous one, if it has work.
+# Seconds after a step within which the core begins the next, if it has work.
 _BEGINS_S = 1.0
 
 
 class Silence:
-    """Computes the allowed silence from the waiting prompt tokens. A step computes up to
-    `max_step_tokens` of them, at the rate of the steps so far.
+    """Computes the allowed silence from waiting prompt tokens. A step computes up to
+    `max_step_tokens`, at the rate of steps so far.
     """
 
     def __init__(self, max_step_tokens: int) -> None:
@@ -31,7 +31,7 @@ class Silence:
         self._seconds = 0.0
 
     def begin(self, waiting_tokens: int) -> None:
-        """Record a new request; `waiting_tokens` are prompt tokens that are not computed yet. A
+        """Record a new request; `waiting_tokens` counts prompt tokens that are not computed yet. A
         step that has run for some time began before this request.
         """
         now_s = time.monotonic()
@@ -42,9 +42,7 @@ class Silence:
             self._waiting = waiting_tokens
 
     def note_step(self, prompt_tokens: int, waiting_tokens: int, *, is_busy: bool) -> None:
-        """Record a finished step: the prompt tokens that it computed, and the prompt tokens
-        left.
-        """
+        """Record a finished step, by the prompt tokens that it computed and those that are left."""
         now_s = time.monotonic()
         self._sizes.add(self._size)
         self._computed += prompt_tokens
@@ -56,7 +54,7 @@ class Silence:
 
     @property
     def silent_s(self) -> float:
-        """Seconds for which the core has been silent while it had work."""
+        """Seconds for which the core has been silent with work to do."""
         return time.monotonic() - self._last_s if self._is_busy else 0.0
 
     @property

@@ -1,7 +1,7 @@
 """The names of vLLM that this folder uses. A check at load finds a version that lacks some.
 
-A class is named `module:Class`. Its names are attributes, fields, parameters of its methods, or set
-by its constructor.
+Keys are `module:Class`. Values are names of attributes, also those that the constructor sets,
+fields, and parameters of methods.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ _CONFIGURATION: _Touched = {
         *("prompt_logprobs", "detokenize", "skip_clone", "extra_args"),
     ),
 }
-# The names that `core.py`, `images.py`, `continuing.py` and `grammars.py` need beside the
-# configuration.
+# Names for `core.py`, `images.py`, `continuing.py` and `grammars.py`.
 CORE: _Touched = {
     **_CONFIGURATION,
     "vllm.config:SchedulerConfig.": ("async_scheduling", "scheduler_cls"),
@@ -121,7 +120,7 @@ CORE: _Touched = {
         *("accept_tokens", "fill_bitmask", "is_terminated"),
     ),
 }
-# The names that `generate_core.py` needs beside the configuration.
+# Names for `generate_core.py`.
 GENERATE: _Touched = {
     **_CONFIGURATION,
     "vllm.logprobs:Logprob": ("logprob", "rank"),
@@ -137,7 +136,7 @@ GENERATE: _Touched = {
 
 
 def missing(touched: _Touched) -> list[str]:
-    """List names that the installed vLLM lacks: `module:Class`, or `module:Class.name`."""
+    """List names that the installed vLLM lacks, as `module:Class` or `module:Class.name`."""
     return [name for each in touched.items() for name in _missing_of(*each)]
 
 
@@ -154,7 +153,7 @@ def _missing_of(where: str, names: tuple[str, ...]) -> Iterator[str]:
 
 
 def _names_of(found: Any) -> set[str]:
-    """Return the names of a class that the holder of an instance can use."""
+    """Return names of a class that users of an instance can use."""
     names = set(dir(found))
     for base in getattr(found, "__mro__", ()):
         names.update(inspect.get_annotations(base))

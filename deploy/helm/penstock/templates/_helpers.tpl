@@ -1,5 +1,5 @@
-{{/* The name that all resources of a release begin with. Short enough that with a model's name behind
-it (20 characters at most) it fits into the labels that Kubernetes makes of it. */}}
+{{/* The begin of all resource names. With a model's name (at most 20 characters), it must fit into labels
+that Kubernetes makes of it. */}}
 {{- define "penstock.fullname" -}}
 {{- if .Values.fullnameOverride -}}
 {{- .Values.fullnameOverride | trunc 28 | trimSuffix "-" -}}
@@ -17,8 +17,8 @@ it (20 characters at most) it fits into the labels that Kubernetes makes of it. 
 {{- include "penstock.fullname" . }}-router
 {{- end -}}
 
-{{/* Labels that never change, for selectors. Called with "root" and, to say which pods, "component"
-(router, shard or shard-worker), "model" or both. */}}
+{{/* Labels that never change, for selectors. Called with "root" and optionally "component" (router, shard
+or shard-worker) and "model". */}}
 {{- define "penstock.selector" -}}
 app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | quote }}
 app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
@@ -40,8 +40,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end }}
 {{- end -}}
 
-{{/* Labels that the values name, of which none may be one that the chart sets itself. Called with "labels"
-and "where", the name of the value. */}}
+{{/* Labels in the values. Fails for labels that the chart sets itself. Called with "labels" and "where",
+the name of the value. */}}
 {{- define "penstock.ownLabels" -}}
 {{- range $name, $_ := .labels -}}
 {{- if or (eq $name "model") (has $name (list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "helm.sh/chart")) -}}
@@ -51,8 +51,8 @@ and "where", the name of the value. */}}
 {{- with .labels }}{{ toYaml . }}{{ end -}}
 {{- end -}}
 
-{{/* What the values say of a pod's metadata. Called with "root", "settings" (of the router or a model),
-"selector" (the labels that select the pod) and "where", the name of the settings. */}}
+{{/* A pod's labels and annotations. Called with "root", "settings" (of the router or a model), "selector"
+(the labels that select the pod) and "where", the name of the settings. */}}
 {{- define "penstock.podMetadata" -}}
 {{- $labels := mergeOverwrite (deepCopy (.root.Values.commonLabels | default dict)) (.settings.podLabels | default dict) -}}
 labels:
@@ -66,8 +66,7 @@ annotations:
 {{- end }}
 {{- end -}}
 
-{{/* What routers' and shards' pods have in common, before their containers. Called with "root" and
-"settings". */}}
+{{/* Fields that pods of routers and shards share. Called with "root" and "settings". */}}
 {{- define "penstock.podSettings" -}}
 automountServiceAccountToken: false
 {{- with .root.Values.serviceAccount.name | default (ternary (include "penstock.fullname" .root) "" .root.Values.serviceAccount.create) }}
@@ -90,7 +89,7 @@ initContainers:
 {{- end }}
 {{- end -}}
 
-{{/* Containers of the values; one that says nothing of its security may do as little as the chart's. */}}
+{{/* Containers in the values; without a securityContext, they get that of the chart's containers. */}}
 {{- define "penstock.moreContainers" -}}
 {{- $containers := list -}}
 {{- range .containers -}}
@@ -99,7 +98,7 @@ initContainers:
 {{- toYaml $containers -}}
 {{- end -}}
 
-{{/* Called with "image" of the values and the "tag" of images without one. */}}
+{{/* Called with "image" of the values, and the default "tag". */}}
 {{- define "penstock.image" -}}
 {{- if .image.digest -}}
 {{- printf "%s@%s" .image.repository .image.digest -}}
@@ -108,8 +107,8 @@ initContainers:
 {{- end -}}
 {{- end -}}
 
-{{/* An entry of a container's env whose value is in a secret. Called with
-(dict "name" "HF_TOKEN" "secret" .Values.shard.hubToken); nothing where no secret is named. */}}
+{{/* An entry of a container's env with a secret value; empty if no secret is named. Called with
+(dict "name" "HF_TOKEN" "secret" .Values.shard.hubToken). */}}
 {{- define "penstock.secretEnv" -}}
 {{- if .secret.existingSecret }}
 - name: {{ .name }}
@@ -120,8 +119,8 @@ initContainers:
 {{- end }}
 {{- end -}}
 
-{{/* The name of the secret that the chart makes for the shards' key; empty where it makes none: where a
-secret has one, where clients have no key either, or where shards ask for the router's certificate. */}}
+{{/* The name of the secret that the chart makes for the shards' key. Empty if it makes none, because a
+secret is named, clients need no key, or shards require the router's certificate. */}}
 {{- define "penstock.ownShardKey" -}}
 {{- $given := or .Values.shardApiKey.existingSecret .Values.apiKey.existingSecret -}}
 {{- $mutual := and .Values.shardTls.existingSecret .Values.shardTls.mutual -}}
@@ -130,14 +129,14 @@ secret has one, where clients have no key either, or where shards ask for the ro
 {{- end -}}
 {{- end -}}
 
-{{/* The name of the secret that the chart makes for the routers' resume key; empty where it makes none. */}}
+{{/* The name of the secret that the chart makes for the routers' resume key; empty if it makes none. */}}
 {{- define "penstock.ownResumeKey" -}}
 {{- if and (not .Values.resumeKey.existingSecret) (gt (int (include "penstock.mostRouters" .)) 1) -}}
 {{- include "penstock.fullname" . }}-resume-key
 {{- end -}}
 {{- end -}}
 
-{{/* Where resumeKey is, as JSON: named in the values, or made by the chart. */}}
+{{/* The secret with resumeKey, as JSON: named in the values, or made by the chart. */}}
 {{- define "penstock.resumeKey" -}}
 {{- $own := include "penstock.ownResumeKey" . -}}
 {{- if $own -}}
@@ -147,8 +146,8 @@ secret has one, where clients have no key either, or where shards ask for the ro
 {{- end -}}
 {{- end -}}
 
-{{/* A secret with a key that is made at the installation and kept by upgrades. Called with "root", "name"
-and "key". */}}
+{{/* A secret with a key that the installation makes and upgrades keep. Called with "root", "name" and
+"key". */}}
 {{- define "penstock.madeSecret" -}}
 {{- $kept := lookup "v1" "Secret" .root.Release.Namespace .name -}}
 apiVersion: v1
@@ -162,7 +161,7 @@ data:
   {{ .key }}: {{ dig "data" .key "" $kept | default (randAlphaNum 48 | b64enc) | quote }}
 {{- end -}}
 
-{{/* Where shardApiKey is, as JSON: named in the values, or made by the chart. */}}
+{{/* The secret with shardApiKey, as JSON: named in the values, or made by the chart. */}}
 {{- define "penstock.shardKey" -}}
 {{- $own := include "penstock.ownShardKey" . -}}
 {{- if $own -}}
@@ -172,7 +171,7 @@ data:
 {{- end -}}
 {{- end -}}
 
-{{/* Where pods may run. Called with (dict "settings" .Values.router "selector" LABELS). */}}
+{{/* The placement of pods. Called with (dict "settings" .Values.router "selector" LABELS). */}}
 {{- define "penstock.placement" -}}
 {{- with .settings.nodeSelector }}
 nodeSelector:

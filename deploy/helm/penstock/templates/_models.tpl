@@ -1,10 +1,10 @@
-{{/* Every model, as JSON: what it says itself over what `shard` says for all, and
+{{/* All models, as JSON: settings of `shard`, replaced by the model's own, and
 
-    fullname    of its StatefulSet or LeaderWorkerSet and of its service
-    totalGpus   of one shard, over all its pods
-    autoscales  something else than the chart says how many shards there are
-    ownName     its name where servedNames has none: of a path the last part, as shards name it
-    toZero      there may be none of them, on purpose */}}
+    fullname    name of its StatefulSet or LeaderWorkerSet and of its service
+    totalGpus   GPUs of one shard, over all its pods
+    autoscales  true if an autoscaler sets the number of shards
+    ownName     name if servedNames is empty: as shards do, the last part of a path
+    toZero      true if it may scale to zero */}}
 {{- define "penstock.models" -}}
 {{- $models := list -}}
 {{- $names := list "router" -}}
@@ -29,7 +29,7 @@
 {{- toJson $models -}}
 {{- end -}}
 
-{{/* What the schema cannot see, since it sees neither two values at once nor a model with its defaults. */}}
+{{/* Checks what the schema cannot: two values together, and a model with its defaults. */}}
 {{- define "penstock.checkModel" -}}
 {{- $model := .model -}}
 {{- $where := printf "models, %s:" $model.name -}}
@@ -73,8 +73,8 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Where the router finds all shards: the name of each model's headless service resolves to the
-addresses of its pods, so that the router follows their number. */}}
+{{/* Where the router finds all shards. The name of each model's headless service resolves to its pods'
+addresses, so that the router follows their number. */}}
 {{- define "penstock.shardSources" -}}
 {{- $sources := list -}}
 {{- range include "penstock.models" . | fromJsonArray -}}
@@ -83,12 +83,12 @@ addresses of its pods, so that the router follows their number. */}}
 {{- join "," $sources -}}
 {{- end -}}
 
-{{/* The name that shards' certificates are made out to: the router finds shards by address. */}}
+{{/* The name in shards' certificates, because the router finds shards by address. */}}
 {{- define "penstock.shardServerName" -}}
 {{- .Values.shardTls.serverName | default (printf "%s-shard" (include "penstock.fullname" .)) -}}
 {{- end -}}
 
-{{/* What holds a model's shards, for what changes their number. Called with a model. */}}
+{{/* The set of a model's shards, for autoscalers. Called with a model. */}}
 {{- define "penstock.scaleTarget" -}}
 {{- if gt (int .nodes) 1 -}}
 apiVersion: leaderworkerset.x-k8s.io/v1
@@ -100,7 +100,7 @@ kind: StatefulSet
 name: {{ .fullname }}
 {{- end -}}
 
-{{/* A pattern in PromQL of the names that clients may ask for a model by, and of no name. */}}
+{{/* A PromQL pattern that matches a model's names in requests, and the empty name. */}}
 {{- define "penstock.namesPattern" -}}
 {{- $names := list "" -}}
 {{- range append .servedNames .ownName -}}

@@ -1,5 +1,5 @@
-{{/* How many routers there are without an autoscaler. Each keeps responses of its own, so that several
-are the default only where clients come back to theirs. */}}
+{{/* The number of routers without an autoscaler. Each stores its own responses, so several are the default
+only if clients come back to theirs. */}}
 {{- define "penstock.routers" -}}
 {{- .Values.router.replicas | default (ternary 2 1 .Values.router.sessionAffinity.enabled) -}}
 {{- end -}}
@@ -70,8 +70,8 @@ are the default only where clients come back to theirs. */}}
 {{- end }}
 {{- end -}}
 
-{{/* The secrets that are mounted, as JSON, by the folder below /etc/penstock. A folder each, so that
-what changes in a secret arrives. */}}
+{{/* The mounted secrets, as JSON, by folder below /etc/penstock. Each has a folder, so that its changes
+arrive. */}}
 {{- define "penstock.routerSecrets" -}}
 {{- $secrets := dict -}}
 {{- with .Values.apiKeysFile.existingSecret -}}

@@ -1,6 +1,6 @@
-{{/* The template of a shard's pods. Called with (dict "root" $ "model" MODEL "component" "shard").
-Of several pods that share a model the first is the shard, which answers; the others are of the
-component shard-worker: they have no port and no probes. */}}
+{{/* The template of a shard's pods. Called with (dict "root" $ "model" MODEL "component" "shard"). If
+several pods share a model, the first is the shard, which answers; the others are of component
+shard-worker, without ports and probes. */}}
 {{- define "penstock.shardPod" -}}
 {{- $values := .root.Values -}}
 {{- $model := .model -}}
@@ -13,11 +13,10 @@ metadata:
 spec:
   {{- include "penstock.podSettings" (dict "root" .root "settings" $model) | nindent 2 }}
   {{- if $ofVllm }}
-  # A service that is called vllm would set VLLM_PORT, which vLLM reads.
+  # A service named vllm would set VLLM_PORT, which vLLM reads.
   enableServiceLinks: false
   {{- end }}
-  # SIGTERM begins the drain: the router is told over the call that is open anyway, and sends nothing
-  # more. There is nothing to wait for before it.
+  # No preStop is needed: at SIGTERM, the shard drains and tells the router over an open call.
   terminationGracePeriodSeconds: {{ add $model.drainTimeoutSeconds 15 }}
   {{- with $model.runtimeClassName }}
   runtimeClassName: {{ . | quote }}
@@ -42,7 +41,7 @@ spec:
           containerPort: 50051
         - name: metrics
           containerPort: 9464
-      # Serving: the model is loaded. The port is open before that and answers NOT_SERVING.
+      # The open port answers NOT_SERVING until the model is loaded.
       startupProbe:
         {{- include "penstock.shardProbe" (dict "root" .root "service" "") | nindent 8 }}
         periodSeconds: 5
@@ -53,8 +52,8 @@ spec:
         periodSeconds: 5
         timeoutSeconds: 5
         failureThreshold: 2
-      # Alive: the server process answers. A shard is NOT_SERVING while it drains or starts a dead
-      # engine again, and must not be killed for either; one that gives up ends itself.
+      # A shard is alive if its server answers. It must not be killed while it is NOT_SERVING
+      # because it drains or restarts a dead engine. If it gives up, it ends itself.
       livenessProbe:
         {{- include "penstock.shardProbe" (dict "root" .root "service" "live") | nindent 8 }}
         periodSeconds: 10
@@ -87,7 +86,7 @@ spec:
     - name: tmp
       emptyDir: {}
     {{- with $shm }}
-    # Where processes of one machine exchange tensors.
+    # A pod's processes exchange tensors here.
     - name: shm
       emptyDir:
         medium: Memory
@@ -123,7 +122,7 @@ spec:
 {{- printf "%s-%s" .root.Chart.AppVersion (ternary "vllm" $ofPenstock (eq .model.engine "vllm")) -}}
 {{- end -}}
 
-{{/* The size of /dev/shm; empty where it is the runtime's own. Called with a model. */}}
+{{/* The size of /dev/shm; empty for the runtime's default. Called with a model. */}}
 {{- define "penstock.sharedMemory" -}}
 {{- $several := ternary "1Gi" "" (gt (int .gpus) 1) -}}
 {{- .sharedMemory | default (ternary "8Gi" $several (eq .engine "vllm")) -}}
@@ -162,7 +161,7 @@ spec:
 {{- if gt (int .model.nodes) 1 }}
 - --nnodes
 - {{ .model.nodes | quote }}
-# Of each pod's environment, where the controller of LeaderWorkerSets puts them (0.6 and later).
+# The controller of LeaderWorkerSets (0.6 and later) sets these variables in each pod.
 - --node-rank
 - $(LWS_WORKER_INDEX)
 - --master-addr
@@ -201,8 +200,8 @@ spec:
 {{- end }}
 {{- end -}}
 
-{{/* Entries of models whose shards fetch KV blocks from each other, as JSON: those of the same checkpoint;
-none without copies or a key. */}}
+{{/* Models with the same checkpoint, as JSON; their shards fetch KV blocks from each other. Empty without
+copies or a key. */}}
 {{- define "penstock.peers" -}}
 {{- $peers := list -}}
 {{- if and .model.kvHostMemory .root.Values.kvPeerKey.existingSecret -}}
@@ -229,8 +228,8 @@ none without copies or a key. */}}
 {{- end }}
 {{- end -}}
 
-{{/* How the kubelet asks a shard. It speaks no TLS over gRPC: there the image's own probe asks,
-with the shard's certificate as its own. */}}
+{{/* A probe of the shard. The kubelet speaks no TLS over gRPC, so with TLS the image's own probe runs, with
+the shard's certificate. */}}
 {{- define "penstock.shardProbe" -}}
 {{- $tls := .root.Values.shardTls -}}
 {{- if $tls.existingSecret -}}

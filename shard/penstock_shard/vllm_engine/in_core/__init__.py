@@ -1,1 +1,1 @@
-"""Changes to vLLM's scheduler and constraints, imported by the process of its core."""
+"""Changes to vLLM's scheduler and constraints; its core imports them."""

@@ -1,5 +1,5 @@
-"""Changes to vLLM's scheduler: output in a request stays output, and penstock's constraints are
-used. `scheduler.py` has the classes that vLLM imports.
+"""Changes to vLLM's scheduler: a request's earlier output stays output, and penstock's constraints
+apply. vLLM imports the classes in `scheduler.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from penstock_shard.vllm_engine.requests import OUTPUT_TOKENS
 
 
 def keep_output(request: Any) -> None:
-    """Move a request's earlier output from the end of its prompt to where vLLM keeps output after a
+    """Move a request's earlier output from the prompt's end to the place of output after a
     preemption, so that penalties and minimal lengths count it.
     """
-    # None if the request asks for an embedding.
+    # None for an embedding.
     sampling = request.sampling_params
     given = 0 if sampling is None else (sampling.extra_args or {}).get(OUTPUT_TOKENS, 0)
     if given:
@@ -30,7 +30,7 @@ def keep_output(request: Any) -> None:
 
 
 class Continuing:
-    """A base class that is put before a scheduler class of vLLM."""
+    """A base class to put before a scheduler class of vLLM."""
 
     def __init__(self, *arguments: Any, **fields: Any) -> None:
         super().__init__(*arguments, **fields)
@@ -41,12 +41,12 @@ class Continuing:
             self._grammars.install(fields["structured_output_manager"], threads)
 
     def add_request(self, request: Any) -> None:
-        """Add a request; its earlier output is kept apart from its prompt."""
+        """Add a request. Its earlier output is kept apart from the prompt."""
         keep_output(request)
         super().add_request(request)  # type: ignore[misc]
 
     def update_from_output(self, *arguments: Any, **fields: Any) -> Any:
-        """Return the outputs of a step by client, with the reasons why requests ended."""
+        """Return a step's outputs by client, with the reasons of failures."""
         given = super().update_from_output(*arguments, **fields)  # type: ignore[misc]
         if self._grammars is not None:
             for each in given.values():
@@ -63,6 +63,6 @@ def _grammars(settings: CoreSettings) -> Grammars | None:
         settings.eos_token_ids,
         ConstraintLimits(settings.timeout_s, settings.memory_bytes),
     )
-    # Build the vocabulary now, when no request waits for it.
+    # Build the vocabulary before requests wait for it.
     _ = compiler.vocabulary
     return Grammars(compiler)

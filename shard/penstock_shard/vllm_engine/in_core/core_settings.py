@@ -1,4 +1,4 @@
-"""Our settings that vLLM's configuration carries to the process of its core."""
+"""Settings of ours that vLLM's configuration brings to its core."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ _NAME = "penstock"
 
 @dataclass(frozen=True, slots=True)
 class CoreSettings:
-    """Facts that constraints need in the core. Without a `tokenizer_dir`, constraints are not
-    served.
-    """
+    """Settings of constraints, which are not served without a `tokenizer_dir`."""
 
     tokenizer_dir: str = ""
     vocab_size: int = 0
@@ -28,9 +26,7 @@ _SETTINGS = msgspec.json.Decoder(CoreSettings)
 
 
 def add_settings(vllm_config: Any, settings: CoreSettings) -> None:
-    """Put the settings into vLLM's configuration, as text because vLLM hashes the configuration as
-    JSON.
-    """
+    """Put the settings into vLLM's configuration, as text, because vLLM hashes it as JSON."""
     vllm_config.additional_config[_NAME] = msgspec.json.encode(settings).decode()
 
 

@@ -1,7 +1,7 @@
-"""Constraints in vLLM's core: penstock's compiler and matchers instead of vLLM's.
+"""Constraints in vLLM's core: penstock's compiler and matchers, so that any engine has the same
+syntax, ends and limits.
 
-A request has its constraint, stop ids and earlier output in one text, which vLLM passes on as a
-grammar. So constraints have the same syntax, ends and limits with any engine.
+vLLM passes on, as a grammar, a text with the request's constraint, stop ids and earlier output.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _REQUESTS = msgspec.json.Decoder(Request)
 
 
 class Grammar:
-    """The constraint of one request: vLLM's `StructuredOutputGrammar`. No drafts are served with
-    this engine, so nothing is ever rolled back.
+    """One request's constraint: vLLM's `StructuredOutputGrammar`. Nothing is rolled back, because
+    this engine serves no drafts.
     """
 
     def __init__(self, state: ConstraintState, request: Request, grammars: Grammars) -> None:
@@ -44,7 +44,7 @@ class Grammar:
         self._has_ended = False
 
     def accept_tokens(self, name: str, token_ids: Iterable[int]) -> bool:
-        """Take tokens that were drawn; return False to end the request with an error."""
+        """Take drawn tokens; return False to end the request with an error."""
         state = self._state
         for token_id in token_ids:
             if state.error:
@@ -60,12 +60,10 @@ class Grammar:
         return not state.error
 
     def fill_bitmask(self, bitmask: Any, row: int) -> None:
-        """Write the mask of the next token: int32 [rows, words of the vocabulary], a tensor in
-        memory.
-        """
+        """Write the next token's mask to a row of a host tensor, int32 [rows, words]."""
         if self._state.mask is None:
             fill_mask(self._state, self._grammars.vocab_size)
-        # Without a mask the constraint has failed, and the request ends with the next token.
+        # Without a mask, the constraint has failed, and the next token ends the request.
         mask = self._state.mask
         bitmask.numpy()[row] = -1 if mask is None else mask
 
@@ -74,12 +72,12 @@ class Grammar:
 
 
 class Grammars:
-    """The constraints of a core: vLLM's `StructuredOutputBackend`."""
+    """A core's constraints: vLLM's `StructuredOutputBackend`."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
         self.vocab_size = compiler.tokenizer.vocab_size
-        # The reasons for requests that vLLM will end in its next step.
+        # Why vLLM will end requests in its next step.
         self._failures: dict[str, Error] = {}
 
     def install(self, manager: Any, threads: Executor) -> None:
@@ -87,10 +85,10 @@ class Grammars:
         manager.executor = threads
 
     def compile_grammar(self, kind: object, spec: str, stop_token_ids: object = None) -> Grammar:
-        """Compile the text of `requests.grammar_of`, and advance past the earlier output. Any
-        thread may call it.
+        """Compile the text of `requests.grammar_of`, and advance past the earlier output, in any
+        thread.
 
-        Raises the errors of `state_after_output`; vLLM then ends the request.
+        Raises the errors of `state_after_output`, by which vLLM ends the request.
         """
         request = _REQUESTS.decode(spec)
         try:
@@ -101,7 +99,7 @@ class Grammars:
         return Grammar(state, request, self)
 
     def allocate_token_bitmask(self, num_rows: int) -> Any:
-        """Allocate masks of `num_rows` rows: int32 [rows, words of the vocabulary], in memory."""
+        """Allocate masks, int32 [rows, words], on the host."""
         import torch
 
         return torch.from_numpy(allocate_token_bitmask(num_rows, self.vocab_size))
@@ -110,11 +108,11 @@ class Grammars:
         """Do nothing."""
 
     def fail(self, name: str, error: Error) -> None:
-        """Record the reason why the core ends a request."""
+        """Record why the core ends a request."""
         self._failures[name] = error
 
     def explain(self, outputs: Iterable[Any]) -> None:
-        """Write into outputs the reasons of requests that ended with an error."""
+        """Write the reasons of failures to outputs."""
         for output in outputs:
             if output.finish_reason is not None:
                 error = self._failures.pop(output.request_id, None)

@@ -1,4 +1,4 @@
-"""The schedulers that vLLM's core imports by name; no other code imports them."""
+"""The schedulers, which vLLM's core imports by name."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from penstock_shard.vllm_engine.in_core.continuing import Continuing
 
 
 class StepwiseScheduler(Continuing, Scheduler):  # type: ignore[misc]
-    """Plans a step after the previous one is over."""
+    """Plans a step after the previous one."""
 
 
 class OverlappingScheduler(Continuing, AsyncScheduler):  # type: ignore[misc]
-    """Plans a step while the previous one is computed."""
+    """Plans a step during the previous one."""

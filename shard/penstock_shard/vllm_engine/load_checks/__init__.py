@@ -1,1 +1,1 @@
-"""Checks of a loaded vLLM by trial requests, before it serves requests."""
+"""Checks at load of vLLM, by trial requests."""

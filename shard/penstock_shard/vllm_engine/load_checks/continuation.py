@@ -1,4 +1,4 @@
-"""Tests at load that vLLM continues a request's earlier output as if vLLM had drawn it."""
+"""Tests at load that vLLM continues earlier output as if it had drawn that output."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 async def find_uncontinued(core: CheckedCore, info: RunnerInfo, adapter: int = 0) -> frozenset[str]:
-    """Find fields with which requests do not continue exactly; takes about 40 steps if output stays
-    output. `adapter` is the number of a loaded adapter, 0 without any. Raises ModelError if trials
-    never end, and vLLM's error if its core dies.
+    """Find fields with which requests do not continue exactly, in about 40 steps if output stays
+    output. `adapter` is a loaded adapter's number, or 0. Raises ModelError if trials never end, and
+    vLLM's error if its core dies.
     """
     if info.embedding is not None:
         return frozenset()

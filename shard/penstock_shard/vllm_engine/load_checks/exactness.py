@@ -1,5 +1,5 @@
 """Checks at load, for `--exact`, that vLLM's tokens and log-probabilities depend only on the
-request, as its batch invariance on NVIDIA's GPUs promises.
+request, as its batch invariance promises on NVIDIA's GPUs.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from penstock_shard.vllm_engine.load_checks.trials import (
     trial,
 )
 
-# Raise this when a change in this folder changes what requests draw from.
+# Raise this when a change in this folder changes the distributions that requests draw from.
 _REVISION = 1
 _DIGEST_BYTES = 16
 _DRAWN = SamplingParams(temperature=1.0, seed=5)
 
 
 async def check_bits(core: CheckedCore, info: RunnerInfo) -> None:
-    """Try a request alone, among others, and as a continuation after a cut. Raises ModelError if a
-    token or the bits of a log-probability differ.
+    """Try a request alone, among others, and continued after a cut. Raises ModelError if a token or
+    a log-probability's bits differ.
     """
     if not core.keeps_output:
         raise ModelError("--exact: this vLLM's model runner does not go on from output")
@@ -47,7 +47,7 @@ async def check_bits(core: CheckedCore, info: RunnerInfo) -> None:
 
 
 def fingerprint(info: RunnerInfo, facts: dict[str, Any]) -> str:
-    """Return 32 hex digits (blake2b-128) of everything that decides the bits of vLLM's results."""
+    """Return 32 hex digits (blake2b-128) of all that decides the bits of vLLM's results."""
     told = {
         **facts,
         "weights": info.weights_hash,

@@ -1,4 +1,4 @@
-"""Trial requests for a core at load, before it gets other requests."""
+"""Trial requests for a core at load."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from penstock_shard.vllm_engine.bridge import Core
 from penstock_shard.vllm_engine.requests import core_id, core_request
 
 GREEDY = SamplingParams(temperature=0.0)
-# The number of tokens of a trial, and the number after which it is cut. Its prompt is longer than a
-# block, so the part after the cut finds a cached prefix.
+# Tokens of a trial, and tokens before the cut. The prompt is longer than a block, so the part after
+# the cut finds a cached prefix.
 LENGTH, CUT = 16, 7
-# The time limit in seconds, with compilation of kernels.
+# The time limit in seconds, with kernels' compilation.
 _MOST_S = 300.0
 
 
 class CheckedCore(Core, AdaptedCore, Protocol):
-    """A core whose requests can be preempted, and that takes adapters."""
+    """A core with adapters that can preempt requests."""
 
     async def preempt_all(self) -> None: ...
 
 
 @contextlib.asynccontextmanager
 async def bounded() -> AsyncIterator[None]:
-    """Raise ModelError if the trials inside the context never end."""
+    """Raise ModelError if trials in the context never end."""
     try:
         async with asyncio.timeout(_MOST_S):
             yield
@@ -45,7 +45,7 @@ async def bounded() -> AsyncIterator[None]:
 def trial(
     info: RunnerInfo, name: str, sampling: SamplingParams, num_more: int = 8, **more: Any
 ) -> Request:
-    """Return a request whose prompt is `num_more` tokens longer than a block."""
+    """Make a request with a prompt that is `num_more` tokens longer than a block."""
     size = min(info.block_size + num_more, info.max_model_len - LENGTH - 1)
     prompt = array("I", [(7 * i) % min(info.vocab_size, 97) for i in range(size)])
     return Request(
@@ -59,7 +59,7 @@ def trial(
 
 
 def cut(request: Request, token_ids: list[int]) -> Request:
-    """Return the request that continues `request` after its first `CUT` tokens."""
+    """Make the request that continues `request` after `CUT` tokens."""
     output = array("I", token_ids[:CUT]).tobytes()
     return msgspec.structs.replace(request, attempt=1, output=output)
 
@@ -67,8 +67,8 @@ def cut(request: Request, token_ids: list[int]) -> Request:
 async def run_trials(
     core: CheckedCore, requests: Mapping[str, Request], adapter: int = 0, *, preempts: bool = False
 ) -> dict[str, list[int]]:
-    """Return the tokens of each request; with `preempts`, all requests are preempted after their
-    first token.
+    """Return the tokens of each request. If `preempts`, preempt all requests after their first
+    token.
     """
     scored = await run_scored(core, requests, adapter, preempts=preempts)
     return {name: [token_id for token_id, _ in each] for name, each in scored.items()}
@@ -77,8 +77,8 @@ async def run_trials(
 async def run_scored(
     core: CheckedCore, requests: Mapping[str, Request], adapter: int = 0, *, preempts: bool = False
 ) -> dict[str, list[tuple[int, bytes]]]:
-    """Run requests like `run_trials`; return each token with the bits of its log-probability, if
-    the request asks for it.
+    """Run requests like `run_trials`; return each token with its log-probability's bits, if asked
+    for.
     """
     news: dict[str, list[tuple[int, bytes]]] = {name: [] for name in requests}
     left = {core_id(each.request_id, each.attempt): name for name, each in requests.items()}

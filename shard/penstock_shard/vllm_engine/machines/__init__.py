@@ -1,3 +1,1 @@
-"""A model over several machines: their connections, and the process on machines other than
-machine 0.
-"""
+"""A model over several machines: their connections, and the process on all except machine 0."""

@@ -1,7 +1,7 @@
 """Ends the vLLM workers of all machines of a model if one machine is gone.
 
-Each other machine holds a silent connection to machine 0, whose end tells both sides. vLLM's
-workers would otherwise wait for ever.
+Each other machine holds a silent connection to machine 0. When it ends, both sides know. Otherwise
+vLLM's workers would wait forever.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _RETRY_S = 1.0
 
 
 def listening_port(master_port: int) -> int:
-    """Return machine 0's port for these connections: the one after vLLM's own."""
+    """Return machine 0's port, the next after vLLM's own."""
     return master_port + 1
 
 
@@ -46,7 +46,7 @@ def await_losses(port: int, on_lost: Callable[[str], None]) -> socket.socket:
 
 
 def hold_connection(host: str, port: int, on_lost: Callable[[], None]) -> None:
-    """Connect to machine 0, and wait until it accepts. Another thread calls `on_lost` when it is
+    """Wait until machine 0 accepts a connection. Another thread calls `on_lost` when the machine is
     gone.
     """
     while True:
@@ -65,7 +65,7 @@ def hold_connection(host: str, port: int, on_lost: Callable[[], None]) -> None:
 
 
 def _wait_for_end(connection: socket.socket) -> None:
-    # A machine that loses its power sends nothing, so it counts as gone after 30 s.
+    # A machine without power sends nothing; it counts as gone after 30 s.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

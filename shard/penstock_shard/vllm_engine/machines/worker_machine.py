@@ -1,8 +1,7 @@
-"""The process of a machine, other than machine 0, with some of vLLM's workers. It serves no
-requests.
+"""The process on machines other than machine 0, with some of vLLM's workers. It serves no requests.
 
-`server/vllm_node.py` starts it with one end of a socket pair. It ends with its starter, with
-machine 0's engine and with its workers.
+`server/vllm_node.py` starts it with one end of a socket pair. It ends when its starter, machine 0's
+engine or one of its workers ends.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    """Compute for machine 0 until a worker ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     link = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
