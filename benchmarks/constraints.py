@@ -44,7 +44,7 @@ from penstock_client import (
     SamplingParams,
     ShardClient,
 )
-from penstock_shard.ipc.request import Constraint as EngineConstraint
+from penstock_proto.types import Constraint as EngineConstraint
 from penstock_shard.structured_output.compiler import Compiler
 from penstock_shard.structured_output.refusal import ConstraintRefused
 

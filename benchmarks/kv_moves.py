@@ -31,8 +31,8 @@ from support.processes import Shard, free_port, running
 
 from penstock_client import GenerationRequest, SamplingParams, ShardClient
 from penstock_client.rpc import proto_codec
-from penstock_client.types import Attempt
 from penstock_proto.shard_pb2_grpc import ShardStub
+from penstock_proto.types import Attempt
 
 _GIVEN = 8
 

@@ -20,7 +20,7 @@ from benchmarks.agents_bench.found import found_by_all, known_after, steps_of
 from benchmarks.agents_bench.trace import Habits, Session, Text, Turn, samples, token_ids
 from penstock_client.load_balancing.base import Candidate, Decision, Policy
 from penstock_client.load_balancing.policies import make_policy
-from penstock_client.types import GenerationRequest
+from penstock_proto.types import GenerationRequest
 from penstock_router.generation.tool_pauses import ToolPauses
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.worker.base import Batch

@@ -21,17 +21,16 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Self, cast
 
-import numpy as np
 import uvloop
 
 from benchmarks.split_bench.load import lengths, sampling_fields
 from benchmarks.split_bench.steps import STEPS_VARIABLE, measure_engine
 from penstock_client import Fleet
-from penstock_client.errors import NotServed, ShardFailed
 from penstock_client.rpc import proto_codec
 from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_client.rpc.shard_client import new_request_id
-from penstock_client.types import (
+from penstock_proto.errors import NotServed, ShardFailed
+from penstock_proto.types import (
     EmbeddingRequest,
     FinishReason,
     GenerationRequest,
@@ -40,9 +39,8 @@ from penstock_client.types import (
     PixelSource,
     SamplingParams,
     ShardInfo,
+    Submission,
 )
-from penstock_proto import shard_pb2 as pb
-from penstock_proto.fields import scalar_fields
 from penstock_router import workers
 from penstock_router.cli import parse_config as parse_router_config
 from penstock_shard.checkpoint.tokenizer_files import tokenizer_hash
@@ -55,7 +53,7 @@ from penstock_shard.engine.loop import EngineLoop
 from penstock_shard.ipc import messages
 from penstock_shard.model_loader.load_runner import LoadedRunner, load_runner
 from penstock_shard.server import proto_codec as shard_codec
-from penstock_shard.server.validation import IncomingRequest, check
+from penstock_shard.server.validation import check
 
 TOKENS_ONLY_VARIABLE = "PENSTOCK_BENCH_TOKENS_ONLY"
 
@@ -163,8 +161,8 @@ class InProcessFleet:
         """Raises `penstock_shard.server.validation.Refusal`, which the router does not know."""
         assert self._engine.loaded is not None
         stream = GenerationStream(new_request_id(), 0, 0, self._cancel)
-        incoming = _incoming(request, stream.request_id)
-        submit = check(incoming, self._engine.loaded.runner.info, self._engine.config)
+        submission = Submission(stream.request_id, request)
+        submit = check(submission, self._engine.loaded.runner.info, self._engine.config)
         self._streams[stream.request_id] = stream
         self._engine.inbox.put(messages.Inbox([submit], []))
         return stream
@@ -199,24 +197,6 @@ class InProcessFleet:
                 stream.fail(ShardFailed(output.error.message))
             else:
                 stream.feed(_output(output))
-
-
-def _incoming(request: GenerationRequest, request_id: str) -> IncomingRequest:
-    return IncomingRequest(
-        request_id=request_id,
-        attempt=0,
-        prompt=np.array(request.prompt_token_ids, dtype="<u4"),
-        output=np.array(request.output_token_ids, dtype="<u4"),
-        model=request.model,
-        **{
-            name: getattr(request.sampling, name)
-            for name in scalar_fields(pb.SamplingParams.DESCRIPTOR)
-        },
-        max_tokens=request.max_tokens,
-        min_tokens=request.min_tokens or 0,
-        stop_token_ids=np.array(request.stop_token_ids, dtype="<u4"),
-        ignore_eos=request.ignore_eos,
-    )
 
 
 def _output(output: messages.Output) -> Output:

@@ -20,13 +20,13 @@ from penstock_cli.arguments import (
     shard_tls,
 )
 from penstock_cli.router_errors import ASK_AS_ROUTER, SHARD_NEEDS_KEY, reason, refusal
-from penstock_client.errors import PenstockError, Unauthenticated
 from penstock_client.rpc.shard_client import ShardClient
-from penstock_client.types import LoadReport, ShardInfo
 from penstock_common.logs import escape
 from penstock_common.shared_flags import API_KEY, SHARD_API_KEY, SHARD_PORT, add_api_key
 from penstock_common.tls import Tls
+from penstock_proto.errors import PenstockError, Unauthenticated
 from penstock_proto.transport import SPEAKS_HTTP
+from penstock_proto.types import LoadReport, ShardInfo
 
 _TIMEOUT_S = 10.0
 # (name, value)

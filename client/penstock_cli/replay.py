@@ -23,13 +23,13 @@ from penstock_cli.arguments import (
     shard_tls,
 )
 from penstock_client.audit_log import AuditRecord, read_audit, read_key
-from penstock_client.errors import PenstockError
 from penstock_client.fleet.fleet import Fleet
 from penstock_client.fleet.shard_state import ShardState
-from penstock_client.types import FinishReason, GenerationRequest, Objective, ShardInfo
 from penstock_common.logs import escape
-from penstock_common.request_bounds import GREEDY_TEMPERATURE
 from penstock_common.shared_flags import SHARD_API_KEY, add_api_key
+from penstock_proto.errors import PenstockError
+from penstock_proto.limits import GREEDY_TEMPERATURE
+from penstock_proto.types import FinishReason, GenerationRequest, Objective, ShardInfo
 
 _DESCRIPTION = """\
 Generate again what an audit log recorded, and compare token by token. Exit status: 0 when every

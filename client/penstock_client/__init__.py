@@ -15,7 +15,7 @@ not wait for gRPC.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from penstock_client.errors import *  # noqa: F403
+from penstock_proto.errors import *  # noqa: F403
 
 if TYPE_CHECKING:
     from penstock_client.fleet.failover import Patience as Patience
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from penstock_client.rpc.generation_stream import GenerationStream as GenerationStream
     from penstock_client.rpc.shard_client import ShardClient as ShardClient
     from penstock_client.rpc.sync_client import SyncShardClient as SyncShardClient
-    from penstock_client.types import *  # noqa: F403
     from penstock_common.tls import Tls as Tls
     from penstock_common.tls import TlsFilesUnusable as TlsFilesUnusable
+    from penstock_proto.types import *  # noqa: F403
 else:
     # Names outside `types` -> their modules.
     _HOMES = {
@@ -43,4 +43,4 @@ else:
     }
 
     def __getattr__(name):
-        return getattr(import_module(_HOMES.get(name, "penstock_client.types")), name)
+        return getattr(import_module(_HOMES.get(name, "penstock_proto.types")), name)

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock_client.dataclass_json import compact_json, from_plain, plain_ids, require, to_plain
-from penstock_client.types import FinishReason, GenerationRequest
+from penstock_proto.types import FinishReason, GenerationRequest
 
 logger = logging.getLogger(__name__)
 

@@ -114,7 +114,7 @@ def _dataclass_from(of: type, value: Any, where: str) -> Any:
     }
     try:
         return of(**given)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from None
 
 

@@ -4,11 +4,11 @@ and a shard refuses them by the same reading of what `GetInfo` tells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock_common.request_bounds import GREEDY_TEMPERATURE
+from penstock_proto.types import FieldBound, GenerationRequest
 
 # Fields that need a capability of the same name unless they have this value, which changes nothing.
 # Filters that every shard has (temperature, top-k and the like) are not listed.
@@ -31,29 +31,6 @@ _NEUTRAL: Mapping[str, object] = {
 _NEUTRAL_WHEN_EMPTY = (
     *("logit_bias", "bad_words", "allowed_token_ids", "logprob_token_ids", "images"),
 )
-# Numbers that came over the wire were rounded to 32 bits.
-_ROUNDING = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class FieldBound:
-    """Bound of what an engine honours of a field, where that is less than the wire allows: a
-    number's least value beside 0 and its most, or the most entries of a list.
-    """
-
-    field: str
-    most: float
-    least: float = 0.0
-
-    def holds(self, value: object) -> bool:
-        """Tell whether the engine takes this value of the field."""
-        size = _size_of(value)
-        if size < GREEDY_TEMPERATURE:
-            return True
-        return self.least * (1 - _ROUNDING) <= size <= self.most * (1 + _ROUNDING)
-
-    def __str__(self) -> str:
-        return f"0, or {self.least:g} to {self.most:g}" if self.least else f"at most {self.most:g}"
 
 
 class Serves(Protocol):
@@ -87,22 +64,21 @@ class Unserved:
 
 
 class Asked:
-    """Fields that a request asks an engine to honour. `value_of` gives its fields by name, None
-    where it says nothing; `constraint` is the kind of its constraint.
+    """Fields that a request asks an engine to honour; `has_output` if there is output besides what
+    it brings.
     """
 
-    def __init__(
-        self, value_of: Callable[[str], Any], *, constraint: str, is_continued: bool
-    ) -> None:
-        self._value_of = value_of
-        self._is_continued = is_continued
-        self._fields: dict[str, object] = {constraint: "a constraint"} if constraint else {}
+    def __init__(self, request: GenerationRequest, *, has_output: bool = False) -> None:
+        self._parts = (request, request.sampling, request.objective)
+        self._is_continued = has_output or bool(len(request.output_token_ids))
+        constraint = request.constraint
+        self._fields: dict[str, object] = {constraint.kind: "a constraint"} if constraint else {}
         for name, neutral in _NEUTRAL.items():
-            value = value_of(name)
+            value = self._value_of(name)
             if value is not None and value != neutral:
                 self._fields[name] = value
         for name in _NEUTRAL_WHEN_EMPTY:
-            if len(value := value_of(name)):
+            if len(value := self._value_of(name)):
                 self._fields[name] = value
 
     def unserved_by(self, engine: Serves) -> Unserved | None:
@@ -118,9 +94,9 @@ class Asked:
                 return Unserved(bound.field, _told(value), str(bound))
         return None
 
-
-def _size_of(value: Any) -> float:
-    return len(value) if isinstance(value, Sized) else float(value)
+    def _value_of(self, name: str) -> Any:
+        """The field's value, wherever in the request it is; None if the request says nothing."""
+        return next((getattr(part, name) for part in self._parts if hasattr(part, name)), None)
 
 
 def _told(value: object) -> str:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 from typing import ClassVar
 
-import penstock_client.errors as client_errors
+import penstock_proto.errors as client_errors
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from penstock_client.fleet.allowed_networks import Ip
-from penstock_client.types import (
+from penstock_proto.types import (
     AttemptRecord,
     EmbeddingRequest,
     GenerationRequest,

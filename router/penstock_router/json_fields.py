@@ -18,14 +18,13 @@ from typing import Any
 
 import msgspec
 
+from penstock_proto.limits import Range
 from penstock_router.errors import BadRequest
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 UINT32_MAX = 2**32 - 1
 FLOAT_MAX = sys.float_info.max
-# The largest float32, the type that shards use.
-FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 JsonObject = dict[str, Any]
 # (name, value) -> value, or `BadRequest`.
@@ -294,6 +293,15 @@ def number(low: float, high: float, *, above_low: bool = False, below_high: bool
     schema["exclusiveMinimum" if above_low else "minimum"] = low
     schema["exclusiveMaximum" if below_high else "maximum"] = high
     return Kind(read, schema)
+
+
+def within(allowed: Range) -> Kind:
+    """A number that a shard takes."""
+    return number(allowed.low, allowed.high, above_low=allowed.above_low)
+
+
+def integers_within(allowed: Range) -> Kind:
+    return integer(int(allowed.low), int(allowed.high))
 
 
 def _read_boolean(name: str, value: Any) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from penstock_client.types import Constraint, Retain
+from penstock_proto.types import Constraint, Retain
 from penstock_router.argument_kinds import outline
 
 # A message as chat templates expect it: without nulls, and with one string as its content. With

@@ -13,7 +13,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from penstock_common.flags import flag, short, size, size_with_unit
-from penstock_common.request_bounds import MAX_ADAPTER_NAME_CHARACTERS
 from penstock_common.shared_flags import (
     OBSERVING,
     SHARD_API_KEY,
@@ -22,6 +21,7 @@ from penstock_common.shared_flags import (
     key,
     model_name,
 )
+from penstock_proto.limits import MAX_ADAPTER_NAME_CHARACTERS
 
 _ALL_ADDRESSES = ("", "0.0.0.0", "::")
 _count = functools.partial(flag, at_least=1)

@@ -7,7 +7,8 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock_shard.ipc.request import Pooling, Request
+from penstock_proto.types import Pooling
+from penstock_shard.ipc.request import Request
 
 if TYPE_CHECKING:
     from penstock_shard.ipc.logprobs import Logprobs

@@ -22,8 +22,8 @@ from support.streams import mixed_request, run_whole
 
 from penstock_client import Fleet, GenerationRequest, SamplingParams
 from penstock_client.rpc import proto_codec
-from penstock_client.types import Attempt
 from penstock_proto.shard_pb2_grpc import ShardStub
+from penstock_proto.types import Attempt
 
 _KEY = "what clients do not know"
 _FLAGS = (

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "router"))
 import unit.router.router_doubles as doubles
 
 from penstock_client.rpc.generation_stream import GenerationStream
-from penstock_client.types import FinishReason, GenerationRequest, Output
+from penstock_proto.types import FinishReason, GenerationRequest, Output
 from penstock_router.text.formats.registry import FORMATS
 from penstock_router.text.stop_strings import beginning
 

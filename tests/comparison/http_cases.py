@@ -17,7 +17,7 @@ from support.streams import CONSTRAINTS
 from penstock_router.json_fields import Table, Use
 from penstock_router.routes.table import ROUTES as SERVED
 
-_WRITTEN = {constraint.kind.value: constraint.value for constraint in CONSTRAINTS}
+_WRITTEN = {constraint.kind: constraint.value for constraint in CONSTRAINTS}
 _SCHEMA = json.loads(_WRITTEN["json_schema"])
 _OPTIONS = ["a short one", "and one that is longer"]
 # Ids of special tokens, and one that is not.

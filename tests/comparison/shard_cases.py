@@ -120,7 +120,7 @@ def _sampling_cases(output: Sequence[int]) -> dict[str, Case]:
 def _constraint_cases() -> dict[str, Case]:
     cases = {}
     for constraint in CONSTRAINTS:
-        kind = constraint.kind.value
+        kind = constraint.kind
         told = {"kind": kind, "value": constraint.value, "options": list(constraint.options)}
         name = f"constraint.{kind}.options" if kind == "choice" else f"constraint.{kind}"
         cases[name] = Case({"constraint": told})

@@ -79,7 +79,7 @@ _OF_THE_WIRE = {
         "generate sampling.bad_words.token_ids",
     ),
     "a field that the shard forgets": Plant(
-        (("        min_tokens=incoming.min_tokens,\n", ""),), "generate stop.min_tokens"
+        (("        min_tokens=asked.min_tokens or 0,\n", ""),), "generate stop.min_tokens"
     ),
 }
 _OF_THE_ROUTER = {

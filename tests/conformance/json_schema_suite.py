@@ -17,8 +17,8 @@ from llguidance import LLMatcher
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 import penstock_shard
+from penstock_proto.types import Constraint
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output.compiler import Compiler
 from penstock_shard.structured_output.refusal import ConstraintRefused
 

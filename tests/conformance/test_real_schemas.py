@@ -14,7 +14,7 @@ from support.budget import budget, seeded
 from support.compilers import plain_compiler
 from support.distinct_walks import Walker, text_of
 
-from penstock_shard.ipc.request import Constraint
+from penstock_proto.types import Constraint
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 # Tokens from which on a walk ends where it may.

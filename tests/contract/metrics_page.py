@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
 
-from penstock_client.types import LoadReport
 from penstock_common.certificates.expiry import CertificateDates
 from penstock_common.metric_aliases import SETS
+from penstock_proto.types import LoadReport
 from penstock_router.fleet import ShardState
 from penstock_router.observe.ended_request_metrics import RequestMetrics
 from penstock_router.observe.fleet_metrics import FleetCollector

@@ -19,7 +19,7 @@ ALLOWED_PACKAGES = {
     "penstock_proto": ("penstock_common",),
     "penstock_client": ("penstock_proto", "penstock_common"),
     "penstock_cli": ("penstock_client", "penstock_proto", "penstock_common"),
-    "penstock_router": ("penstock_client", "penstock_common"),
+    "penstock_router": ("penstock_client", "penstock_proto", "penstock_common"),
     "penstock_shard": ("penstock_proto", "penstock_common"),
 }
 # Of the router, besides routes/.
@@ -126,6 +126,34 @@ print(*sorted(loaded & {{*{TENSORS}, *{absent}}}))
     assert (result.stderr, result.stdout.strip(), result.returncode) == ("", "", 0)
 
 
+WITH_FEW_PACKAGES = (
+    *("penstock_proto.types", "penstock_proto.limits", "penstock_proto.errors"),
+    *("penstock_shard.ipc.messages", "penstock_shard.ipc.child_process"),
+)
+
+
+@pytest.mark.parametrize("module", WITH_FEW_PACKAGES)
+def test_the_wires_types_and_ipc_need_msgspec_and_numpy_only(module: str) -> None:
+    # The environment of a foreign engine has nothing else.
+    program = f"""
+import sys
+
+class Few:
+    def find_spec(self, name, path=None, target=None):
+        top = name.partition(".")[0]
+        known = top in sys.stdlib_module_names or top in ("msgspec", "numpy")
+        if not known and not top.startswith("penstock_"):
+            raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
+
+sys.meta_path.insert(0, Few())
+import {module}
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (result.stderr, result.returncode) == ("", 0)
+
+
 # ---- the rules, each shown to catch what it is there for -------------------------------------
 
 
@@ -133,9 +161,8 @@ print(*sorted(loaded & {{*{TENSORS}, *{absent}}}))
     "modules",
     [
         doctored(penstock_router__app="import penstock_shard.engine.engine"),
-        doctored(penstock_router__app="from penstock_proto import SCHEMA_REVISION"),
-        doctored(penstock_client__types="from penstock_cli.gpus import gpus"),
-        doctored(penstock_client__types="def late():\n    import penstock_router.app"),
+        doctored(penstock_client__audit_log="from penstock_cli.gpus import gpus"),
+        doctored(penstock_client__audit_log="def late():\n    import penstock_router.app"),
         doctored(penstock_shard__server__app="from penstock_client import Fleet"),
         doctored(penstock_proto__transport="import penstock_client"),
     ],
@@ -148,7 +175,7 @@ def test_an_import_of_a_package_above_is_found(modules: Modules) -> None:
     "modules",
     [
         doctored(penstock_client__rpc__sync_client="from penstock_proto import shard_pb2 as pb"),
-        doctored(penstock_client__types="import penstock_proto.shard_pb2_grpc"),
+        doctored(penstock_client__audit_log="import penstock_proto.shard_pb2_grpc"),
         doctored(penstock_shard__server__app="from penstock_proto.shard_pb2_grpc import ShardStub"),
         doctored(penstock_router__app="from penstock_proto.shard_pb2 import Output"),
     ],

@@ -107,7 +107,7 @@ FAULTS = [
     Fault(
         "A suspect is one request among others",
         "ShardServicer._submit",
-        left_out("suspect=incoming.suspect"),
+        left_out("suspect=submission.attempt.suspect"),
         caught_by="test_the_deadline_the_caller_and_the_suspicion_are_passed_on",
     ),
     Fault(

@@ -8,12 +8,11 @@ import pytest
 from support.compilers import LIMITS
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from penstock_client.types import Constraint, ConstraintKind
+from penstock_proto.types import Constraint, ConstraintKind
 from penstock_router.request import ChatRequest, Tool, ToolChoice
 from penstock_router.text.answer_constraint import answer_constraint
 from penstock_router.text.formats.registry import FORMATS
 from penstock_router.text.reasoning import STYLES
-from penstock_shard.ipc.request import Constraint as ShardConstraint
 from penstock_shard.structured_output.compiler import Compiler
 
 THINK, HERMES = STYLES["think"], FORMATS["hermes"]
@@ -56,12 +55,12 @@ def compiler(tokenizer: Tokenizer) -> Compiler:
     return Compiler(data, tokenizer.get_vocab_size(), [0], LIMITS)
 
 
-def made(options: dict[str, Any], *, begun: bool = False, **names: Any) -> ShardConstraint:
+def made(options: dict[str, Any], *, begun: bool = False, **names: Any) -> Constraint:
     asked = ChatRequest(messages=[], **options)
     tool_format, style = names.get("tool_format", HERMES), names.get("style", THINK)
     constraint = answer_constraint(asked, tool_format, style, begun=begun)
     assert constraint is not None
-    return ShardConstraint(constraint.kind.value, constraint.value, tuple(constraint.options))
+    return constraint
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ import psutil
 import pytest
 from support.processes import is_alive, wait_until
 
+from penstock_proto.types import Constraint
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output import checker as checker_module
 from penstock_shard.structured_output.check_messages import Answer, Check, patience_s
 from penstock_shard.structured_output.checker import (

@@ -21,6 +21,7 @@ from support.families.family import Family
 from support.random_calls import format_of, style_of, text_of, token_marks, written_calls
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from penstock_proto.types import Constraint
 from penstock_router.request import ChatRequest, Tool, ToolChoice
 from penstock_router.text.answer_constraint import answer_constraint
 from penstock_router.text.answer_pieces import Piece, PieceKind, join_pieces
@@ -30,7 +31,6 @@ from penstock_router.text.marks import MarkingDetokenizer
 from penstock_router.text.model_conventions import Conventions
 from penstock_router.text.tokenizer import Tokenizer as RouterTokenizer
 from penstock_router.text.tokenizer import load_tokenizer
-from penstock_shard.ipc.request import Constraint as ShardConstraint
 from penstock_shard.structured_output.compiler import Compiler
 
 each_family = pytest.mark.parametrize("family", FAMILIES, ids=[one.format for one in FAMILIES])
@@ -104,13 +104,13 @@ class Model:
         self.closing = {fast.encode(text).ids[0] for text in "\"'}])<\n"}
         self.usual = {vocabulary[text] for text in alphabet if text.isascii()}
 
-    def constraint(self, **options: Any) -> ShardConstraint:
+    def constraint(self, **options: Any) -> Constraint:
         """What a shard gets with a request."""
         asked = ChatRequest(messages=[], tools=TOOLS, **options)
         # The reasoning is over: the prompt has ended it.
         made = answer_constraint(asked, self.conventions.tool_format, None)
         assert made is not None
-        return ShardConstraint(made.kind.value, made.value, tuple(made.options))
+        return made
 
     def read(self, token_ids: Sequence[int], bundle: int) -> list[Piece]:
         """The answer's pieces as the router reads them."""
@@ -136,7 +136,7 @@ def model_of(family: Family) -> Model:
     return Model(family)
 
 
-def drawn(rng: random.Random, model: Model, constraint: ShardConstraint) -> list[int] | None:
+def drawn(rng: random.Random, model: Model, constraint: Constraint) -> list[int] | None:
     """An answer's tokens, drawn from the masks; None where it does not end in time."""
     matcher = model.compiler.compile(constraint)
     mask = allocate_token_bitmask(1, model.size)

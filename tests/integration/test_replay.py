@@ -22,7 +22,7 @@ from penstock_client import (
     ThinkingBudget,
 )
 from penstock_client.audit_log import AuditLog, AuditRecord
-from penstock_client.types import FinishReason
+from penstock_proto.types import FinishReason
 
 REQUESTS = 12
 NUMBERS = Constraint(ConstraintKind.REGEX, "([0-9]{2} ){5,30}")

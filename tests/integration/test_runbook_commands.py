@@ -20,8 +20,8 @@ from integration.test_metrics import program
 from support.processes import Router, Shard, running, wait_until
 
 from penstock_client.audit_log import AuditLog, AuditRecord
-from penstock_client.types import GenerationRequest
 from penstock_common.logs import JsonFormatter
+from penstock_proto.types import GenerationRequest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "runbook.md").read_text("utf-8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)

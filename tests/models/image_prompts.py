@@ -13,9 +13,9 @@ from models.driver import make_sequence
 from models.tiny_vision import Picture, generate, random_picture
 
 from penstock_common.image_digest import image_digest
+from penstock_proto.types import PromptImage
 from penstock_shard.images.families import family_of
 from penstock_shard.images.image_processor import ImageProcessor
-from penstock_shard.ipc.request import PlacedImage
 from penstock_shard.model_loader.transformers_loader import load_config
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.model_runner import ModelRunner
@@ -34,7 +34,7 @@ class Asked:
 
     token_ids: list[int]
     pictures: Seq[Picture]
-    placed: tuple[PlacedImage, ...]
+    placed: tuple[PromptImage, ...]
     expected: list[int]
 
     def sequence(self, **fields: Any) -> Sequence:
@@ -70,7 +70,9 @@ def ask(
             made = whole.model.get_image_features(**inputs[-1], return_dict=True).pooler_output
         rows = sum(part.reshape(-1, part.shape[-1]).shape[0] for part in made)
         digest = image_digest(picture.width, picture.height, picture.pixels)
-        placed.append(PlacedImage(digest, picture.width, picture.height, len(token_ids), rows))
+        placed.append(
+            PromptImage(digest.hex(), picture.width, picture.height, len(token_ids), rows)
+        )
         token_ids += [image_id] * rows
     token_ids += [rng.choice(words) for _ in range(5)]
     expected = generate(whole, token_ids, together(inputs), num_tokens)

@@ -27,15 +27,10 @@ from support.drafters import FickleOracle, Oracle, named
 from support.engines import make_request, packed, runner_info
 from torch import Tensor
 
-from penstock_shard.ipc.codes import Code
+from penstock_proto.errors import Code
+from penstock_proto.types import Constraint, ThinkingBudget
 from penstock_shard.ipc.messages import Output
-from penstock_shard.ipc.request import (
-    Constraint,
-    FinishReason,
-    Request,
-    SamplingParams,
-    ThinkingBudget,
-)
+from penstock_shard.ipc.request import FinishReason, Request, SamplingParams
 from penstock_shard.models.base import ForwardOutput
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.structured_output.matcher_state import MaskFiller

@@ -20,8 +20,9 @@ from support.constrained_engines import ConstrainedEngine, constrained, text, to
 from support.engines import changed
 from support.random_schemas import random_schema
 
+from penstock_proto.types import Constraint, ThinkingBudget
 from penstock_shard.ipc.messages import Output
-from penstock_shard.ipc.request import Constraint, FinishReason, ThinkingBudget
+from penstock_shard.ipc.request import FinishReason
 from penstock_shard.sequence import Sequence
 from penstock_shard.structured_output.matcher_state import ConstraintState, MaskFiller, allowed_ids
 from penstock_shard.worker.base import Runner

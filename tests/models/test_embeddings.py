@@ -21,10 +21,10 @@ from support.engines import changed, with_blocks
 from torch import Tensor
 from transformers import AutoModel, GPT2LMHeadModel
 
+from penstock_proto.types import Pooling
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.errors import ModelError
-from penstock_shard.ipc.request import Pooling
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.models.decoder.decoder import Decoder
 from penstock_shard.models.transformers.transformers_model import TransformersModel

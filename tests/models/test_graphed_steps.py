@@ -27,12 +27,13 @@ from support.drafters import FickleOracle, named
 from support.plans import batch_of
 from torch import Tensor
 
+from penstock_proto.types import PromptImage
 from penstock_shard.attention.sdpa import SdpaBackend
 from penstock_shard.distributed import parallel_model
 from penstock_shard.distributed.collectives import Ranks
 from penstock_shard.distributed.messages import Call, ToRank
 from penstock_shard.distributed.parallel_model import MirroredModel
-from penstock_shard.ipc.request import PlacedImage, SamplingParams
+from penstock_shard.ipc.request import SamplingParams
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.lora.lora import LoraBank, LoraLimits
 from penstock_shard.models.cuda_graphs import (
@@ -208,7 +209,7 @@ class _Grids:
     axis_of_frequencies = (0, 1, 2, 2)
     token_id = 7
 
-    def grid(self, salt: str, image: PlacedImage) -> tuple[int, int]:
+    def grid(self, salt: str, image: PromptImage) -> tuple[int, int]:
         return 1, image.num_tokens
 
 
@@ -224,9 +225,7 @@ def test_a_step_with_the_last_token_of_an_image_is_not_padded_for_a_graph(
     sequences = [make_sequence([1] * 20) for _ in range(3)]
     ids = [1] * 10 + [7] * 10
     seeing = make_sequence(ids)
-    seeing.request = msgspec.structs.replace(
-        seeing.request, images=[PlacedImage(b"", 1, 1, 10, 10)]
-    )
+    seeing.request = msgspec.structs.replace(seeing.request, images=[PromptImage("", 1, 1, 10, 10)])
     sequences[1] = seeing
     for slot, sequence in enumerate(sequences):
         sequence.slot = slot

@@ -19,6 +19,7 @@ from models.tiny_families import make_family
 from models.tiny_vision import NAMES, make_vision
 from support.budget import budget, in_soak
 
+from penstock_proto.errors import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine.create_engine import create_engine
 from penstock_shard.errors import ModelError
@@ -26,7 +27,6 @@ from penstock_shard.images.features import ImageFeatures
 from penstock_shard.images.image_encoder import ImageEncoder
 from penstock_shard.images.image_processor import ImageProcessor
 from penstock_shard.images.tower import Tower
-from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import ImageDrop, ImagePiece, Inbox, Output
 from penstock_shard.ipc.request import FinishReason
 from penstock_shard.model_loader.load_model_runner import load_model_runner

@@ -20,8 +20,9 @@ from models.sampling_reference import KINDS, OUTPUT, PROMPT, sampling_request
 from support.budget import in_soak
 from torch import Tensor
 
+from penstock_proto.types import Constraint
 from penstock_shard.attention.base import AttentionBatch
-from penstock_shard.ipc.request import Constraint, SamplingParams
+from penstock_shard.ipc.request import SamplingParams
 from penstock_shard.models.base import CausalModel, ForwardOutput, ImageInputs
 from penstock_shard.scheduler.rows import Row
 from penstock_shard.worker.base import StepOutOfMemory

@@ -29,16 +29,12 @@ async def test_streams_with_images_go_on_at_another_shard_with_the_tokens_of_tra
     ]
 
     def request_of(each: Asked) -> GenerationRequest:
-        images = [
-            PromptImage(own.digest.hex(), own.width, own.height, own.offset, own.num_tokens)
-            for own in each.placed
-        ]
         return GenerationRequest(
             each.token_ids,
             SamplingParams(temperature=0.0),
             max_tokens=_NUM_TOKENS,
             ignore_eos=True,
-            images=images,
+            images=each.placed,
         )
 
     async def pixels(image: PromptImage) -> bytes:

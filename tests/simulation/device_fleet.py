@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from penstock_client import Fleet
 from penstock_client.rpc.generation_stream import GenerationStream
-from penstock_client.types import Attempt, GenerationRequest, PixelSource, SamplingParams
+from penstock_proto.types import Attempt, GenerationRequest, PixelSource, SamplingParams
 from penstock_shard.config import ShardConfig
 from penstock_shard.server.kv.transfers import BlockTransfers
 from simulation.channel import MemoryConnector

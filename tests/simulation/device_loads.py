@@ -13,8 +13,8 @@ from typing import TypeVar
 from unittest.mock import patch
 
 from penstock_client.fleet.placement import moves, rebalancing
-from penstock_client.types import Objective, PromptImage
 from penstock_common.image_digest import image_digest
+from penstock_proto.types import Objective, PromptImage
 from simulation import virtual_time
 from simulation.device_fleet import DeviceFleet, Timeline, prompts, request_of
 from simulation.devices import H100, Device

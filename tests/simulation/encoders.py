@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock_common.clock import Clock
+from penstock_proto.types import PromptImage
 from penstock_shard.errors import ImageUnusable
-from penstock_shard.ipc.request import PlacedImage
 
 # In a prompt, for each token that stands for a part of an image.
 IMAGE_ID = 14
@@ -61,12 +61,12 @@ class SimulatedEncoder:
     def num_rows(self, digest: bytes) -> int | None:
         return self._num_rows.get(digest)
 
-    def has(self, salt: str | None, image: PlacedImage) -> bool:
+    def has(self, salt: str | None, image: PromptImage) -> bool:
         if salt is None:
             return True
         return self._done_at_s.get((salt, image.digest), float("inf")) <= self._clock()
 
-    def encode(self, salt: str | None, image: PlacedImage) -> bool:
+    def encode(self, salt: str | None, image: PromptImage) -> bool:
         if salt is None:
             return True
         key = salt, image.digest
@@ -80,7 +80,7 @@ class SimulatedEncoder:
             return True
         return False
 
-    def cancel(self, salt: str | None, image: PlacedImage) -> None:
+    def cancel(self, salt: str | None, image: PromptImage) -> None:
         """It goes on, as an image that has been begun."""
 
     def step_s(self, at_s: float, alone_s: float) -> float:

@@ -16,6 +16,7 @@ from support.compilers import EOS_IDS, VOCAB_SIZE, two_ended_compiler
 from support.engines import runner_info
 
 from penstock_common.clock import Clock
+from penstock_proto.types import Adapter
 from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.engine.create_engine import create_moves, create_scheduler
 from penstock_shard.engine.engine import Engine
@@ -25,7 +26,7 @@ from penstock_shard.engine.pending_images import PendingImages
 from penstock_shard.ipc.child_process import ChildProcess
 from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.messages import FromEngine, Inbox, Ready, Start, Started, ToEngine
-from penstock_shard.ipc.runner_info import Adapter, CacheGroup, RunnerInfo
+from penstock_shard.ipc.runner_info import CacheGroup, RunnerInfo
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.arena import Arena, namespace_of
 from penstock_shard.scheduler.slow_masks import SlowMasks

@@ -9,7 +9,7 @@ from support.compilers import two_ended_compiler
 from support.plans import batch_of
 
 from penstock_client.rpc import proto_codec
-from penstock_client.types import EmbeddingRequest, FinishReason, GenerationRequest, Logprobs
+from penstock_proto.types import EmbeddingRequest, FinishReason, GenerationRequest, Logprobs
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import logprobs as shard_logprobs
 from penstock_shard.scheduler.rows import Row
@@ -55,14 +55,14 @@ def expected_vectors(
 ) -> list[list[float]]:
     """The vectors that every shard of this kind must give."""
     runner, info = _runner(kind), info_of(kind)
-    incoming = shard_codec.incoming_embedding(proto_codec.embed_request(request, "expected", ""))
+    asked = shard_codec.embedding_request(proto_codec.embed_request(request, "expected", ""))
     response = shard_codec.EmbedResponse()
-    for each in check_embedding(incoming, info, "expected"):
+    for each in check_embedding(asked, "expected", info, "expected"):
         sequence = Sequence.of(each)
         count = len(sequence.token_ids)
         vector = _run(runner, Row(sequence, 0, count, samples=True)).embedding
         assert vector is not None
-        dimensions, normalize = incoming.dimensions, incoming.normalize
+        dimensions, normalize = asked.dimensions, bool(asked.normalize)
         shard_codec.add_embedding(response, vector, dimensions=dimensions, normalize=normalize)
     return proto_codec.embeddings(response)
 
@@ -80,8 +80,8 @@ def _runner(kind: EngineKind) -> FakeRunner:
 def _sequence(request: GenerationRequest, kind: EngineKind, config: ShardConfig) -> Sequence:
     adapters = tuple(adapter_of(name, source) for name, source in config.loras)
     info = dataclasses.replace(info_of(kind), adapters=adapters)
-    incoming = shard_codec.incoming(proto_codec.generate_request(request, "expected"))
-    sequence = Sequence.of(check(incoming, info, config))
+    submission = shard_codec.submission(proto_codec.generate_request(request, "expected"))
+    sequence = Sequence.of(check(submission, info, config))
     if sequence.request.constraint is not None:
         compiler, constraint = two_ended_compiler(), sequence.request.constraint
         matcher = compiler.compile(constraint)

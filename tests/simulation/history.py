@@ -16,7 +16,10 @@ from typing import Any
 
 from penstock_client import Fleet, Patience, ShardClient
 from penstock_client.audit_log import AuditRecord
-from penstock_client.errors import (
+from penstock_client.fleet.discovery import DnsSource
+from penstock_client.fleet.poison_requests import POISON_DEATHS, SUSPECT_DEATHS
+from penstock_client.rpc.generation_stream import GenerationStream
+from penstock_proto.errors import (
     DeadlineExceeded,
     NoShardAvailable,
     Overloaded,
@@ -24,10 +27,7 @@ from penstock_client.errors import (
     PoisonousRequest,
     ShardUnavailable,
 )
-from penstock_client.fleet.discovery import DnsSource
-from penstock_client.fleet.poison_requests import POISON_DEATHS, SUSPECT_DEATHS
-from penstock_client.rpc.generation_stream import GenerationStream
-from penstock_client.types import (
+from penstock_proto.types import (
     EmbeddingRequest,
     FinishReason,
     GenerationRequest,

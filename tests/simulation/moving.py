@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from penstock_client.types import EmbeddingRequest
+from penstock_proto.types import EmbeddingRequest
 from simulation.plan import Arrival, Plan, Trouble, draw
 
 _SHARED = 160

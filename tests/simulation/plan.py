@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from support.engines import CACHE_GROUPS
 
-from penstock_client.types import (
+from penstock_proto.types import (
     Constraint,
     ConstraintKind,
     EmbeddingRequest,

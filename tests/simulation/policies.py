@@ -29,7 +29,7 @@ from penstock_client.load_balancing.base import (
 )
 from penstock_client.load_balancing.held_pieces import HeldPieces
 from penstock_client.load_balancing.prefill_rate import PrefillRate
-from penstock_client.types import ClassLoad, GenerationRequest
+from penstock_proto.types import ClassLoad, GenerationRequest
 from penstock_shard.ipc.messages import Inbox, Output, Retention
 from penstock_shard.ipc.request import Objective, Request
 from penstock_shard.scheduler.step_budget import SchedulerLimits

@@ -12,17 +12,17 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from penstock_client import Fleet, ShardClient
-from penstock_client.errors import (
+from penstock_client.fleet.fleet_stream import FleetStream
+from penstock_client.rpc import proto_codec
+from penstock_client.rpc.generation_stream import GenerationStream
+from penstock_proto.errors import (
     DeadlineExceeded,
     PenstockError,
     PoisonousRequest,
     ShardUnavailable,
 )
-from penstock_client.fleet.fleet_stream import FleetStream
-from penstock_client.rpc import proto_codec
-from penstock_client.rpc.generation_stream import GenerationStream
-from penstock_client.types import Attempt, GenerationRequest, Objective, Output, SamplingParams
-from penstock_common.request_bounds import TRIAL_TOKENS
+from penstock_proto.limits import TRIAL_TOKENS
+from penstock_proto.types import Attempt, GenerationRequest, Objective, Output, SamplingParams
 from simulation.channel import MemoryConnector
 from simulation.engine import POISON_ID, EngineKind
 from simulation.expected import expected

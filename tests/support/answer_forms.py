@@ -6,8 +6,8 @@ import json
 
 from llguidance import LLMatcher, LLTokenizer
 
+from penstock_proto.types import Constraint
 from penstock_router.json_fields import JsonObject
-from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output.grammars import grammar_of
 
 _BYTES = LLTokenizer("byte")

@@ -10,8 +10,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 import penstock_shard
+from penstock_proto.types import Constraint
 from penstock_shard.config import ConstraintLimits, ShardConfig
-from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output.compiler import Compiler
 
 BUILTIN = Path(penstock_shard.__file__).with_name("builtin_model")

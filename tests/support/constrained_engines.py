@@ -7,11 +7,12 @@ import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
+from penstock_proto.types import Constraint
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.matchers import PendingMatchers
 from penstock_shard.ipc.messages import Output
-from penstock_shard.ipc.request import Constraint, Request
+from penstock_shard.ipc.request import Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.slow_masks import SlowMasks
 from penstock_shard.scheduler.step_budget import SchedulerLimits

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock_shard.ipc.request import Constraint
+from penstock_proto.types import Constraint
 from penstock_shard.structured_output.compiler import Compiler
 from penstock_shard.structured_output.matcher_state import ConstraintState, MaskFiller, allowed_ids
 from support.engines import make_request

@@ -11,13 +11,14 @@ from typing import Any
 
 import msgspec
 
+from penstock_proto.types import EmbeddingDefaults, Pooling
 from penstock_shard.engine.block_moves import BlockMoves
 from penstock_shard.engine.create_engine import create_moves, create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.messages import FromBlocks, Output
-from penstock_shard.ipc.request import Pooling, Request, SamplingParams
-from penstock_shard.ipc.runner_info import CacheGroup, EmbeddingDefaults, RunnerInfo, pools_for
+from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.ipc.runner_info import CacheGroup, RunnerInfo, pools_for
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.arena import Arena
 from penstock_shard.kv_transfer.disk_tier import DiskTier

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-from penstock_client.types import GenerationRequest, SamplingParams, ShardInfo
-from penstock_proto.features import Asked
+from penstock_proto.types import GenerationRequest, SamplingParams, ShardInfo
 
 
 def same_model(first: ShardInfo, second: ShardInfo) -> bool:
@@ -28,20 +26,6 @@ def same_numerics(first: ShardInfo, second: ShardInfo) -> bool:
     return bool(first.numerics_fingerprint) and (
         first.numerics_fingerprint == second.numerics_fingerprint
     )
-
-
-def asked_of(request: GenerationRequest, *, has_output: bool = False) -> Asked:
-    """List what the request asks an engine to honour; `has_output` if some of its output is there
-    besides what it brings.
-    """
-    parts = (request, request.sampling, request.objective)
-
-    def value_of(name: str) -> Any:
-        return next((getattr(part, name) for part in parts if hasattr(part, name)), None)
-
-    kind = request.constraint.kind.value if request.constraint is not None else ""
-    is_continued = has_output or bool(request.output_token_ids)
-    return Asked(value_of, constraint=kind, is_continued=is_continued)
 
 
 def complete_request(request: GenerationRequest, info: ShardInfo) -> GenerationRequest:

@@ -12,18 +12,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
-from penstock_client.errors import (
+from penstock_client.fleet.compatibility import same_model
+from penstock_client.fleet.shard_state import ShardState, serving
+from penstock_client.load_balancing.base import least_loaded
+from penstock_common.clock import Clock
+from penstock_proto.errors import (
     InvalidRequest,
     NoShardAvailable,
     NotServed,
     Overloaded,
     ShardUnavailable,
 )
-from penstock_client.fleet.compatibility import same_model
-from penstock_client.fleet.shard_state import ShardState, serving
-from penstock_client.load_balancing.base import least_loaded
-from penstock_client.types import EmbeddingRequest, ShardInfo
-from penstock_common.clock import Clock
+from penstock_proto.types import EmbeddingRequest, ShardInfo
 
 # The most inputs and tokens of one call; a single longer input is one call.
 _BATCH_INPUTS = 32

@@ -14,20 +14,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock_client.errors import (
-    DeadlineExceeded,
-    InvalidRequest,
-    NoShardAvailable,
-    NotServed,
-    Overloaded,
-    PenstockError,
-    ShardFailed,
-    ShardUnavailable,
-    Unauthenticated,
-    cause_of,
-)
 from penstock_client.fleet import request_checks as checks
-from penstock_client.fleet.compatibility import asked_of, same_adapter, same_model, same_numerics
+from penstock_client.fleet.compatibility import same_adapter, same_model, same_numerics
 from penstock_client.fleet.fleet_stream import FIRST_BACK_OFF_S, FleetStream
 from penstock_client.fleet.placement.image_puts import PIXELS, ImagePuts, given_up
 from penstock_client.fleet.placement.moves import Moves, Plan
@@ -43,7 +31,24 @@ from penstock_client.fleet.shard_state import ShardState, serving
 from penstock_client.load_balancing.base import Policy
 from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_client.rpc.shard_client import new_request_id
-from penstock_client.types import (
+from penstock_common.clock import Clock
+from penstock_common.tasks import run_lasting
+from penstock_common.tracing.spans import SpanContext
+from penstock_proto.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NoShardAvailable,
+    NotServed,
+    Overloaded,
+    PenstockError,
+    ShardFailed,
+    ShardUnavailable,
+    Unauthenticated,
+    cause_of,
+)
+from penstock_proto.features import Asked
+from penstock_proto.limits import TRIAL_TOKENS
+from penstock_proto.types import (
     Attempt,
     AttemptRecord,
     GenerationRequest,
@@ -51,11 +56,6 @@ from penstock_client.types import (
     PixelSource,
     random_seed,
 )
-from penstock_common.clock import Clock
-from penstock_common.request_bounds import TRIAL_TOKENS
-from penstock_common.tasks import run_lasting
-from penstock_common.tracing.spans import SpanContext
-from penstock_proto.features import Asked
 
 _MAX_BACK_OFF_S = 1.0
 # After sending for this long, give the event loop a turn.
@@ -330,7 +330,7 @@ class Continuations:
         """List the shards that may take a request now, with its output so far."""
         now_s, request = self._clock(), stream.request
         shards = serving(self._shards.values(), request.model, request.tokenizer_hash)
-        asked = asked_of(request, has_output=bool(stream.token_ids))
+        asked = Asked(request, has_output=bool(stream.token_ids))
         return [shard for shard in shards if self._fits(stream, asked, shard, now_s)]
 
     def _fits(self, stream: FleetStream, asked: Asked, shard: ShardState, now_s: float) -> bool:
@@ -560,7 +560,7 @@ class Continuations:
     def _last_words(self, stream: FleetStream) -> PenstockError:
         if stream.deadline_s is not None and self._clock() >= stream.deadline_s:
             return DeadlineExceeded("the request's deadline passed while it waited for a shard")
-        asked = asked_of(stream.request, has_output=bool(stream.token_ids))
+        asked = Asked(stream.request, has_output=bool(stream.token_ids))
         problems = "; ".join(
             f"{shard.address}: {shard.problem or checks.misfit(shard, asked)}"
             for shard in self._shards.values()

@@ -13,7 +13,6 @@ from contextlib import aclosing
 from typing import Self
 
 from penstock_client.audit_log import AuditLog, AuditRecord
-from penstock_client.errors import InvalidRequest, NoShardAvailable, ShardUnavailable
 from penstock_client.fleet.allowed_networks import Ip, is_loopback
 from penstock_client.fleet.compatibility import complete_request
 from penstock_client.fleet.discovery import Source, StaticSource, check_address, parse_source
@@ -32,17 +31,18 @@ from penstock_client.fleet.retentions import Retentions
 from penstock_client.fleet.shard_state import ShardState, ShardWatch, check_served, serving
 from penstock_client.load_balancing.base import DEFAULT_ALLOWANCE_S
 from penstock_client.load_balancing.policies import make_policy
-from penstock_client.types import (
+from penstock_common.clock import Clock
+from penstock_common.tasks import run_lasting
+from penstock_common.tls import Tls
+from penstock_proto.errors import InvalidRequest, NoShardAvailable, ShardUnavailable
+from penstock_proto.transport import Connector
+from penstock_proto.types import (
     EmbeddingRequest,
     GenerationRequest,
     PixelSource,
     Retain,
     ShardInfo,
 )
-from penstock_common.clock import Clock
-from penstock_common.tasks import run_lasting
-from penstock_common.tls import Tls
-from penstock_proto.transport import Connector
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from penstock_client.errors import PenstockError
 from penstock_client.fleet.compatibility import complete_request
 from penstock_client.fleet.poison_requests import SUSPECT_DEATHS, fingerprint
 from penstock_client.fleet.shard_state import ShardState
 from penstock_client.rpc.generation_stream import GenerationStream
-from penstock_client.types import (
+from penstock_proto.errors import PenstockError
+from penstock_proto.types import (
     FinishReason,
     GenerationRequest,
     Output,

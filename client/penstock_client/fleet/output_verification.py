@@ -12,12 +12,12 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 
-from penstock_client.errors import PenstockError
 from penstock_client.fleet.compatibility import complete_request, same_adapter, same_numerics
 from penstock_client.fleet.failover import Observe
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.shard_state import ShardState
-from penstock_client.types import FinishReason, GenerationRequest, Objective, PixelSource
+from penstock_proto.errors import PenstockError
+from penstock_proto.types import FinishReason, GenerationRequest, Objective, PixelSource
 
 logger = logging.getLogger(__name__)
 

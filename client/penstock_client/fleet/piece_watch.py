@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 from contextlib import aclosing
 
-from penstock_client.errors import NotServed, PenstockError
 from penstock_client.fleet.shard_state import ShardState
 from penstock_client.load_balancing.piece_index import PieceIndex
-from penstock_client.types import BlocksReport
 from penstock_common.tasks import run_lasting
+from penstock_proto.errors import NotServed, PenstockError
+from penstock_proto.types import BlocksReport
 
 _RETRY_S = 1.0
 # A shard that does not tell may be replaced by one that does.

@@ -7,8 +7,8 @@ import hashlib
 from array import array
 from collections import OrderedDict
 
-from penstock_client.errors import InvalidRequest, PoisonousRequest
-from penstock_client.types import GenerationRequest
+from penstock_proto.errors import InvalidRequest, PoisonousRequest
+from penstock_proto.types import GenerationRequest
 
 # After this many engines died while a request ran, it is tried alone...
 SUSPECT_DEATHS = 2

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock_client.errors import InvalidRequest, NoShardAvailable, NotServed
-from penstock_client.fleet.compatibility import asked_of
 from penstock_client.fleet.shard_state import ShardState, check_served, known_infos, serving
-from penstock_client.types import GenerationRequest
+from penstock_proto.errors import InvalidRequest, NoShardAvailable, NotServed
 from penstock_proto.features import Asked
+from penstock_proto.types import GenerationRequest
 
 Shards = Mapping[str, ShardState]
 
@@ -36,7 +35,7 @@ def check_tokenizer(shards: Shards, request: GenerationRequest) -> None:
 
 def _check_features(shards: Shards, request: GenerationRequest) -> None:
     """Raises `NotServed` if no shard that serves the model honours all that the request asks."""
-    asked = asked_of(request)
+    asked = Asked(request)
     serving_ = serving(shards.values(), request.model)
     unserved = [asked.unserved_by(shard.info) for shard in serving_ if shard.info]
     if unserved and unserved[0] is not None and all(unserved):
@@ -48,7 +47,7 @@ def goes_on_nowhere(shards: Shards, request: GenerationRequest) -> NoShardAvaila
     """The error of a request some of whose output is there, if no shard of its model goes on with
     it, nor one that is away.
     """
-    asked = asked_of(request, has_output=True)
+    asked = Asked(request, has_output=True)
     unserved = [asked.unserved_by(info) for info in known_infos(shards.values(), request.model)]
     if not unserved or unserved[0] is None or not all(unserved):
         return None

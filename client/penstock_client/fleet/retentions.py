@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.shard_state import ShardState
-from penstock_client.types import Retain
+from penstock_proto.types import Retain
 
 # Ids in one call.
 _MOST_IDS = 1024

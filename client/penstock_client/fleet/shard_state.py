@@ -14,21 +14,20 @@ import time
 from bisect import bisect_right
 from collections.abc import AsyncGenerator, Callable, Collection
 
-from penstock_client.errors import (
-    IncompatibleShard,
-    InvalidRequest,
-    PenstockError,
-    ShardUnavailable,
-)
 from penstock_client.fleet.circuit_breaker import CircuitBreaker
 from penstock_client.fleet.outage import Outage
 from penstock_client.load_balancing.base import MOST_URGENT, Candidate, work_ahead
 from penstock_client.load_balancing.held_pieces import HeldPieces
 from penstock_client.load_balancing.prefill_rate import PrefillRate
 from penstock_client.rpc.shard_client import ShardClient
-from penstock_client.types import ClassLoad, LoadReport, ShardInfo
 from penstock_common.clock import Clock
 from penstock_common.tasks import run_lasting
+from penstock_proto.errors import (
+    IncompatibleShard,
+    InvalidRequest,
+    PenstockError,
+    ShardUnavailable,
+)
 from penstock_proto.transport import (
     CLOSES_AT_ONCE,
     CONNECTION_REFUSED,
@@ -38,6 +37,7 @@ from penstock_proto.transport import (
     Connector,
     names_cause,
 )
+from penstock_proto.types import ClassLoad, LoadReport, ShardInfo
 
 logger = logging.getLogger(__name__)
 

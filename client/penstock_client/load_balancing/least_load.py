@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock_client.load_balancing.base import Candidate, Decision, Policy, least_loaded
-from penstock_client.types import GenerationRequest
+from penstock_proto.types import GenerationRequest
 
 
 class LeastLoad(Policy):

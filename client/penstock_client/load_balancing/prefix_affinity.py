@@ -17,8 +17,8 @@ from penstock_client.load_balancing.base import (
 )
 from penstock_client.load_balancing.known_prompts import KnownPrompts
 from penstock_client.load_balancing.session_turns import SessionTurns
-from penstock_client.types import GenerationRequest
 from penstock_proto.prefix_hash import PIECE_TOKENS, Tier, piece_blocks, piece_names, root_hash
+from penstock_proto.types import GenerationRequest
 
 # Hashing this many tokens blocks the event loop for 0.5 ms. Prompts that agree in these tokens
 # count as equal.

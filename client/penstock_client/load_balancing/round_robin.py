@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from penstock_client.load_balancing.base import Candidate, Decision, Policy
-from penstock_client.types import GenerationRequest
+from penstock_proto.types import GenerationRequest
 
 # The least recently chosen addresses are forgotten.
 _MAX_ADDRESSES = 1024

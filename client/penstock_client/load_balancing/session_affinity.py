@@ -18,7 +18,7 @@ from penstock_client.load_balancing.base import (
     least_loaded,
 )
 from penstock_client.load_balancing.session_turns import SessionTurns
-from penstock_client.types import GenerationRequest
+from penstock_proto.types import GenerationRequest
 
 
 class SessionAffinity(Policy):

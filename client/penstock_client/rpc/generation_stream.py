@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
 
-from penstock_client.errors import PenstockError, RequestRefused, ShardFailed
-from penstock_client.types import AttemptRecord, Logprobs, Output
-from penstock_common.request_bounds import MAX_UNREAD_SCORES_BYTES
+from penstock_proto.errors import PenstockError, RequestRefused, ShardFailed
+from penstock_proto.limits import MAX_UNREAD_SCORES_BYTES
+from penstock_proto.types import AttemptRecord, Logprobs, Output
 
 
 def _nobody() -> None:

@@ -13,7 +13,9 @@ from typing import Any
 
 import grpc
 
-from penstock_client.errors import (
+from penstock_proto import MIN_SCHEMA_REVISION, SCHEMA_REVISION
+from penstock_proto import shard_pb2 as pb
+from penstock_proto.errors import (
     DeadlineExceeded,
     IncompatibleShard,
     InvalidRequest,
@@ -25,7 +27,11 @@ from penstock_client.errors import (
     ShardUnavailable,
     Unauthenticated,
 )
-from penstock_client.types import (
+from penstock_proto.fields import scalar_fields, scalars
+from penstock_proto.prefix_hash import Tier
+from penstock_proto.shard_pb2_grpc import ShardStub
+from penstock_proto.transport import FIELD_METADATA, explain
+from penstock_proto.types import (
     Adapter,
     Attempt,
     BlocksReport,
@@ -35,6 +41,7 @@ from penstock_client.types import (
     DrainProgress,
     EmbeddingDefaults,
     EmbeddingRequest,
+    FieldBound,
     FinishReason,
     GenerationRequest,
     LoadReport,
@@ -42,6 +49,7 @@ from penstock_client.types import (
     ModelShape,
     Objective,
     Output,
+    Pooling,
     PromptImage,
     Retain,
     SamplingParams,
@@ -49,13 +57,6 @@ from penstock_client.types import (
     ShardLimits,
     random_seed,
 )
-from penstock_proto import MIN_SCHEMA_REVISION, SCHEMA_REVISION
-from penstock_proto import shard_pb2 as pb
-from penstock_proto.features import FieldBound
-from penstock_proto.fields import scalar_fields, scalars
-from penstock_proto.prefix_hash import Tier
-from penstock_proto.shard_pb2_grpc import ShardStub
-from penstock_proto.transport import FIELD_METADATA, explain
 
 _FINISH_REASONS: Mapping[int, FinishReason] = {
     pb.Finish.REASON_STOP: FinishReason.STOP,
@@ -64,8 +65,8 @@ _FINISH_REASONS: Mapping[int, FinishReason] = {
 }
 
 _POOLINGS: Mapping[str, pb.EmbedRequest.Pooling] = {
-    "last": pb.EmbedRequest.POOLING_LAST,
-    "mean": pb.EmbedRequest.POOLING_MEAN,
+    Pooling.LAST: pb.EmbedRequest.POOLING_LAST,
+    Pooling.MEAN: pb.EmbedRequest.POOLING_MEAN,
 }
 
 # What fits into the field, in milliseconds: seven weeks.
@@ -219,15 +220,15 @@ def _set_sampling(message: pb.SamplingParams, sampling: SamplingParams) -> None:
 
 
 def _set_constraint(message: pb.Constraint, constraint: Constraint) -> None:
-    if constraint.kind is ConstraintKind.JSON_OBJECT:
+    if constraint.kind == ConstraintKind.JSON_OBJECT:
         message.json_object = True
-    elif constraint.kind is ConstraintKind.CHOICE:
+    elif constraint.kind == ConstraintKind.CHOICE:
         try:
             message.choice.options.extend(constraint.options)
         except (TypeError, ValueError) as error:
             raise InvalidRequest(f"choice: {error}", field="choice") from None
     else:
-        _set(message, constraint.kind.value, constraint.value)
+        _set(message, constraint.kind, constraint.value)
 
 
 def _set_objective(message: pb.Objective, objective: Objective) -> None:
@@ -467,10 +468,9 @@ def adapter(message: pb.Adapter) -> Adapter:
 
 
 def _embedding(message: pb.EmbeddingDefaults) -> EmbeddingDefaults:
-    names = {number: name for name, number in _POOLINGS.items()}
-    return EmbeddingDefaults(
-        pooling=names.get(message.pooling, "last"), normalize=message.normalize, size=message.size
-    )
+    poolings = {number: Pooling(name) for name, number in _POOLINGS.items()}
+    pooling = poolings.get(message.pooling, Pooling.LAST)
+    return EmbeddingDefaults(pooling=pooling, normalize=message.normalize, size=message.size)
 
 
 def whole_files(chunks: Iterable[pb.FileChunk]) -> dict[str, bytes]:

@@ -20,16 +20,19 @@ from typing import Any, Self
 
 import grpc
 
-from penstock_client.errors import (
+from penstock_client.rpc import proto_codec
+from penstock_client.rpc.generation_stream import GenerationStream
+from penstock_common.clock import Clock
+from penstock_common.tls import Tls
+from penstock_proto.errors import (
     InvalidRequest,
     NotServed,
     PenstockError,
     ShardUnavailable,
     Unauthenticated,
 )
-from penstock_client.rpc import proto_codec
-from penstock_client.rpc.generation_stream import GenerationStream
-from penstock_client.types import (
+from penstock_proto.transport import MAX_MESSAGE_BYTES, Connector
+from penstock_proto.types import (
     Adapter,
     Attempt,
     BlocksReport,
@@ -42,9 +45,6 @@ from penstock_client.types import (
     Retain,
     ShardInfo,
 )
-from penstock_common.clock import Clock
-from penstock_common.tls import Tls
-from penstock_proto.transport import MAX_MESSAGE_BYTES, Connector
 
 logger = logging.getLogger(__name__)
 

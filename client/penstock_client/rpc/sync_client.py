@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any, Self
 
-from penstock_client.errors import PenstockError, ShardUnavailable
 from penstock_client.rpc import proto_codec
 from penstock_client.rpc.shard_client import (
     ADAPTER_TIMEOUT_S,
@@ -16,7 +15,10 @@ from penstock_client.rpc.shard_client import (
     call_metadata,
     new_request_id,
 )
-from penstock_client.types import (
+from penstock_common.tls import Tls
+from penstock_proto.errors import PenstockError, ShardUnavailable
+from penstock_proto.transport import Connector
+from penstock_proto.types import (
     Adapter,
     EmbeddingRequest,
     GenerationRequest,
@@ -24,8 +26,6 @@ from penstock_client.types import (
     PromptImage,
     ShardInfo,
 )
-from penstock_common.tls import Tls
-from penstock_proto.transport import Connector
 
 _UNARY_TIMEOUT_S = 10.0
 

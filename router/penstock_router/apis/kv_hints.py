@@ -6,25 +6,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock_client.types import Retain
+from penstock_proto.limits import RETENTION_RANGES
+from penstock_proto.types import Retain
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     Field,
     Kind,
     array_of,
-    integer,
-    number,
+    integers_within,
     object_of,
     read_object,
+    within,
 )
 
 # The only supported action: retain the KV blocks of a request for the next turn.
 _RETAIN = "retain"
 # Retained blocks take memory from other clients.
 _MOST_RETAINED_S = 600.0
-_MOST_S = 86_400.0
 _PAYLOAD = object_of(
-    ttl_seconds=number(0, _MOST_S), resume_in_seconds=number(0, _MOST_S), priority=integer(0, 100)
+    ttl_seconds=within(RETENTION_RANGES["seconds"]),
+    resume_in_seconds=within(RETENTION_RANGES["expected_s"]),
+    priority=integers_within(RETENTION_RANGES["priority"]),
 )
 _ACTIONS = array_of(Kind(read_object, {"type": "object"}), at_most=1024, unit="actions")
 _ENVELOPE = object_of(actions=_ACTIONS)

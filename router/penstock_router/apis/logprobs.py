@@ -13,7 +13,7 @@ from typing import NotRequired, TypedDict, TypeVar, cast
 
 import msgspec
 
-from penstock_client.types import Logprobs
+from penstock_proto.types import Logprobs
 from penstock_router.text.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from penstock_client.types import Constraint, ConstraintKind
-from penstock_common.request_bounds import MAX_CHOICE_OPTIONS
+from penstock_proto.limits import MAX_CHOICE_OPTIONS
+from penstock_proto.types import Constraint, ConstraintKind
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     BOOLEAN,
@@ -364,7 +364,7 @@ def _only_asking(values: JsonObject) -> str | None:
 def _schemas_in(wish: Wish) -> Iterator[Any]:
     if isinstance(wish, OfSchema):
         yield wish.schema
-    elif wish.kind is ConstraintKind.STRUCTURAL_TAG:
+    elif wish.kind == ConstraintKind.STRUCTURAL_TAG:
         left = [("", decode_json(wish.value))]
         while left:
             key, part = left.pop()

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from penstock_client.types import AttemptRecord
 from penstock_common.tasks import run_lasting
+from penstock_proto.types import AttemptRecord
 from penstock_router.admission.admission import Admission
 from penstock_router.errors import TooManyRequests
 from penstock_router.fleet import Fleet, ShardState, describe_shard

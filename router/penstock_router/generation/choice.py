@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock_client.errors import ShardFailed
-from penstock_client.types import FinishReason, Logprobs, Output
+from penstock_proto.errors import ShardFailed
+from penstock_proto.types import FinishReason, Logprobs, Output
 from penstock_router.fleet import GenerationStream
 from penstock_router.generation.answer_parser import make_parser
 from penstock_router.generation.job import Job

@@ -24,8 +24,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from penstock_client.errors import Overloaded, RequestRefused, ShardFailed
-from penstock_client.types import ConstraintKind, GenerationRequest, Output, Retain
+from penstock_proto.errors import Overloaded, RequestRefused, ShardFailed
+from penstock_proto.types import ConstraintKind, GenerationRequest, Output, Retain
 from penstock_router.errors import (
     BadRequest,
     SlowClient,
@@ -54,7 +54,7 @@ _SUBMISSION_TOKENS = 2_000
 _SHARDS_WAIT_S = 0.1
 # How often each choice is checked for progress within `silence_timeout_s`.
 _LOOKS = 4
-_CONSTRAINTS = frozenset(kind.value for kind in ConstraintKind)
+_CONSTRAINTS = frozenset(ConstraintKind)
 
 
 class Generation(Deltas):
@@ -407,5 +407,5 @@ def _abort_cause(error: BaseException | None) -> str:
     if isinstance(error, TimedOut):
         return "timeout"
     # Inside a generation only a shutdown raises `Unavailable`; failures of shards are
-    # `penstock_client.errors`.
+    # `penstock_proto.errors`.
     return "shutdown" if isinstance(error, Unavailable) else "error"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from penstock_client.types import (
+from penstock_proto.types import (
     GenerationRequest,
     Objective,
     PixelSource,

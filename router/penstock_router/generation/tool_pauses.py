@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from penstock_client.types import Retain
+from penstock_proto.types import Retain
 
 # A pause as long as the longest of late may come again, and longer.
 _MARGIN = 2.0

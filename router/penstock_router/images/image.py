@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock_client.types import PixelSource
+from penstock_proto.types import PixelSource
 from penstock_router.request import ImageSizes
 
 # Limits of any image: a side in pixels, and the longer side divided by the shorter one.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from penstock_client.types import PromptImage
+from penstock_proto.types import PromptImage
 from penstock_router.errors import ImageUnusable
 from penstock_router.images.image import NO_IMAGES, LoadedImages
 from penstock_router.images.images import Images

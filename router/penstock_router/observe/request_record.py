@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from penstock_client.types import AttemptRecord
+from penstock_proto.types import AttemptRecord
 
 logger = logging.getLogger(__name__)
 

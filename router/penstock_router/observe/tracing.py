@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from penstock_client.types import AttemptRecord
 from penstock_common.tracing.spans import Event, Span, SpanContext, SpanSink, Value, begin
+from penstock_proto.types import AttemptRecord
 from penstock_router.observe.request_record import RequestRecord
 
 METHOD = "penstock.v1.Shard/Generate"

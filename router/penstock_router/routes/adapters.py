@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from penstock_client.errors import PenstockError, RequestRefused
-from penstock_common.request_bounds import (
+from penstock_proto.errors import PenstockError, RequestRefused
+from penstock_proto.limits import (
     MAX_ADAPTER_NAME_CHARACTERS,
     MAX_ADAPTER_SOURCE_CHARACTERS,
 )

@@ -17,9 +17,9 @@ from typing import Any
 
 from aiohttp import web
 
-from penstock_client.errors import PenstockError
 from penstock_client.fleet.allowed_networks import Ip, locate
 from penstock_client.fleet.discovery import check_address
+from penstock_proto.errors import PenstockError
 from penstock_router.errors import BadRequest, NotFound, Unavailable
 from penstock_router.fleet import Fleet, ShardState, describe_shard
 from penstock_router.routes.base import (

@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from penstock_client.types import EmbeddingRequest
+from penstock_proto.types import EmbeddingRequest
 from penstock_router.apis import embeddings, json_in_thread
 from penstock_router.apis.embeddings import EmbedRequest
 from penstock_router.errors import BadRequest

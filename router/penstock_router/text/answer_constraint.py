@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from penstock_client.types import Constraint, ConstraintKind
-from penstock_common.request_bounds import MAX_BUILT_CONSTRAINT_BYTES
+from penstock_proto.limits import MAX_BUILT_CONSTRAINT_BYTES
+from penstock_proto.types import Constraint, ConstraintKind
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import ChatRequest, Options, Tool

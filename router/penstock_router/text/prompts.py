@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from penstock_client.types import Constraint
-from penstock_common.request_bounds import MAX_BAD_WORD_TOKENS
+from penstock_proto.limits import MAX_BAD_WORD_TOKENS
+from penstock_proto.types import Constraint
 from penstock_router.errors import BadRequest, ContextExceeded, ImageUnusable
 from penstock_router.json_fields import INT32_MAX, JsonObject
 from penstock_router.request import (

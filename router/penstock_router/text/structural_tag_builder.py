@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from penstock_common.request_bounds import MAX_BUILT_CONSTRAINT_BYTES
+from penstock_proto.limits import MAX_BUILT_CONSTRAINT_BYTES
 from penstock_router.json_fields import JsonObject
 
 ANY_TEXT: JsonObject = {"type": "any_text"}

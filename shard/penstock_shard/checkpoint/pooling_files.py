@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock_proto.types import Pooling
 from penstock_shard.checkpoint.untrusted.files import read_json, read_object
 from penstock_shard.errors import ModelError
-from penstock_shard.ipc.request import Pooling
 
 _MODULES = "modules.json"
 # Names of poolings in sentence-transformers up to 5.3, and in later releases.

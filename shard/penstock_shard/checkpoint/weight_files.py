@@ -14,9 +14,9 @@ from typing import Annotated, Any
 
 import msgspec
 
+from penstock_proto.types import ModelShape
 from penstock_shard.checkpoint.untrusted.files import open_regular, read_object
 from penstock_shard.errors import ModelError, first_line
-from penstock_shard.ipc.runner_info import ModelShape
 
 WEIGHTS = "model.safetensors"
 # The link to a GGUF file that `unfold` makes.

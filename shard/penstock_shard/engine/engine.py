@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from penstock_proto.errors import Code
 from penstock_shard.engine.finish import (
     add_prompt_logprobs,
     empty_output,
@@ -22,7 +23,6 @@ from penstock_shard.engine.finish import (
     work_of,
 )
 from penstock_shard.engine.next_turns import NextTurns
-from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import Error, Inbox, Load, Output
 from penstock_shard.ipc.request import FinishReason, Request
 from penstock_shard.kv_cache.block_manager import BlockManager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock_shard.ipc.codes import Code
+from penstock_proto.errors import Code
 from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.messages import Error, Output, Work
 from penstock_shard.ipc.request import FinishReason

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from penstock_proto.types import PromptImage
 from penstock_shard.errors import ImageUnusable
 from penstock_shard.ipc.messages import Inbox
-from penstock_shard.ipc.request import PlacedImage
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.base import ImageEncoder
@@ -14,7 +14,7 @@ from penstock_shard.worker.base import ImageEncoder
 # Seconds until an idle engine looks again whether an image is encoded.
 _LOOK_AGAIN_S = 0.002
 # The salt for `ImageEncoder`, and the image.
-_Wanted = tuple[str | None, PlacedImage]
+_Wanted = tuple[str | None, PromptImage]
 
 
 class PendingImages:
@@ -137,5 +137,5 @@ class PendingImages:
         return ""
 
 
-def _named(sequence: Sequence, image: PlacedImage) -> str:
+def _named(sequence: Sequence, image: PromptImage) -> str:
     return f"images[{sequence.request.images.index(image)}]"

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from penstock_common.flags import as_size
 from penstock_common.malloc import return_free_memory
+from penstock_proto.types import CONSTRAINT_KINDS
 from penstock_shard.checkpoint.tokenizer_files import tokenizer_hash
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine.adapter_slots import EngineAdapters
@@ -34,7 +35,6 @@ from penstock_shard.ipc.messages import (
     Start,
     Started,
 )
-from penstock_shard.ipc.request import CONSTRAINT_KINDS
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.kv_transfer.arena import Arena, namespace_of
 from penstock_shard.kv_transfer.disk_tier import DiskTier

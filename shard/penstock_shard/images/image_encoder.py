@@ -12,11 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock_proto.types import PromptImage
 from penstock_shard.device.background import lower_priority
 from penstock_shard.device.gpu_memory import PeakMemory
 from penstock_shard.errors import ImageUnusable
 from penstock_shard.images.features import ImageFeatures
-from penstock_shard.ipc.request import PlacedImage
 
 # Images whose facts are remembered, even if their features are not.
 _MOST_FACTS = 100_000
@@ -111,12 +111,12 @@ class ImageEncoder:
         known = self._facts.get(digest)
         return None if known is None else known[0]
 
-    def has(self, salt: str | None, image: PlacedImage) -> bool:
+    def has(self, salt: str | None, image: PromptImage) -> bool:
         if salt is None:
             return not self.axis_of_frequencies or image.digest in self._facts
         return (salt, image.digest) in self._features
 
-    def encode(self, salt: str | None, image: PlacedImage) -> bool:
+    def encode(self, salt: str | None, image: PromptImage) -> bool:
         self._drop_unwanted()
         if self.has(salt, image):
             return True
@@ -125,7 +125,7 @@ class ImageEncoder:
         self._take(salt, image)
         return True
 
-    def cancel(self, salt: str | None, image: PlacedImage) -> None:
+    def cancel(self, salt: str | None, image: PromptImage) -> None:
         key = salt, image.digest
         if key in self._encoding:
             self._encoding[key].cancel()
@@ -138,7 +138,7 @@ class ImageEncoder:
             self._unwanted.discard(key)
             del self._encoding[key]
 
-    def features(self, salt: str, image: PlacedImage) -> ImageFeatures:
+    def features(self, salt: str, image: PromptImage) -> ImageFeatures:
         """The image's features; encodes them if they are not kept. Raises `ImageUnusable`."""
         if not self.has(salt, image):
             self._begin(salt, image)
@@ -147,7 +147,7 @@ class ImageEncoder:
         self._features.move_to_end(key)
         return self._features[key]
 
-    def grid(self, salt: str, image: PlacedImage) -> tuple[int, int]:
+    def grid(self, salt: str, image: PromptImage) -> tuple[int, int]:
         """The features' numbers of rows and columns. Raises `ImageUnusable`."""
         if image.digest not in self._facts:
             self._begin(None, image)
@@ -155,7 +155,7 @@ class ImageEncoder:
         return self._facts[image.digest][1]
 
     def _begin(
-        self, salt: str | None, image: PlacedImage
+        self, salt: str | None, image: PromptImage
     ) -> Future[tuple[_Facts, ImageFeatures | None]]:
         key = salt, image.digest
         if key not in self._encoding:
@@ -167,7 +167,7 @@ class ImageEncoder:
         return self._encoding[key]
 
     def _encode(
-        self, salt: str | None, image: PlacedImage, pixels: bytes
+        self, salt: str | None, image: PromptImage, pixels: bytes
     ) -> tuple[_Facts, ImageFeatures | None]:
         """Encode an image; without a salt, only find its facts. Raises `ImageUnusable`, also for
         errors of processor and encoder.
@@ -186,7 +186,7 @@ class ImageEncoder:
         self.num_encoded += 1
         return (len(made.rows), made.grid), made
 
-    def _take(self, salt: str | None, image: PlacedImage) -> None:
+    def _take(self, salt: str | None, image: PromptImage) -> None:
         """Wait for a result and keep it. Raises `ImageUnusable`."""
         key = salt, image.digest
         self._facts[image.digest], features = self._encoding.pop(key).result()

@@ -15,6 +15,8 @@ from typing import TypeVar
 
 import msgspec
 
+from penstock_proto.errors import Code
+from penstock_proto.types import Adapter
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.block_messages import (
     Arrival,
@@ -25,11 +27,10 @@ from penstock_shard.ipc.block_messages import (
     FetchOver,
     InboundSlots,
 )
-from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.framing import encode_frame, exactly, read_frame, receive_frame
 from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.request import FinishReason, Request
-from penstock_shard.ipc.runner_info import Adapter, RunnerInfo
+from penstock_shard.ipc.runner_info import RunnerInfo
 
 logger = logging.getLogger(__name__)
 

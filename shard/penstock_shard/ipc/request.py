@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from penstock_proto.types import Constraint, Pooling, PromptImage, ThinkingBudget
+
 
 class FinishReason(enum.Enum):
     """The reason why a sequence ended without an error."""
@@ -20,13 +22,6 @@ class FinishReason(enum.Enum):
     ABORTED = "aborted"
     # Of a request that only fetches: nothing more comes of its KV blocks.
     FETCHED = "fetched"
-
-
-class Pooling(enum.Enum):
-    """The way the hidden states of a prompt become one vector."""
-
-    LAST = "last"
-    MEAN = "mean"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,35 +52,6 @@ class SamplingParams:
     penalty_window_tokens: int | None = None
 
 
-# The languages of constraints, as the wire's Constraint names them.
-CONSTRAINT_KINDS = frozenset(
-    {"json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"}
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Constraint:
-    """The rule that an output's text must match: `value` in the language `kind` (a field of the
-    wire's Constraint); a choice has `options` instead.
-    """
-
-    kind: str
-    value: str = ""
-    options: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ThinkingBudget:
-    """A bound of `max_tokens` between the token that begins reasoning and the one that ends it;
-    after that many the end token is forced. `begun`: the prompt ends within reasoning.
-    """
-
-    max_tokens: int
-    begin_token_id: int
-    end_token_id: int
-    begun: bool = False
-
-
 @dataclass(frozen=True, slots=True)
 class Objective:
     """The aim of the scheduler for a request. Lower `priority` runs first. `deadline_s` and
@@ -97,18 +63,6 @@ class Objective:
     time_to_first_token_s: float | None = None
     seconds_between_tokens: float | None = None
     latency_sensitive: bool = False
-
-
-class PlacedImage(msgspec.Struct, array_like=True, frozen=True):
-    """An image in a prompt, whose pixels the engine has: sha256 of them (`image_digest`), their
-    size, and which tokens stand for it.
-    """
-
-    digest: bytes
-    width: int
-    height: int
-    offset: int
-    num_tokens: int
 
 
 class Request(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -153,7 +107,7 @@ class Request(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     # Nothing is computed: it ends when what `kv_source`, host memory and disk have of it is here.
     only_fetches: bool = False
     # In the order of their places in the prompt, which do not overlap.
-    images: tuple[PlacedImage, ...] = ()
+    images: tuple[PromptImage, ...] = ()
 
     @property
     def num_prompt_tokens(self) -> int:

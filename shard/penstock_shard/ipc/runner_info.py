@@ -3,44 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from penstock_proto.features import FieldBound
-from penstock_shard.ipc.request import Pooling
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingDefaults:
-    """The way a model's embeddings are meant to be made; `size` is their number of dimensions."""
-
-    pooling: Pooling
-    normalize: bool
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """A loaded LoRA adapter. `content_hash` is over its files; `source` is what the caller gave."""
-
-    name: str
-    content_hash: str
-    source: str
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The size of a model as its files say it; 0 or empty where they do not."""
-
-    # As config.json names its kind, such as "llama".
-    model_type: str = ""
-    num_parameters: int = 0
-    # Of the weights, as they are stored.
-    weight_bytes: int = 0
-    num_layers: int = 0
-    hidden_size: int = 0
-    num_heads: int = 0
-    num_kv_heads: int = 0
+from penstock_proto.types import Adapter, EmbeddingDefaults, FieldBound, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +110,7 @@ class RunnerInfo:
     kv_sequences: int = 0
     # Where layers have states: bytes of one sequence's.
     state_bytes: int = 0
-    shape: ModelShape = ModelShape()
+    shape: ModelShape = field(default_factory=ModelShape)
 
     @property
     def num_states(self) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from penstock_proto.limits import MAX_TOP_K, SAMPLING_RANGES, Range, out_of_bounds
 from penstock_shard.checkpoint.untrusted.files import read_object
 from penstock_shard.errors import ModelError, first_line
-from penstock_shard.ipc.sampling_ranges import usable_defaults
 
 
 def generation_defaults(
@@ -30,6 +30,22 @@ def generation_defaults(
     for line in unusable:
         progress(f"generation_config.json: {line}; left out")
     return eos_token_ids, defaults
+
+
+def usable_defaults(stated: Mapping[str, object]) -> tuple[dict[str, float], list[str]]:
+    """The defaults in a model's own configuration that are in bounds, and a line about each that is
+    not.
+    """
+    usable: dict[str, float] = {}
+    unusable = []
+    for name, value in stated.items():
+        allowed = Range(-1, MAX_TOP_K) if name == "top_k" else SAMPLING_RANGES[name]
+        is_flag = isinstance(value, bool)
+        if isinstance(value, int | float) and not is_flag and allowed.holds(value):
+            usable[name] = value
+        else:
+            unusable.append(out_of_bounds(name, value, allowed))
+    return usable, unusable
 
 
 def _eos_token_ids(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from penstock_proto.types import EmbeddingDefaults
 from penstock_shard.attention.backend_order import describe_backend
 from penstock_shard.checkpoint.pooling_files import pooling_of
 from penstock_shard.checkpoint.weight_files import model_shape
@@ -15,7 +16,7 @@ from penstock_shard.device.dtypes import dtype_name
 from penstock_shard.errors import ModelError, first_line, report_out_of_memory
 from penstock_shard.images.families import is_served, type_that_sees
 from penstock_shard.images.image_encoder import ImageEncoder
-from penstock_shard.ipc.runner_info import EmbeddingDefaults, RunnerInfo
+from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.model_loader.adapter_store import adapter_store
 from penstock_shard.model_loader.fingerprint import fingerprint
 from penstock_shard.model_loader.generation_config import generation_defaults

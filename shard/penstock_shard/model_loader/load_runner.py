@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock_proto.types import EmbeddingDefaults, Pooling
 from penstock_shard.checkpoint.model_source import resolve_adapter, resolve_model
 from penstock_shard.checkpoint.tokenizer_files import read_tokenizer_files
 from penstock_shard.checkpoint.untrusted.files import read_object
 from penstock_shard.checkpoint.weight_files import model_shape
 from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError, first_line
-from penstock_shard.ipc.request import Pooling
-from penstock_shard.ipc.runner_info import EmbeddingDefaults, RunnerInfo
+from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.worker.base import Runner
 from penstock_shard.worker.fake_kv import FakeKv
 from penstock_shard.worker.fake_runner import (

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock_common.image_digest import DIGEST_BYTES, begin_digest
-from penstock_shard.ipc.codes import Code
+from penstock_proto.errors import Code
+from penstock_proto.types import PromptImage
 from penstock_shard.ipc.messages import ImageDrop, ImagePiece, Output
-from penstock_shard.ipc.request import PlacedImage, Request
+from penstock_shard.ipc.request import Request
 from penstock_shard.server.validation import Refusal
 
 # Image processors refuse longer sides, or make a single row of patches.
@@ -128,7 +129,7 @@ class EngineImages:
 
         return deliver_and_let_go
 
-    def _check(self, index: int, image: PlacedImage) -> None:
+    def _check(self, index: int, image: PromptImage) -> None:
         kept = self._kept.get(image.digest)
         if kept is None:
             raise Refusal(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import abc
 
-from penstock_shard.ipc.codes import Code
+from penstock_proto.errors import Code
 from penstock_shard.ipc.messages import Error, Output
 from penstock_shard.ipc.request import FinishReason, Request
 from penstock_shard.server.supervisor import EngineSupervisor

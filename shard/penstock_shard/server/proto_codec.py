@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence
 from itertools import chain, repeat
 from typing import Any, Final
@@ -18,21 +19,27 @@ from penstock_proto import shard_pb2 as pb
 from penstock_proto.fields import message_from, scalars
 from penstock_proto.prefix_hash import Tier
 from penstock_proto.shard_pb2_grpc import ShardServicer, add_ShardServicer_to_server
+from penstock_proto.types import (
+    Adapter,
+    Attempt,
+    Constraint,
+    EmbeddingDefaults,
+    EmbeddingRequest,
+    GenerationRequest,
+    Objective,
+    Pooling,
+    PromptImage,
+    SamplingParams,
+    Submission,
+    ThinkingBudget,
+)
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.block_messages import PrefixNames
 from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.messages import DEFAULT_PRIORITY, Error, Output, Ready, Retention
-from penstock_shard.ipc.request import (
-    Constraint,
-    FinishReason,
-    PlacedImage,
-    Pooling,
-    ThinkingBudget,
-)
-from penstock_shard.ipc.runner_info import Adapter, EmbeddingDefaults
+from penstock_shard.ipc.request import FinishReason
 from penstock_shard.server.kv.held_pieces import PiecesReport
 from penstock_shard.server.supervisor import EngineSupervisor
-from penstock_shard.server.validation import IncomingEmbedding, IncomingRequest, TokenIds
 
 # Re-exported, so that other modules import no generated code.
 Servicer = ShardServicer
@@ -47,6 +54,8 @@ SERVICE_NAME: Final[str] = pb.DESCRIPTOR.services_by_name["Shard"].full_name
 KV_SERVICE_NAME: Final[str] = pb.DESCRIPTOR.services_by_name["KvTransfer"].full_name
 
 _EVERY_ATTEMPT = 2**32
+# Fields of an `Attempt` besides its number.
+_OF_ATTEMPT = ("instance_id", "hand_back", "suspect", "kv_source")
 
 _FILE_CHUNK_BYTES = 64 * 1024
 # Larger responses are split, so that they do not delay others.
@@ -72,29 +81,53 @@ _POOLINGS: Mapping[Pooling, pb.EmbedRequest.Pooling] = {
 }
 
 
-def incoming(message: pb.GenerateRequest) -> IncomingRequest:
-    sampling = message.sampling
-    return IncomingRequest(
-        **scalars(message),
-        **scalars(sampling),
+def submission(message: pb.GenerateRequest) -> Submission:
+    """Read a request, unchecked."""
+    given = scalars(message)
+    attempt = Attempt(given.pop("attempt"), **{name: given.pop(name) for name in _OF_ATTEMPT})
+    request_id, number = given.pop("request_id"), given.pop("number")
+    request = GenerationRequest(
+        **given,
         **scalars(message.stop),
         **scalars(message.output),
-        **scalars(message.objective),
-        prompt=_ids(message.prompt_token_ids),
-        output=_ids(message.output_token_ids),
-        logit_bias=dict(sampling.logit_bias),
-        bad_words=[_ids(word.token_ids) for word in sampling.bad_words],
-        allowed_token_ids=_ids(sampling.allowed_token_ids),
+        prompt_token_ids=_ids(message.prompt_token_ids),
+        output_token_ids=_ids(message.output_token_ids),
+        sampling=_sampling(message.sampling),
         stop_token_ids=_ids(message.stop.stop_token_ids),
         logprob_token_ids=_ids(message.output.logprob_token_ids),
         constraint=_constraint(message.constraint),
         thinking_budget=_thinking_budget(message),
-        images=[PlacedImage(**scalars(image)) for image in message.images],
+        objective=_objective(message.objective),
+        images=tuple(_image(image) for image in message.images),
+    )
+    return Submission(request_id, request, attempt, number)
+
+
+def _ids(field: Iterable[int]) -> array[int]:
+    """Token ids of 32 bits; an integer for each would take a hundred times as long."""
+    ids = array("I")
+    ids.frombytes(np.array(field, dtype=np.uint32).tobytes())
+    return ids
+
+
+def _sampling(message: pb.SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        **scalars(message),
+        logit_bias=dict(message.logit_bias),
+        bad_words=tuple(_ids(word.token_ids) for word in message.bad_words),
+        allowed_token_ids=_ids(message.allowed_token_ids),
     )
 
 
-def _ids(field: Iterable[int]) -> TokenIds:
-    return np.array(field, dtype="<u4")
+def _objective(message: pb.Objective) -> Objective:
+    given = scalars(message)
+    deadline_ms = given.pop("deadline_ms", None)
+    return Objective(**given, deadline_s=None if deadline_ms is None else deadline_ms / 1000)
+
+
+def _image(message: pb.Image) -> PromptImage:
+    given = scalars(message)
+    return PromptImage(sha256=given.pop("digest").hex(), **given)
 
 
 def _constraint(message: pb.Constraint) -> Constraint | None:
@@ -114,10 +147,16 @@ def _thinking_budget(message: pb.GenerateRequest) -> ThinkingBudget | None:
     return ThinkingBudget(**scalars(message.thinking_budget))
 
 
-def incoming_embedding(message: pb.EmbedRequest) -> IncomingEmbedding:
+def embedding_request(message: pb.EmbedRequest) -> EmbeddingRequest:
+    """Read a request, unchecked."""
     poolings = {number: pooling for pooling, number in _POOLINGS.items()}
-    given = scalars(message) | {"pooling": poolings.get(message.pooling)}
-    return IncomingEmbedding(**given, inputs=[_ids(each.token_ids) for each in message.inputs])
+    return EmbeddingRequest(
+        [_ids(each.token_ids) for each in message.inputs],
+        pooling=poolings.get(message.pooling),
+        dimensions=message.dimensions if message.HasField("dimensions") else None,
+        normalize=message.normalize,
+        label=message.label,
+    )
 
 
 def add_embedding(

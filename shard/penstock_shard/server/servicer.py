@@ -17,10 +17,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 
-from penstock_common.request_bounds import MAX_UNREAD_SCORES_BYTES
+from penstock_proto.errors import Code
+from penstock_proto.limits import (
+    MAX_ID_CHARACTERS,
+    MAX_UNREAD_SCORES_BYTES,
+    RETENTION_RANGES,
+    out_of_bounds,
+)
 from penstock_proto.transport import FIELD_METADATA
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import Error, Output, Ready
 from penstock_shard.server import proto_codec
 from penstock_shard.server.images import IncomingImage
@@ -28,13 +33,7 @@ from penstock_shard.server.last_outputs import last_outputs
 from penstock_shard.server.observe.request_record import Follower
 from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.server.unreadable import unreadable
-from penstock_shard.server.validation import (
-    MAX_ID_CHARACTERS,
-    Refusal,
-    check,
-    check_embedding,
-    check_prefetch,
-)
+from penstock_shard.server.validation import Refusal, check, check_embedding, check_prefetch
 
 if TYPE_CHECKING:
     # The class is generic only in type stubs.
@@ -50,9 +49,9 @@ _IMAGE_TIMEOUT_S = 60.0
 _MAX_UNREAD_OUTPUTS = 4096
 _MAX_ABORTS_IN_RPC = 65_536
 _MAX_RETAINED_IN_RPC = 1024
-_MAX_RETAINED_PRIORITY = 100
-_MAX_RETAINED_S = 86_400.0
-# gRPC's properties of a caller's certificate. The first one present identifies the caller.
+# Names of bounds -> names on the wire.
+_RETAIN_FIELDS = {"seconds": "seconds", "expected_s": "expected_seconds", "priority": "priority"}
+# gRPC's properties of a caller's certificate. The first that is present identifies the caller.
 _CALLER_NAMES = ("x509_subject_alternative_name", "x509_common_name", "x509_pem_cert")
 
 
@@ -200,8 +199,8 @@ class ShardServicer(proto_codec.Servicer):
 
     def _submit(self, message: Any, outbox: Outbox) -> None:
         outbox.requests_total += 1
-        incoming = proto_codec.incoming(message)
-        request_id, attempt = incoming.request_id[:MAX_ID_CHARACTERS], incoming.attempt
+        submission = proto_codec.submission(message)
+        request_id, attempt = submission.request_id[:MAX_ID_CHARACTERS], submission.attempt.number
         if (request_id, attempt) in outbox.live:
             # A refusal would look like the end of the running attempt.
             logger.warning("attempt %d of request %r came twice", attempt, request_id)
@@ -209,11 +208,11 @@ class ShardServicer(proto_codec.Servicer):
         ready = self._engine.ready
         outlet: Callable[[Output], None] = outbox.put
         if self._follower is not None:
-            outlet = self._follower.outlet(incoming, self._engine.instance_id, outlet)
+            outlet = self._follower.outlet(submission, self._engine.instance_id, outlet)
         try:
             if ready is None:
                 raise Refusal(Code.UNAVAILABLE, "the shard's engine is not ready")
-            self._check_engine(incoming.instance_id)
+            self._check_engine(submission.attempt.instance_id)
             live_attempt = self._engine.live_attempt(outbox.namespace + request_id)
             if live_attempt is not None and live_attempt >= attempt:
                 raise Refusal(
@@ -222,23 +221,21 @@ class ShardServicer(proto_codec.Servicer):
                     field="attempt",
                     value=attempt,
                 )
-            checked = check(incoming, ready.info, self._config, outbox.namespace)
+            checked = check(submission, ready.info, self._config, outbox.namespace)
             outlet = self._engine.images.hold(checked, outlet)
         except Refusal as refusal:
             self._engine.metrics.on_refusal(refusal.error)
             refused = Output(outbox.namespace + request_id, attempt, 0, [], error=refusal.error)
             outlet(refused)
             return
-        outbox.live[request_id, attempt] = incoming.number
-        deadline_ms = incoming.deadline_ms
-        deadline_s = None if deadline_ms is None else deadline_ms / 1000
+        outbox.live[request_id, attempt] = submission.number
         self._engine.submit(
             checked,
             outlet,
-            deadline_s=deadline_s,
-            suspect=incoming.suspect,
-            # A caller's name counts only within its call, so that nobody can take another's turns.
-            caller=(outbox, incoming.caller[:MAX_ID_CHARACTERS]),
+            deadline_s=submission.request.objective.deadline_s,
+            suspect=submission.attempt.suspect,
+            # A caller's name counts only within its call, so nobody can take another's turns.
+            caller=(outbox, submission.request.caller[:MAX_ID_CHARACTERS]),
         )
 
     async def Abort(self, request: Any, context: Context) -> Any:
@@ -256,14 +253,11 @@ class ShardServicer(proto_codec.Servicer):
         if count > _MAX_RETAINED_IN_RPC:
             message = f"request_ids: {count} ids in one call; at most {_MAX_RETAINED_IN_RPC}"
             await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, message)
-        for name in ("seconds", "expected_seconds"):
-            seconds = getattr(request, name)
-            if not 0 <= seconds <= _MAX_RETAINED_S:
-                message = f"{name}: {seconds:g} is not from 0 to {_MAX_RETAINED_S:g}"
+        for name, field in _RETAIN_FIELDS.items():
+            value, allowed = getattr(request, field), RETENTION_RANGES[name]
+            if not allowed.holds(value):
+                message = out_of_bounds(field, value, allowed)
                 await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, message)
-        if request.priority > _MAX_RETAINED_PRIORITY:
-            message = f"priority: {request.priority} is not from 0 to {_MAX_RETAINED_PRIORITY}"
-            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, message)
         namespace = _namespace(context)
         for request_id in dict.fromkeys(request.request_ids):
             self._engine.tell(proto_codec.retention(namespace + request_id, request))
@@ -271,10 +265,11 @@ class ShardServicer(proto_codec.Servicer):
 
     async def Embed(self, request: Any, context: Context) -> Any:
         ready = await self._ready(context)
-        incoming = proto_codec.incoming_embedding(request)
+        asked = proto_codec.embedding_request(request)
         try:
-            self._check_engine(incoming.instance_id)
-            requests = check_embedding(incoming, ready.info, uuid.uuid4().hex)
+            self._check_engine(request.instance_id)
+            call_id = uuid.uuid4().hex
+            requests = check_embedding(asked, request.request_id, ready.info, call_id)
             outputs = await last_outputs(self._engine, requests)
         except Refusal as refusal:
             await _abort(context, proto_codec.status(refusal.error), refusal.error.message)
@@ -282,7 +277,7 @@ class ShardServicer(proto_codec.Servicer):
         for output in outputs:
             vector = output.embedding or b""
             proto_codec.add_embedding(
-                response, vector, dimensions=incoming.dimensions, normalize=incoming.normalize
+                response, vector, dimensions=asked.dimensions, normalize=bool(asked.normalize)
             )
             # Many long vectors take 0.1 s: let other calls run in between.
             await asyncio.sleep(0)
@@ -290,10 +285,10 @@ class ShardServicer(proto_codec.Servicer):
 
     async def Prefetch(self, request: Any, context: Context) -> Any:
         ready = await self._ready(context)
-        incoming = proto_codec.incoming(request)
+        submission = proto_codec.submission(request)
         try:
-            self._check_engine(incoming.instance_id)
-            checked = check_prefetch(incoming, ready.info, self._config, uuid.uuid4().hex)
+            self._check_engine(submission.attempt.instance_id)
+            checked = check_prefetch(submission, ready.info, self._config, uuid.uuid4().hex)
             (output,) = await last_outputs(self._engine, [checked])
         except Refusal as refusal:
             await _abort(context, proto_codec.status(refusal.error), refusal.error.message)

@@ -16,14 +16,15 @@ from collections.abc import Awaitable, Callable, Hashable
 import msgspec
 
 from penstock_common.clock import Clock
-from penstock_common.request_bounds import TRIAL_TOKENS
+from penstock_proto.errors import Code
+from penstock_proto.limits import MAX_ID_CHARACTERS, TRIAL_TOKENS
+from penstock_proto.types import CONSTRAINT_KINDS, Constraint
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
 from penstock_shard.ipc.child_process import ChildProcess
-from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.process_group import ProcessesRemain
-from penstock_shard.ipc.request import CONSTRAINT_KINDS, Constraint, FinishReason, Request
+from penstock_shard.ipc.request import FinishReason, Request
 from penstock_shard.server.adapter_changes import Loaded, ServerAdapters
 from penstock_shard.server.adapter_list import AdapterList
 from penstock_shard.server.early_aborts import EarlyAborts
@@ -33,7 +34,7 @@ from penstock_shard.server.kv.held_pieces import HeldPieces
 from penstock_shard.server.kv.transfers import BlockTransfers
 from penstock_shard.server.live_requests import ClassLoads, Deliver, Route
 from penstock_shard.server.observe.metrics import ShardMetrics
-from penstock_shard.server.validation import MAX_ID_CHARACTERS, Refusal, check_adapter
+from penstock_shard.server.validation import Refusal, check_adapter
 from penstock_shard.structured_output.checker import CheckFailed, ConstraintChecker, NotChecked
 
 logger = logging.getLogger(__name__)

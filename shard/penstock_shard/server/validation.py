@@ -1,6 +1,6 @@
 """Checks a request against what the shard serves, and fills in the model's defaults.
 
-Pure functions of an incoming request, `RunnerInfo` and configuration. They return a `Request` or
+Pure functions of a submission, `RunnerInfo` and configuration; they return a `Request` or
 raise a `Refusal`.
 """
 
@@ -9,52 +9,46 @@ from __future__ import annotations
 import hashlib
 from collections import abc
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from penstock_common.request_bounds import (
-    GREEDY_TEMPERATURE,
-    MAX_BAD_WORD_TOKENS,
-    MAX_CHOICE_OPTIONS,
-)
+from penstock_proto.errors import Code
 from penstock_proto.features import Asked
-from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.codes import Code
-from penstock_shard.ipc.messages import Error
-from penstock_shard.ipc.request import (
+from penstock_proto.limits import (
+    GREEDY_TEMPERATURE,
+    LOGIT_BIAS_RANGE,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_CHOICE_OPTIONS,
+    MAX_EMBEDDING_BYTES,
+    MAX_EMBEDDING_INPUTS,
+    MAX_ID_CHARACTERS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_STOP_TOKEN_IDS,
+    OBJECTIVE_RANGES,
+    SAMPLING_RANGES,
+    out_of_bounds,
+    short,
+)
+from penstock_proto.types import (
+    Adapter,
     Constraint,
-    Objective,
-    PlacedImage,
+    EmbeddingRequest,
+    GenerationRequest,
     Pooling,
-    Request,
-    SamplingParams,
+    PromptImage,
+    Submission,
     ThinkingBudget,
 )
-from penstock_shard.ipc.runner_info import Adapter, RunnerInfo
-from penstock_shard.ipc.sampling_ranges import SAMPLING_RANGES, Range, out_of_bounds, short
+from penstock_proto.types import Objective as AskedObjective
+from penstock_shard.config import ShardConfig
+from penstock_shard.ipc.messages import Error
+from penstock_shard.ipc.request import Objective, Request, SamplingParams
+from penstock_shard.ipc.runner_info import RunnerInfo
 
 TokenIds = npt.NDArray[np.uint32]
-
-# Bounds of one Embed call. Callers split larger ones.
-MAX_EMBEDDING_INPUTS = 1024
-_MAX_EMBEDDING_BYTES = 32 * 2**20
-
-MAX_ID_CHARACTERS = 256
-_MAX_STOP_TOKEN_IDS = 1024
-_MAX_LOGPROB_TOKEN_IDS = 1024
-_MAX_BAD_WORDS = 1024
-_MAX_LOGIT_BIAS = 100.0
-_MAX_PRIORITY = 1000
-
-_OBJECTIVE_RANGES: Mapping[str, Range] = {
-    "priority": Range(-_MAX_PRIORITY, _MAX_PRIORITY),
-    "time_to_first_token_s": Range(0, above_low=True),
-    "seconds_between_tokens": Range(0, above_low=True),
-}
 
 _NEUTRAL_SAMPLING = SamplingParams()
 _NO_PENALTIES: Mapping[str, float] = {
@@ -81,67 +75,8 @@ class Refusal(Exception):
         return refusal
 
 
-def _no_ids() -> TokenIds:
-    return np.array([], dtype="<u4")
-
-
-@dataclass(slots=True)
-class IncomingRequest:
-    """An unchecked GenerateRequest. A field is None if it is absent and 0 has a meaning."""
-
-    request_id: str
-    attempt: int
-    prompt: TokenIds
-    output: TokenIds
-    # Names the attempt in responses of one token; 0: none.
-    number: int = 0
-    model: str = ""
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    penalty_window_tokens: int | None = None
-    seed: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    bad_words: abc.Sequence[TokenIds] = ()
-    allowed_token_ids: TokenIds = field(default_factory=_no_ids)
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    stop_token_ids: TokenIds = field(default_factory=_no_ids)
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logprob_token_ids: TokenIds = field(default_factory=_no_ids)
-    cache_salt: str = ""
-    adapter: str = ""
-    # Required content hash; empty: any.
-    adapter_hash: str = ""
-    priority: int = 0
-    deadline_ms: int | None = None
-    time_to_first_token_s: float | None = None
-    seconds_between_tokens: float | None = None
-    latency_sensitive: bool = False
-    constraint: Constraint | None = None
-    thinking_budget: ThinkingBudget | None = None
-    instance_id: str = ""
-    hand_back: bool = False
-    suspect: bool = False
-    # A shard that may have the KV blocks. Unchecked; used only if it is a peer.
-    kv_source: str = ""
-    images: abc.Sequence[PlacedImage] = ()
-    # Only for logs and traces; unchecked.
-    label: str = ""
-    traceparent: str = ""
-    # Tells apart the users of one call; unchecked.
-    caller: str = ""
-
-
 def check(
-    incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig, namespace: str = ""
+    submission: Submission, info: RunnerInfo, config: ShardConfig, namespace: str = ""
 ) -> Request:
     """Make the engine's request, with all defaults and with `namespace` before its id.
 
@@ -149,75 +84,65 @@ def check(
         Refusal: a field is out of its bounds (INVALID_ARGUMENT), the model or adapter is not loaded
             (NOT_FOUND), or the shard lacks a feature that the request needs (FAILED_PRECONDITION).
     """
-    _check_model(incoming.model, config)
-    _check_features(incoming, info)
-    adapter_hash = check_adapter(incoming.adapter, incoming.adapter_hash, info.adapters)
-    if not 1 <= len(incoming.request_id) <= MAX_ID_CHARACTERS:
-        _refuse("request_id", len(incoming.request_id), f"1..{MAX_ID_CHARACTERS} characters")
-    max_tokens = _check_lengths(incoming, info.max_model_len)
-    _check_ids(incoming, info.vocab_size)
+    asked, attempt = submission.request, submission.attempt
+    _check_model(asked.model, config)
+    _check_features(asked, info)
+    adapter_hash = check_adapter(asked.adapter, asked.adapter_hash, info.adapters)
+    if not 1 <= len(submission.request_id) <= MAX_ID_CHARACTERS:
+        bound = f"1..{MAX_ID_CHARACTERS} characters"
+        _refuse("request_id", len(submission.request_id), bound)
+    max_tokens = _check_lengths(asked, info.max_model_len)
+    _check_ids(asked, info.vocab_size)
     most = config.most_logprobs(info.vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
-        asked = getattr(incoming, name)
-        if asked is not None and asked > most:
-            _refuse(name, asked, f"0..{most} (--max-logprobs)")
-    if incoming.constraint is not None:
-        _check_constraint(incoming.constraint, config.max_constraint_bytes)
-    eos = () if incoming.ignore_eos else info.eos_token_ids
-    stop_token_ids = [*incoming.stop_token_ids.tolist(), *eos]
-    _check_something_is_left(incoming, stop_token_ids, info.vocab_size)
-    only_requested = incoming.logprobs is None and incoming.logprob_token_ids.size
+        count = getattr(asked, name)
+        if count is not None and count > most:
+            _refuse(name, count, f"0..{most} (--max-logprobs)")
+    if asked.constraint is not None:
+        _check_constraint(asked.constraint, config.max_constraint_bytes)
+    eos = () if asked.ignore_eos else info.eos_token_ids
+    stop_token_ids = frozenset((*asked.stop_token_ids, *eos))
+    _check_something_is_left(asked, stop_token_ids, info.vocab_size)
+    only_requested = asked.logprobs is None and asked.logprob_token_ids
     return Request(
-        request_id=namespace + incoming.request_id,
-        attempt=incoming.attempt,
-        prompt=incoming.prompt.tobytes(),
-        output=incoming.output.tobytes(),
-        sampling=_sampling(incoming, info.default_sampling),
+        request_id=namespace + submission.request_id,
+        attempt=attempt.number,
+        prompt=_array(asked.prompt_token_ids).tobytes(),
+        output=_array(asked.output_token_ids).tobytes(),
+        sampling=_sampling(submission, info.default_sampling),
         max_tokens=max_tokens,
-        stop_token_ids=frozenset(stop_token_ids),
-        logprobs=0 if only_requested else incoming.logprobs,
+        stop_token_ids=stop_token_ids,
+        logprobs=0 if only_requested else asked.logprobs,
         # A continued request has them already: they are delivered before the first token.
-        prompt_logprobs=None if incoming.output.size else incoming.prompt_logprobs,
-        cache_salt=incoming.cache_salt,
-        adapter=incoming.adapter,
+        prompt_logprobs=None if asked.output_token_ids else asked.prompt_logprobs,
+        cache_salt=asked.cache_salt,
+        adapter=asked.adapter,
         adapter_hash=adapter_hash,
-        min_tokens=incoming.min_tokens,
-        logprob_token_ids=tuple(incoming.logprob_token_ids.tolist()),
-        objective=_objective(incoming),
-        hand_back=incoming.hand_back,
-        kv_source=incoming.kv_source if config.kv_peers else "",
-        constraint=incoming.constraint,
-        reluctant_stop_ids=_reluctant_stop_ids(incoming, info),
-        thinking_budget=incoming.thinking_budget,
-        images=_check_images(incoming, info, config),
+        min_tokens=asked.min_tokens or 0,
+        logprob_token_ids=tuple(asked.logprob_token_ids),
+        objective=_objective(asked.objective),
+        hand_back=attempt.hand_back,
+        kv_source=attempt.kv_source if config.kv_peers else "",
+        constraint=asked.constraint,
+        reluctant_stop_ids=_reluctant_stop_ids(asked, info),
+        thinking_budget=asked.thinking_budget,
+        images=_check_images(asked, info, config),
     )
 
 
 def check_prefetch(
-    incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig, call_id: str
+    submission: Submission, info: RunnerInfo, config: ShardConfig, call_id: str
 ) -> Request:
     """Make a request that only fetches the KV blocks of a later one. Raises as `check`."""
-    checked = check(incoming, info, config)
+    checked = check(submission, info, config)
     return msgspec.structs.replace(
         checked, request_id=call_id, attempt=0, constraint=None, only_fetches=True
     )
 
 
-@dataclass(slots=True)
-class IncomingEmbedding:
-    """An unchecked EmbedRequest. An absent field is None."""
-
-    request_id: str
-    inputs: abc.Sequence[TokenIds]
-    pooling: Pooling | None = None
-    dimensions: int | None = None
-    normalize: bool = False
-    instance_id: str = ""
-    # The user's own id; not read here.
-    label: str = ""
-
-
-def check_embedding(incoming: IncomingEmbedding, info: RunnerInfo, call_id: str) -> list[Request]:
+def check_embedding(
+    asked: EmbeddingRequest, request_id: str, info: RunnerInfo, call_id: str
+) -> list[Request]:
     """Make a request for each input. `call_id`, which must be unique, begins their ids.
 
     Raises:
@@ -232,23 +157,22 @@ def check_embedding(incoming: IncomingEmbedding, info: RunnerInfo, call_id: str)
             "--embeddings last or --embeddings mean",
             field="embed",
         )
-    if len(incoming.request_id) > MAX_ID_CHARACTERS:
-        _refuse("request_id", len(incoming.request_id), f"at most {MAX_ID_CHARACTERS} characters")
-    most = min(MAX_EMBEDDING_INPUTS, _MAX_EMBEDDING_BYTES // (4 * defaults.size))
-    if not 1 <= len(incoming.inputs) <= most:
-        _refuse("inputs", f"{len(incoming.inputs)} inputs", f"1..{most} inputs")
-    if incoming.dimensions is not None and not 1 <= incoming.dimensions <= defaults.size:
-        _refuse("dimensions", incoming.dimensions, f"1..{defaults.size}")
-    for index, ids in enumerate(incoming.inputs):
+    if len(request_id) > MAX_ID_CHARACTERS:
+        _refuse("request_id", len(request_id), f"at most {MAX_ID_CHARACTERS} characters")
+    most = min(MAX_EMBEDDING_INPUTS, MAX_EMBEDDING_BYTES // (4 * defaults.size))
+    if not 1 <= len(asked.inputs) <= most:
+        _refuse("inputs", f"{len(asked.inputs)} inputs", f"1..{most} inputs")
+    if asked.dimensions is not None and not 1 <= asked.dimensions <= defaults.size:
+        _refuse("dimensions", asked.dimensions, f"1..{defaults.size}")
+    inputs = [_array(ids) for ids in asked.inputs]
+    for index, ids in enumerate(inputs):
         if not 1 <= ids.size <= info.max_model_len:
             bound = f"1..{info.max_model_len} tokens (the context)"
             _refuse(f"inputs[{index}]", f"{ids.size} tokens", bound)
         if int(ids.max()) >= info.vocab_size:
             _refuse("inputs", int(ids.max()), f"0..{info.vocab_size - 1} (the vocabulary)")
-    pooling = incoming.pooling or defaults.pooling
-    return [
-        _pooled(f"{call_id}/{index}", ids, pooling) for index, ids in enumerate(incoming.inputs)
-    ]
+    pooling = Pooling(asked.pooling) if asked.pooling else defaults.pooling
+    return [_pooled(f"{call_id}/{index}", ids, pooling) for index, ids in enumerate(inputs)]
 
 
 def _pooled(request_id: str, ids: TokenIds, pooling: Pooling) -> Request:
@@ -273,13 +197,8 @@ def _check_model(model: str, config: ShardConfig) -> None:
         )
 
 
-def _check_features(incoming: IncomingRequest, info: RunnerInfo) -> None:
-    asked = Asked(
-        partial(getattr, incoming),
-        constraint=incoming.constraint.kind if incoming.constraint is not None else "",
-        is_continued=bool(incoming.output.size),
-    )
-    unserved = asked.unserved_by(info)
+def _check_features(asked: GenerationRequest, info: RunnerInfo) -> None:
+    unserved = Asked(asked).unserved_by(info)
     if unserved is not None:
         raise Refusal(
             Code.FAILED_PRECONDITION,
@@ -313,8 +232,8 @@ def check_adapter(name: str, content_hash: str, loaded: abc.Sequence[Adapter]) -
     )
 
 
-def _check_lengths(incoming: IncomingRequest, max_model_len: int) -> int:
-    num_prompt = incoming.prompt.size
+def _check_lengths(asked: GenerationRequest, max_model_len: int) -> int:
+    num_prompt, num_output = len(asked.prompt_token_ids), len(asked.output_token_ids)
     if not 1 <= num_prompt < max_model_len:
         _refuse(
             "prompt_token_ids",
@@ -322,83 +241,84 @@ def _check_lengths(incoming: IncomingRequest, max_model_len: int) -> int:
             f"1..{max_model_len - 1} tokens (the context length is {max_model_len})",
         )
     room = max_model_len - num_prompt
-    max_tokens = room if incoming.max_tokens is None else incoming.max_tokens
+    max_tokens = room if asked.max_tokens is None else asked.max_tokens
     if not 1 <= max_tokens <= room:
         _refuse(
             "max_tokens",
             max_tokens,
             f"1..{room} (context length {max_model_len} less {num_prompt} prompt tokens)",
         )
-    if incoming.output.size >= max_tokens:
+    if num_output >= max_tokens:
         _refuse(
             "output_token_ids",
-            f"{incoming.output.size} tokens",
+            f"{num_output} tokens",
             f"fewer than max_tokens ({max_tokens})",
         )
-    if incoming.min_tokens > max_tokens:
-        _refuse("min_tokens", incoming.min_tokens, f"0..{max_tokens} (max_tokens)")
+    if asked.min_tokens is not None and asked.min_tokens > max_tokens:
+        _refuse("min_tokens", asked.min_tokens, f"0..{max_tokens} (max_tokens)")
     return max_tokens
 
 
-def _check_ids(incoming: IncomingRequest, vocab_size: int) -> None:
-    for name, most in (
-        ("stop_token_ids", _MAX_STOP_TOKEN_IDS),
-        ("logprob_token_ids", _MAX_LOGPROB_TOKEN_IDS),
-        ("allowed_token_ids", vocab_size),
-        ("bad_words", _MAX_BAD_WORDS),
+def _check_ids(asked: GenerationRequest, vocab_size: int) -> None:
+    sampling = asked.sampling
+    for name, entries, most in (
+        ("stop_token_ids", asked.stop_token_ids, MAX_STOP_TOKEN_IDS),
+        ("logprob_token_ids", asked.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS),
+        ("allowed_token_ids", sampling.allowed_token_ids, vocab_size),
+        ("bad_words", sampling.bad_words, MAX_BAD_WORDS),
     ):
-        if (count := len(getattr(incoming, name))) > most:
-            _refuse(name, f"{count} entries", f"at most {most}")
-    for word in incoming.bad_words:
-        if not 1 <= word.size <= MAX_BAD_WORD_TOKENS:
+        if len(entries) > most:
+            _refuse(name, f"{len(entries)} entries", f"at most {most}")
+    for word in sampling.bad_words:
+        if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
             bound = f"1..{MAX_BAD_WORD_TOKENS} ids a word"
-            _refuse("bad_words", f"a word of {word.size} ids", bound)
+            _refuse("bad_words", f"a word of {len(word)} ids", bound)
     for name, ids in (
-        *_marks_of(incoming.thinking_budget),
-        ("prompt_token_ids", incoming.prompt),
-        ("output_token_ids", incoming.output),
-        ("stop_token_ids", incoming.stop_token_ids),
-        ("logprob_token_ids", incoming.logprob_token_ids),
-        ("allowed_token_ids", incoming.allowed_token_ids),
-        ("logit_bias", np.array(list(incoming.logit_bias), dtype="<u4")),
-        *(("bad_words", word) for word in incoming.bad_words),
+        *_marks_of(asked.thinking_budget),
+        ("prompt_token_ids", asked.prompt_token_ids),
+        ("output_token_ids", asked.output_token_ids),
+        ("stop_token_ids", asked.stop_token_ids),
+        ("logprob_token_ids", asked.logprob_token_ids),
+        ("allowed_token_ids", sampling.allowed_token_ids),
+        ("logit_bias", list(sampling.logit_bias)),
+        *(("bad_words", word) for word in sampling.bad_words),
     ):
-        if ids.size and int(ids.max()) >= vocab_size:
-            _refuse(name, int(ids.max()), f"0..{vocab_size - 1} (the vocabulary)")
+        if len(ids) and (largest := int(_array(ids).max())) >= vocab_size:
+            _refuse(name, largest, f"0..{vocab_size - 1} (the vocabulary)")
 
 
-def _marks_of(budget: ThinkingBudget | None) -> Iterator[tuple[str, TokenIds]]:
+def _marks_of(budget: ThinkingBudget | None) -> Iterator[tuple[str, abc.Sequence[int]]]:
     if budget is not None:
         for name in ("begin_token_id", "end_token_id"):
-            yield f"thinking_budget.{name}", np.array([getattr(budget, name)], dtype="<u4")
+            yield f"thinking_budget.{name}", [getattr(budget, name)]
 
 
 def _check_images(
-    incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig
-) -> tuple[PlacedImage, ...]:
+    asked: GenerationRequest, info: RunnerInfo, config: ShardConfig
+) -> tuple[PromptImage, ...]:
     """Check where the images are in the prompt. Their pixels are checked later."""
     end = 0
     if any(group.bidirectional_images for group in info.cache_groups):
-        _check_whole_images(incoming, info, config)
-    for index, image in enumerate(incoming.images):
-        if not 1 <= image.num_tokens <= incoming.prompt.size:
-            bound = f"1..{incoming.prompt.size}, the prompt's tokens"
+        _check_whole_images(asked, info, config)
+    for index, image in enumerate(asked.images):
+        if not 1 <= image.num_tokens <= len(asked.prompt_token_ids):
+            bound = f"1..{len(asked.prompt_token_ids)}, the prompt's tokens"
             _refuse(f"images[{index}].num_tokens", image.num_tokens, bound)
-        last = incoming.prompt.size - image.num_tokens
+        last = len(asked.prompt_token_ids) - image.num_tokens
         if not end <= image.offset <= last:
             bound = f"{end}..{last}: in the prompt, behind the image before it"
             _refuse(f"images[{index}].offset", image.offset, bound)
         end = image.offset + image.num_tokens
-    return tuple(incoming.images)
+    return tuple(asked.images)
 
 
-def _check_whole_images(incoming: IncomingRequest, info: RunnerInfo, config: ShardConfig) -> None:
+def _check_whole_images(asked: GenerationRequest, info: RunnerInfo, config: ShardConfig) -> None:
     """Check that each image fits into one step, beside the largest number of decodes."""
     most = config.batched_tokens(info.device) - config.max_num_seqs
     why = "(--max-num-batched-tokens less --max-num-seqs)"
-    if incoming.prompt_logprobs is not None and info.max_scored_tokens < most:
+    if asked.prompt_logprobs is not None and info.max_scored_tokens < most:
         most, why = info.max_scored_tokens, "with prompt_logprobs"
-    for index, image in enumerate(incoming.images):
+    for index, image in enumerate(asked.images):
         if image.num_tokens > most:
             bound = f"at most {most}, as many as a step has for one {why}"
             _refuse(f"images[{index}].num_tokens", image.num_tokens, bound)
@@ -414,20 +334,20 @@ def _check_constraint(constraint: Constraint, max_bytes: int) -> None:
         _refuse(kind, f"{size} bytes", f"at most {max_bytes} bytes (--max-constraint-bytes)")
 
 
-def _reluctant_stop_ids(incoming: IncomingRequest, info: RunnerInfo) -> frozenset[int]:
+def _reluctant_stop_ids(asked: GenerationRequest, info: RunnerInfo) -> frozenset[int]:
     """Return eos ids that the request ignores until its constraint is complete."""
-    if incoming.constraint is None or not incoming.ignore_eos:
+    if asked.constraint is None or not asked.ignore_eos:
         return frozenset()
     return frozenset(info.eos_token_ids)
 
 
 def _check_something_is_left(
-    incoming: IncomingRequest, stop_token_ids: abc.Sequence[int], vocab_size: int
+    asked: GenerationRequest, stop_token_ids: abc.Set[int], vocab_size: int
 ) -> None:
-    """Refuse a request that bans all its allowed token ids at its next position."""
-    allowed: abc.Sequence[int] = incoming.allowed_token_ids.tolist() or range(vocab_size)
-    never = {int(word[0]) for word in incoming.bad_words if word.size == 1}
-    if incoming.output.size < incoming.min_tokens:
+    """Refuse a request that bans all of its allowed token ids at its next position."""
+    allowed = asked.sampling.allowed_token_ids or range(vocab_size)
+    never = {word[0] for word in asked.sampling.bad_words if len(word) == 1}
+    if len(asked.output_token_ids) < (asked.min_tokens or 0):
         never.update(stop_token_ids)
     if all(token_id in never for token_id in allowed):
         _refuse(
@@ -437,28 +357,28 @@ def _check_something_is_left(
         )
 
 
-def _sampling(incoming: IncomingRequest, defaults: Mapping[str, float]) -> SamplingParams:
+def _sampling(submission: Submission, defaults: Mapping[str, float]) -> SamplingParams:
+    asked = submission.request.sampling
     values: dict[str, float] = {}
     for name, allowed in SAMPLING_RANGES.items():
-        given = getattr(incoming, name)
+        given = getattr(asked, name)
         neutral = getattr(_NEUTRAL_SAMPLING, name)
         values[name] = value = defaults.get(name, neutral) if given is None else given
         if not allowed.holds(value):
             _refuse(name, value, str(allowed))
-    top_k = int(defaults.get("top_k", 0)) if incoming.top_k is None else incoming.top_k
+    top_k = int(defaults.get("top_k", 0)) if asked.top_k is None else asked.top_k
     if top_k < -1:
         _refuse("top_k", top_k, "at least -1")
-    bias = Range(-_MAX_LOGIT_BIAS, _MAX_LOGIT_BIAS)
-    for token_id, value in incoming.logit_bias.items():
-        if not bias.holds(value):
-            _refuse("logit_bias", f"{value} for id {token_id}", str(bias))
+    for token_id, value in asked.logit_bias.items():
+        if not LOGIT_BIAS_RANGE.holds(value):
+            _refuse("logit_bias", f"{value} for id {token_id}", str(LOGIT_BIAS_RANGE))
     if values["temperature"] < GREEDY_TEMPERATURE:
         # Without effect when greedy. So requests that differ only in these are equal.
         values |= {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
         top_k, seed = 0, 0
     else:
-        seed = _seed_of(incoming.request_id) if incoming.seed is None else incoming.seed
-    window = incoming.penalty_window_tokens
+        seed = _seed_of(submission.request_id) if asked.seed is None else asked.seed
+    window = asked.penalty_window_tokens
     if window == 0:
         values |= _NO_PENALTIES
     if all(values[name] == neutral for name, neutral in _NO_PENALTIES.items()):
@@ -469,9 +389,9 @@ def _sampling(incoming: IncomingRequest, defaults: Mapping[str, float]) -> Sampl
         top_k=max(0, top_k),
         seed=seed,
         # Sorted: a protobuf map has no order.
-        logit_bias=tuple(sorted(incoming.logit_bias.items())),
-        bad_words=tuple(tuple(word.tolist()) for word in incoming.bad_words),
-        allowed_token_ids=tuple(incoming.allowed_token_ids.tolist()),
+        logit_bias=tuple(sorted(asked.logit_bias.items())),
+        bad_words=tuple(tuple(word) for word in asked.bad_words),
+        allowed_token_ids=tuple(asked.allowed_token_ids),
     )
 
 
@@ -482,19 +402,24 @@ def _seed_of(request_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")
 
 
-def _objective(incoming: IncomingRequest) -> Objective | None:
-    for name, allowed in _OBJECTIVE_RANGES.items():
-        value = getattr(incoming, name)
+def _objective(asked: AskedObjective) -> Objective | None:
+    for name, allowed in OBJECTIVE_RANGES.items():
+        value = getattr(asked, name)
         if value is not None and not allowed.holds(value):
             _refuse(name, value, str(allowed))
     objective = Objective(
-        priority=incoming.priority,
-        deadline_s=None if incoming.deadline_ms is None else incoming.deadline_ms / 1000,
-        time_to_first_token_s=incoming.time_to_first_token_s,
-        seconds_between_tokens=incoming.seconds_between_tokens,
-        latency_sensitive=incoming.latency_sensitive,
+        priority=asked.priority or 0,
+        deadline_s=asked.deadline_s,
+        time_to_first_token_s=asked.time_to_first_token_s,
+        seconds_between_tokens=asked.seconds_between_tokens,
+        latency_sensitive=bool(asked.latency_sensitive),
     )
     return None if objective == _NO_OBJECTIVE else objective
+
+
+def _array(ids: abc.Sequence[int]) -> TokenIds:
+    """Token ids as an array, without a copy if they are one."""
+    return np.asarray(ids, dtype="<u4")
 
 
 def _refuse(name: str, value: object, bound: str) -> None:

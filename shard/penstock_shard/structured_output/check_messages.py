@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from penstock_proto.types import Constraint
 from penstock_shard.config import ConstraintLimits
-from penstock_shard.ipc.request import Constraint
 
 
 class Start(msgspec.Struct, array_like=True, frozen=True):

@@ -23,8 +23,8 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from penstock_common.malloc import return_free_memory
+from penstock_proto.types import Constraint
 from penstock_shard.ipc.framing import encode_frame, exactly, receive_frame
-from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output.check_messages import Answer, Check, Start, patience_s
 from penstock_shard.structured_output.compiler import Compiler, TokenizerUnusable
 from penstock_shard.structured_output.refusal import ConstraintRefused

@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock_common.child_environment import child_environment
+from penstock_proto.types import Constraint
 from penstock_shard.config import ConstraintLimits
 from penstock_shard.ipc.framing import encode_frame, read_frame
 from penstock_shard.ipc.process_group import end_group, kill_group
-from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output.check_messages import Answer, Check, Start, patience_s
 from penstock_shard.structured_output.turns import Turns
 

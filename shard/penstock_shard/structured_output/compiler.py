@@ -12,8 +12,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from penstock_proto.types import Constraint
 from penstock_shard.config import ConstraintLimits
-from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output.distinct.distinct import Distinct
 from penstock_shard.structured_output.distinct.vocabulary import Vocabulary
 from penstock_shard.structured_output.distinct.watched import Watched

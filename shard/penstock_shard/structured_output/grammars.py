@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Never
 
-from penstock_shard.ipc.request import CONSTRAINT_KINDS, Constraint
+from penstock_proto.types import Constraint
 from penstock_shard.structured_output.distinct.watched import Watched, watched_in
 from penstock_shard.structured_output.languages import lark_of, lark_regex, schema_of, unforced
-from penstock_shard.structured_output.refusal import ConstraintRefused, shown
+from penstock_shard.structured_output.refusal import ConstraintRefused
 from penstock_shard.structured_output.structural_lark import written
 from penstock_shard.structured_output.structural_tag import read
 
@@ -58,10 +58,7 @@ def _written(
             return _choice(constraint.options), {}
         case "grammar":
             return unforced(lark_of(constraint.value)), {}
-        case "structural_tag":
-            return written(read(_parsed(constraint)), dict(special_tokens))
-    known = ", ".join(sorted(CONSTRAINT_KINDS))
-    raise ConstraintRefused(f"constraint: {shown(constraint.kind)} is none of {known}")
+    return written(read(_parsed(constraint)), dict(special_tokens))
 
 
 def _parsed(constraint: Constraint) -> Any:
@@ -74,7 +71,7 @@ def _parsed(constraint: Constraint) -> Any:
         raise ConstraintRefused(f"not JSON: {error}") from error
 
 
-def _choice(options: tuple[str, ...]) -> str:
+def _choice(options: Sequence[str]) -> str:
     if not options:
         raise ConstraintRefused("choice: no options")
     # One terminal: a rule would have a position for each option.

@@ -8,9 +8,10 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from penstock_proto.errors import Code
+from penstock_proto.types import Pooling
 from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.errors import ImageUnusable, first_line
-from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import (
     Beat,
     Error,
@@ -20,7 +21,7 @@ from penstock_shard.ipc.messages import (
     Started,
     StepOutputs,
 )
-from penstock_shard.ipc.request import FinishReason, Pooling, Request
+from penstock_shard.ipc.request import FinishReason, Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.vllm_engine.images import PromptImages
 from penstock_shard.vllm_engine.load import LoadCount

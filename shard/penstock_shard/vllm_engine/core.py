@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from penstock_common.request_bounds import MAX_BAD_WORD_TOKENS
+from penstock_proto.limits import MAX_BAD_WORD_TOKENS
 from penstock_shard.errors import first_line
 from penstock_shard.vllm_engine.requests import MOST_BAD_WORDS, CoreRequest
 

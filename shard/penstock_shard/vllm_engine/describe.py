@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock_proto.types import EmbeddingDefaults
 from penstock_shard.checkpoint.weight_files import model_shape
 from penstock_shard.checkpoint.weights_hash import hash_weights
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.runner_info import EmbeddingDefaults, RunnerInfo
+from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.model_loader.generation_config import as_ids, generation_defaults
 from penstock_shard.vllm_engine.requests import bounds
 

@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from penstock_proto.types import PromptImage
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.background import lower_priority
 from penstock_shard.errors import ImageUnusable
 from penstock_shard.images.families import image_token_id, type_that_sees
 from penstock_shard.ipc.messages import Inbox
-from penstock_shard.ipc.request import PlacedImage, Request
+from penstock_shard.ipc.request import Request
 
 # Types of models whose images are served.
 _SERVED = ("qwen2_vl",)
@@ -95,7 +96,7 @@ class PromptImages:
                 raise ImageUnusable(f"images[{index}]: {error}") from error
         return {**prompt, "type": "multimodal", **self._join(request, made)}
 
-    def _fields(self, request: Request, image: PlacedImage, pixels: bytes) -> Mapping[str, Any]:
+    def _fields(self, request: Request, image: PromptImage, pixels: bytes) -> Mapping[str, Any]:
         """Prepare an image for the encoder; check the number of its ids in the prompt."""
         try:
             fields = self._process(pixels, image.width, image.height)
@@ -154,6 +155,6 @@ def _join_with(dtype: Any) -> _Join:
     return join
 
 
-def _name(image: PlacedImage, salt: str) -> str:
+def _name(image: PromptImage, salt: str) -> str:
     """Return an image's name for vLLM, which differs between salts."""
     return hashlib.sha256(image.digest + salt.encode()).hexdigest()

@@ -10,14 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from penstock_proto.types import CONSTRAINT_KINDS, EmbeddingDefaults
 from penstock_shard.checkpoint.model_source import resolve_model
 from penstock_shard.checkpoint.pooling_files import pooling_of
 from penstock_shard.checkpoint.tokenizer_files import read_tokenizer_files, tokenizer_hash
 from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError, first_line
 from penstock_shard.ipc.messages import Ready
-from penstock_shard.ipc.request import CONSTRAINT_KINDS
-from penstock_shard.ipc.runner_info import EmbeddingDefaults
 from penstock_shard.structured_output.compiler import Compiler, TokenizerUnusable
 from penstock_shard.vllm_engine import touched
 from penstock_shard.vllm_engine.core import VllmCore, configure, version

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock_shard.ipc.codes import Code
+from penstock_proto.errors import Code
 from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.messages import Error, Output
 from penstock_shard.ipc.request import FinishReason, Request

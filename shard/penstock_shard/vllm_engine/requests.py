@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock_proto.features import FieldBound
-from penstock_shard.ipc.request import CONSTRAINT_KINDS, Request
+from penstock_proto.types import CONSTRAINT_KINDS, FieldBound
+from penstock_shard.ipc.request import Request
 
 # Features that requests may use; see `server/validation.py`.
 CAPABILITIES = frozenset(

@@ -11,8 +11,9 @@ from collections import abc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from penstock_proto.types import PromptImage
 from penstock_shard.ipc.logprobs import Logprobs
-from penstock_shard.ipc.request import PlacedImage, Request
+from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 
 if TYPE_CHECKING:
@@ -151,15 +152,15 @@ class ImageEncoder(Protocol):
     def num_rows(self, digest: bytes) -> int | None:
         """Return how many tokens stand for an image; None if it was never encoded."""
 
-    def has(self, salt: str | None, image: PlacedImage) -> bool:
+    def has(self, salt: str | None, image: PromptImage) -> bool:
         """Tell whether the image is encoded."""
 
-    def encode(self, salt: str | None, image: PlacedImage) -> bool:
+    def encode(self, salt: str | None, image: PromptImage) -> bool:
         """Start to encode the image, in parallel with steps. True if it is encoded. Raises
         `ImageUnusable`.
         """
 
-    def cancel(self, salt: str | None, image: PlacedImage) -> None:
+    def cancel(self, salt: str | None, image: PromptImage) -> None:
         """Cancel the encoding of an image if it has not begun."""
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from penstock_shard.ipc.request import CONSTRAINT_KINDS, SamplingParams
+from penstock_proto.types import CONSTRAINT_KINDS
+from penstock_shard.ipc.request import SamplingParams
 
 CAPABILITIES = frozenset(
     {

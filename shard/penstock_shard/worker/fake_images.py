@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from penstock_proto.types import PromptImage
 from penstock_shard.errors import ImageUnusable
-from penstock_shard.ipc.request import PlacedImage
 
 
 class FakeImages:
@@ -26,14 +26,14 @@ class FakeImages:
     def num_rows(self, digest: bytes) -> int | None:
         return None
 
-    def has(self, salt: str | None, image: PlacedImage) -> bool:
+    def has(self, salt: str | None, image: PromptImage) -> bool:
         return salt is None
 
-    def encode(self, salt: str | None, image: PlacedImage) -> bool:
+    def encode(self, salt: str | None, image: PromptImage) -> bool:
         if image.digest not in self._digests:
             raise ImageUnusable("its pixels are not here any more")
         self.num_encoded += 1
         return True
 
-    def cancel(self, salt: str | None, image: PlacedImage) -> None:
+    def cancel(self, salt: str | None, image: PromptImage) -> None:
         """Do nothing: no encoding ever waits."""

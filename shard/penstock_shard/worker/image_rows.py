@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock_proto.types import PromptImage
 from penstock_shard.errors import ImageUnusable
 from penstock_shard.images.features import ImageFeatures
 from penstock_shard.images.positions import Integers, PromptPositions, prompt_positions
-from penstock_shard.ipc.request import PlacedImage
 from penstock_shard.models.base import ImageInputs
 from penstock_shard.worker.base import Admission, Batch, ImageEncoder
 
@@ -24,16 +24,16 @@ class FeatureSource(ImageEncoder, Protocol):
     # The axis of positions for each rotary frequency; empty if there is one axis.
     axis_of_frequencies: tuple[int, ...]
 
-    def features(self, salt: str, image: PlacedImage) -> ImageFeatures:
+    def features(self, salt: str, image: PromptImage) -> ImageFeatures:
         """Return the features of the image's tokens."""
 
-    def grid(self, salt: str, image: PlacedImage) -> tuple[int, int]:
+    def grid(self, salt: str, image: PromptImage) -> tuple[int, int]:
         """Return how many rows and columns of features the image has."""
 
 
 @dataclass(slots=True)
 class _Placed:
-    image: PlacedImage
+    image: PromptImage
     salt: str
     # For each token of the image, the number of features before it; then the total.
     num_before: Integers
@@ -206,6 +206,6 @@ class ImageRows:
                 parts.append(seeing.positions.between(start, start + count))
         return np.ascontiguousarray(np.concatenate(parts, axis=1)[self._axes].T)
 
-    def _num_before(self, token_ids: NDArray[np.uint32], image: PlacedImage) -> Integers:
+    def _num_before(self, token_ids: NDArray[np.uint32], image: PromptImage) -> Integers:
         own = token_ids[image.offset : image.offset + image.num_tokens] == self._source.token_id
         return np.concatenate([[0], np.cumsum(own)])

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock_shard.ipc.request import Pooling
+from penstock_proto.types import Pooling
 from penstock_shard.worker.base import Admission
 
 Integers = NDArray[np.int64]

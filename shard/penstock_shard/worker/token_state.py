@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock_shard.ipc.request import ThinkingBudget
+from penstock_proto.types import ThinkingBudget
 
 TokenIds = NDArray[np.int64]
 

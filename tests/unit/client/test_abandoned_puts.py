@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from penstock_client.errors import PenstockError, ShardUnavailable
 from penstock_client.fleet.placement.image_puts import ImagePuts
-from penstock_client.types import PromptImage
+from penstock_proto.errors import PenstockError, ShardUnavailable
+from penstock_proto.types import PromptImage
 
 _IMAGE = PromptImage("ab" * 32, 1, 1, 0, 1)
 

@@ -27,7 +27,7 @@ from penstock_client.audit_log import (
     read_key,
 )
 from penstock_client.dataclass_json import compact_json, from_plain, plain_ids, to_plain
-from penstock_client.types import (
+from penstock_proto.types import (
     Constraint,
     ConstraintKind,
     FinishReason,
@@ -55,7 +55,9 @@ def _every_field(of: type) -> st.SearchStrategy[Any]:
 
 
 st.register_type_strategy(SamplingParams, _every_field(SamplingParams))
-st.register_type_strategy(Constraint, _every_field(Constraint))
+st.register_type_strategy(
+    Constraint, st.builds(Constraint, st.sampled_from(ConstraintKind), options=...)
+)
 st.register_type_strategy(Objective, _every_field(Objective))
 st.register_type_strategy(GenerationRequest, _every_field(GenerationRequest))
 st.register_type_strategy(float, st.floats(allow_nan=False))

@@ -34,14 +34,14 @@ from penstock_client import (
     ThinkingBudget,
     Unauthenticated,
 )
-from penstock_client.errors import RequestRefused
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.output_verification import Verification
 from penstock_client.load_balancing.base import Candidate, Decision
 from penstock_client.rpc import generation_stream
-from penstock_common.request_bounds import TRIAL_TOKENS
 from penstock_common.tracing.spans import SpanContext
-from penstock_proto.features import FieldBound
+from penstock_proto.errors import RequestRefused
+from penstock_proto.limits import TRIAL_TOKENS
+from penstock_proto.types import FieldBound
 
 
 async def test_a_request_goes_on_at_another_shard_with_its_output_and_the_next_attempt(

@@ -12,7 +12,7 @@ from penstock_client.load_balancing.base import Candidate
 from penstock_client.load_balancing.held_pieces import HeldPieces
 from penstock_client.load_balancing.known_prompts import KnownPrompts
 from penstock_client.load_balancing.prefix_affinity import PrefixAffinity, prompt_pieces
-from penstock_client.types import GenerationRequest
+from penstock_proto.types import GenerationRequest
 
 HOME, OTHER = (Candidate(address, f"{address}-1", 0, 16) for address in ("home", "other"))
 

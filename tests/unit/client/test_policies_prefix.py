@@ -19,8 +19,8 @@ from penstock_client.load_balancing.prefix_affinity import (
     held_by,
     prompt_pieces,
 )
-from penstock_client.types import GenerationRequest
 from penstock_proto.prefix_hash import PIECE_TOKENS, Tier, piece_names, root_hash
+from penstock_proto.types import GenerationRequest
 
 
 def _candidate(

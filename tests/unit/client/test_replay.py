@@ -19,9 +19,9 @@ from penstock_cli.replay import (
     replay_request,
 )
 from penstock_client.audit_log import AuditLog, AuditRecord, WithheldPrompt
-from penstock_client.errors import NoShardAvailable
 from penstock_client.fleet.fleet import Fleet
-from penstock_client.types import (
+from penstock_proto.errors import NoShardAvailable
+from penstock_proto.types import (
     FinishReason,
     GenerationRequest,
     Objective,

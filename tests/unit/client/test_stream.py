@@ -14,8 +14,8 @@ from penstock_client import (
     ShardFailed,
 )
 from penstock_client import ShardUnavailable as Unavailable
-from penstock_client.errors import RequestRefused
 from penstock_client.rpc import generation_stream
+from penstock_proto.errors import RequestRefused
 
 
 def _stream(next_position: int = 0) -> tuple[GenerationStream, list[str]]:

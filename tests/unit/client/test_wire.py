@@ -24,6 +24,7 @@ from penstock_client import (
     Objective,
     Output,
     Overloaded,
+    Pooling,
     PromptImage,
     SamplingParams,
     ShardFailed,
@@ -287,7 +288,7 @@ def test_a_shards_embedding_defaults_are_read_and_absent_where_it_has_none() -> 
     message.embedding.pooling = pb.EmbedRequest.POOLING_MEAN
     message.embedding.size = 8
     found = proto_codec.shard_info(message, "host:1").embedding
-    assert found == EmbeddingDefaults("mean", normalize=False, size=8)
+    assert found == EmbeddingDefaults(Pooling.MEAN, normalize=False, size=8)
 
 
 def test_merged_outputs_keep_the_first_queue_time() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.submissions import submission
 
-from penstock_proto.features import Asked, FieldBound
+from penstock_proto.features import Asked
+from penstock_proto.types import Constraint, FieldBound, PromptImage
 
 
 @dataclass
@@ -18,14 +19,8 @@ class Engine:
     uncontinued: frozenset[str] = frozenset()
 
 
-def asked(*, constraint: str = "", is_continued: bool = False, **fields: Any) -> Asked:
-    lists = ("logit_bias", "bad_words", "allowed_token_ids", "logprob_token_ids", "images")
-    request = SimpleNamespace(**{**dict.fromkeys(lists, ()), **fields})
-    return Asked(
-        lambda name: getattr(request, name, None),
-        constraint=constraint,
-        is_continued=is_continued,
-    )
+def asked(*, is_continued: bool = False, **fields: Any) -> Asked:
+    return Asked(submission(**fields).request, has_output=is_continued)
 
 
 def refusal(request: Asked, engine: Engine) -> str:
@@ -42,9 +37,17 @@ def test_values_that_change_nothing_need_nothing() -> None:
     ("fields", "text"),
     [
         ({"typical_p": 0.5}, "typical_p is not served by it"),
-        ({"images": [1]}, "images is not served by it"),
-        ({"constraint": "grammar"}, "grammar is not served by it"),
-        ({"constraint": "regex", "min_tokens": 2, "adapter": "a", "logit_bias": {1: 1.0}}, ""),
+        ({"images": [PromptImage("ab" * 32, 1, 1, 0, 1)]}, "images is not served by it"),
+        ({"constraint": Constraint("grammar")}, "grammar is not served by it"),
+        (
+            {
+                "constraint": Constraint("regex"),
+                "min_tokens": 2,
+                "adapter": "a",
+                "logit_bias": {1: 1.0},
+            },
+            "",
+        ),
     ],
 )
 def test_a_field_without_its_capability_is_named(fields: dict[str, Any], text: str) -> None:

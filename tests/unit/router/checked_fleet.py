@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from support.engines import runner_info
 from unit.router.router_doubles import INFO, FakeFleet
 
-from penstock_client.errors import PenstockError
 from penstock_client.rpc import proto_codec
 from penstock_client.rpc.generation_stream import GenerationStream
-from penstock_client.types import GenerationRequest
 from penstock_proto import shard_pb2 as pb
+from penstock_proto.errors import PenstockError
+from penstock_proto.types import GenerationRequest
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import Request
@@ -30,7 +30,7 @@ CONFIG = ShardConfig(served_model_names=(INFO.model, *INFO.model_aliases))
 def at_the_engine(request: GenerationRequest) -> Request:
     """Over the wire and through the shard's checks; raises what the client raises."""
     message = proto_codec.generate_request(request, "id")
-    incoming = shard_codec.incoming(pb.GenerateRequest.FromString(message.SerializeToString()))
+    incoming = shard_codec.submission(pb.GenerateRequest.FromString(message.SerializeToString()))
     try:
         return check(incoming, RUNNER_INFO, CONFIG)
     except Refusal as refusal:

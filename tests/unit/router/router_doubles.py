@@ -28,10 +28,10 @@ from tokenizers import (
     trainers,
 )
 
-from penstock_client.errors import InvalidRequest, NoShardAvailable, NotServed, PenstockError
 from penstock_client.fleet.allowed_networks import Ip
 from penstock_client.rpc.generation_stream import GenerationStream
-from penstock_client.types import (
+from penstock_proto.errors import InvalidRequest, NoShardAvailable, NotServed, PenstockError
+from penstock_proto.types import (
     EmbeddingDefaults,
     EmbeddingRequest,
     FinishReason,
@@ -40,6 +40,7 @@ from penstock_client.types import (
     Logprobs,
     Output,
     PixelSource,
+    Pooling,
     Retain,
     SamplingParams,
     ShardInfo,
@@ -208,7 +209,7 @@ INFO = ShardInfo(
     batch_invariant=True,
     numerics_fingerprint="f",
     adapters={},
-    embedding=EmbeddingDefaults("last", normalize=True, size=8),
+    embedding=EmbeddingDefaults(Pooling.LAST, normalize=True, size=8),
 )
 
 

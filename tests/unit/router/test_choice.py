@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 from unit.router.router_doubles import INFO, fake_logprobs, id_of, model_files
 
-from penstock_client.types import FinishReason, GenerationRequest, Logprobs, Output
+from penstock_proto.types import FinishReason, GenerationRequest, Logprobs, Output
 from penstock_router.apis.base import Envelope
 from penstock_router.apis.tgi.answers import GenerateRequest
 from penstock_router.apis.tgi.requests import GENERATE_STREAM

@@ -20,7 +20,7 @@ from unit.router.router_doubles import (
     model_files,
 )
 
-from penstock_client.types import AttemptRecord, LoadReport
+from penstock_proto.types import AttemptRecord, LoadReport
 from penstock_router.console import feed as console
 from penstock_router.console.feed import StepRates, describe_request
 from penstock_router.observe.request_record import RequestRecord

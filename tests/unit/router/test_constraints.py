@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock_client.types import Constraint, ConstraintKind
+from penstock_proto.types import Constraint, ConstraintKind
 from penstock_router.errors import BadRequest
 from penstock_router.request import ChatRequest, CompletionRequest, Tool, ToolChoice
 from penstock_router.text.answer_constraint import answer_constraint

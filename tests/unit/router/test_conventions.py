@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from unit.router.chat_template_styles import STYLES as TEMPLATES
 from unit.router.router_doubles import CHATML, INFO, byte_level_tokenizer, model_files
 
-from penstock_client.types import Constraint, ConstraintKind, ThinkingBudget
+from penstock_proto.types import Constraint, ConstraintKind, ThinkingBudget
 from penstock_router.child_process.framing import HEADER
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest

@@ -24,7 +24,7 @@ from unit.router.router_doubles import (
     model_files,
 )
 
-from penstock_client.types import EmbeddingDefaults
+from penstock_proto.types import EmbeddingDefaults, Pooling
 from penstock_router.apis.vector_bytes import encode
 
 SIZE = 8
@@ -32,7 +32,9 @@ SIZE = 8
 
 @pytest.fixture
 def fleet(byte_level: Tokenizer) -> FakeFleet:
-    info = replace(INFO, embedding=EmbeddingDefaults(pooling="last", normalize=True, size=SIZE))
+    info = replace(
+        INFO, embedding=EmbeddingDefaults(pooling=Pooling.LAST, normalize=True, size=SIZE)
+    )
     return FakeFleet(model_files(byte_level), shards=[FakeShard(info)])
 
 
@@ -147,7 +149,7 @@ async def test_every_field_reaches_the_fleet(router: MemoryRouter, fleet: FakeFl
 async def test_vectors_have_length_1_whatever_the_models_files_say(
     fleet: FakeFleet, models_own: bool, dimensions: int | None
 ) -> None:
-    own = EmbeddingDefaults(pooling="last", normalize=models_own, size=SIZE)
+    own = EmbeddingDefaults(pooling=Pooling.LAST, normalize=models_own, size=SIZE)
     fleet.shards[0].info = replace(INFO, embedding=own)
     async with memory_router(fleet) as router:
 

@@ -29,7 +29,7 @@ from unit.router.router_doubles import (
     wordpiece_tokenizer,
 )
 
-from penstock_client.types import GenerationRequest
+from penstock_proto.types import GenerationRequest
 from penstock_router.apis.openai.fields import CHAT_FIELDS, COMPLETION_FIELDS
 from penstock_router.apis.openai.other_servers import with_other_servers
 from penstock_router.apis.openai.requests import parse_chat, parse_completion

@@ -24,7 +24,7 @@ from unit.router.router_doubles import (
     random_text,
 )
 
-from penstock_client.types import GenerationRequest, Logprobs, Output
+from penstock_proto.types import GenerationRequest, Logprobs, Output
 from penstock_router.apis.chat_messages import MAX_PIECES
 from penstock_router.generation.job import choice_seed
 from penstock_router.text.chat_template import ChatTemplate

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from unit.router.router_doubles import MemoryRouter
 
-from penstock_client.errors import ShardFailed
+from penstock_proto.errors import ShardFailed
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest
 from penstock_router.images.decoder_pool import DecoderPool

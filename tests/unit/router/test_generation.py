@@ -14,9 +14,9 @@ import pytest
 from tokenizers import Tokenizer
 from unit.router.router_doubles import INFO, FakeFleet, FakeShard, hashed_tokens, model_files
 
-from penstock_client.errors import InvalidRequest, NoShardAvailable, ShardFailed
 from penstock_client.rpc.generation_stream import GenerationStream
-from penstock_client.types import Adapter, FinishReason, GenerationRequest, Output, SamplingParams
+from penstock_proto.errors import InvalidRequest, NoShardAvailable, ShardFailed
+from penstock_proto.types import Adapter, FinishReason, GenerationRequest, Output, SamplingParams
 from penstock_router.apis.openai.requests import parse_completion
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, NotFound, TimedOut, Unavailable

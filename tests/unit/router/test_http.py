@@ -33,7 +33,7 @@ from unit.router.router_doubles import (
     random_text,
 )
 
-from penstock_client.errors import (
+from penstock_proto.errors import (
     DeadlineExceeded,
     InvalidRequest,
     NoShardAvailable,
@@ -45,7 +45,7 @@ from penstock_client.errors import (
     ShardUnavailable,
     Unauthenticated,
 )
-from penstock_client.types import Adapter, GenerationRequest
+from penstock_proto.types import Adapter, GenerationRequest
 from penstock_router.apis.base import EVENTS
 from penstock_router.apis.logprobs import CompletionLogprobs
 from penstock_router.offload.dispatch import LONG_BYTES

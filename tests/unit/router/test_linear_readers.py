@@ -31,7 +31,7 @@ from unit.router.linear_readers import (
     values,
 )
 
-from penstock_common.request_bounds import MAX_BUILT_CONSTRAINT_BYTES
+from penstock_proto.limits import MAX_BUILT_CONSTRAINT_BYTES
 from penstock_router.apis.base import BodyKind
 from penstock_router.errors import BadRequest
 from penstock_router.offload.body_kinds import KINDS, read, work

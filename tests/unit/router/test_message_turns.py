@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from unit.router.router_doubles import FakeFleet, MemoryRouter
 
-from penstock_client.types import ConstraintKind
+from penstock_proto.types import ConstraintKind
 from penstock_router.apis.messages.requests import parse, parse_count
 from penstock_router.errors import BadRequest
 from penstock_router.request import ChatRequest, Message, ToolChoice

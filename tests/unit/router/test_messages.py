@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from unit.router.router_doubles import FakeFleet, MemoryRouter, id_of, memory_router, model_files
 
-from penstock_client.errors import ShardFailed
+from penstock_proto.errors import ShardFailed
 from penstock_router.apis.chat_messages import MAX_PIECES
 
 CHAT = [{"role": "user", "content": "Hello world"}]

@@ -10,7 +10,7 @@ from support.answer_pieces import cut, envelope_of, job_of, random_pieces
 from support.budget import budget, seeded
 from unit.router.router_doubles import MemoryRouter
 
-from penstock_client.types import ConstraintKind
+from penstock_proto.types import ConstraintKind
 from penstock_router.apis.ollama import requests as ollama
 from penstock_router.apis.ollama.answers import ChatShape, GenerateShape
 from penstock_router.apis.ollama.prompts import OllamaChat

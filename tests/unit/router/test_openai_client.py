@@ -21,7 +21,7 @@ from unit.router.router_doubles import (
     model_files,
 )
 
-from penstock_client.errors import ShardUnavailable
+from penstock_proto.errors import ShardUnavailable
 
 
 class _Body(httpx2.AsyncByteStream):

@@ -21,7 +21,7 @@ from unit.router.router_doubles import (
     model_files,
 )
 
-from penstock_client.types import FinishReason, GenerationRequest, Output
+from penstock_proto.types import FinishReason, GenerationRequest, Output
 from penstock_router.generation.choice import Choice, Delta, DeltaBuffer
 from penstock_router.generation.client_progress import (
     BEGINNING,

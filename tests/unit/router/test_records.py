@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from unit.router.router_doubles import MemoryRouter
 
-from penstock_client.errors import (
+from penstock_proto.errors import (
     DeadlineExceeded,
     InvalidRequest,
     NoShardAvailable,
@@ -15,7 +15,7 @@ from penstock_client.errors import (
     PenstockError,
     ShardFailed,
 )
-from penstock_client.types import AttemptRecord
+from penstock_proto.types import AttemptRecord
 from penstock_router.observe.request_record import Records, RequestRecord
 from penstock_router.routes.base import ROUTER
 

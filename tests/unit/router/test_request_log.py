@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from unit.router.router_doubles import FakeFleet, memory_router
 
-from penstock_client.types import Adapter, AttemptRecord
 from penstock_common.logs import JsonFormatter, TextFormatter
+from penstock_proto.types import Adapter, AttemptRecord
 from penstock_router.observe.request_log_line import fields_of, log_request
 from penstock_router.observe.request_record import RequestRecord, Usage
 from penstock_router.routes.base import ROUTER

@@ -23,8 +23,8 @@ from unit.router.router_doubles import (
     model_files,
 )
 
-from penstock_client.errors import NoShardAvailable, RequestRefused, ShardFailed
-from penstock_client.types import GenerationRequest
+from penstock_proto.errors import NoShardAvailable, RequestRefused, ShardFailed
+from penstock_proto.types import GenerationRequest
 from penstock_router.apis import chat_messages, json_in_thread
 from penstock_router.apis.base import Envelope
 from penstock_router.apis.responses.answers import ResponseShape

@@ -12,7 +12,7 @@ from support.budget import budget, seeded
 from tokenizers import Tokenizer
 from unit.router.router_doubles import Answer, FakeFleet, MemoryRouter, memory_router, model_files
 
-from penstock_client.types import Constraint, ConstraintKind
+from penstock_proto.types import Constraint, ConstraintKind
 from penstock_router.apis import chat_messages
 from penstock_router.apis.openai.requests import parse_chat
 from penstock_router.apis.responses.items.reading import read_input

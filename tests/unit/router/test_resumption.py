@@ -21,9 +21,9 @@ from unit.router.router_doubles import (
     model_files,
 )
 
-from penstock_client.errors import ShardFailed
 from penstock_client.rpc.generation_stream import GenerationStream
-from penstock_client.types import GenerationRequest, PixelSource
+from penstock_proto.errors import ShardFailed
+from penstock_proto.types import GenerationRequest, PixelSource
 from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
 from penstock_router.errors import BadRequest, Unavailable
 from penstock_router.generation import resumable_streams

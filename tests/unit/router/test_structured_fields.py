@@ -11,8 +11,8 @@ import jsonschema_rs
 import pytest
 from support.budget import budget, seeded
 
-from penstock_client.types import Constraint, ConstraintKind
-from penstock_common.request_bounds import MAX_CHOICE_OPTIONS
+from penstock_proto.limits import MAX_CHOICE_OPTIONS
+from penstock_proto.types import Constraint, ConstraintKind
 from penstock_router.apis.base import Api
 from penstock_router.apis.openai.fields import CHAT_FIELDS
 from penstock_router.apis.openai.requests import CHATS, COMPLETIONS, parse_chat, parse_completion

@@ -32,7 +32,7 @@ from unit.router.router_doubles import (
     sentencepiece_tokenizer,
 )
 
-from penstock_client.types import GenerationRequest
+from penstock_proto.types import GenerationRequest
 from penstock_router.generation.job import choice_seed
 
 # Of cases that failed once, each for another reason.

@@ -21,14 +21,14 @@ from unit.router.router_doubles import (
     random_text,
 )
 
-from penstock_client.errors import (
+from penstock_proto.errors import (
     NoShardAvailable,
     Overloaded,
     PenstockError,
     RequestRefused,
     ShardFailed,
 )
-from penstock_client.types import GenerationRequest
+from penstock_proto.types import GenerationRequest
 from penstock_router.apis.tgi.answers import GenerateRequest, error_answer, error_status
 from penstock_router.apis.tgi.requests import (
     PARAMETERS,

@@ -19,8 +19,8 @@ import pytest
 from support.budget import in_soak
 
 from penstock_client.audit_log import AuditRecord
-from penstock_client.types import GenerationRequest
 from penstock_common.shared_flags import USAGE_STATUS
+from penstock_proto.types import GenerationRequest
 from penstock_router.config import RouterConfig
 from penstock_router.observe.metrics import Metrics
 from penstock_router.workers import (

@@ -25,9 +25,10 @@ from support.compilers import (
 )
 from support.constrained_engines import ConstrainedEngine, constrained, text, tokens
 
+from penstock_proto.errors import Code
+from penstock_proto.types import Constraint, ThinkingBudget
 from penstock_shard.engine.matchers import PendingMatchers
-from penstock_shard.ipc.codes import Code
-from penstock_shard.ipc.request import Constraint, FinishReason, Request, ThinkingBudget
+from penstock_shard.ipc.request import FinishReason, Request
 from penstock_shard.sequence import Sequence
 from penstock_shard.structured_output.compiler import Compiler
 from penstock_shard.structured_output.following import Discarded, compiling_threads

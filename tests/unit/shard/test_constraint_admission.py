@@ -14,11 +14,11 @@ from support.budget import budget, seeded
 from support.engines import make_request, runner_info
 
 from penstock_proto import shard_pb2 as pb
+from penstock_proto.errors import Code
+from penstock_proto.types import Adapter, Constraint
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
-from penstock_shard.ipc.codes import Code
-from penstock_shard.ipc.request import Constraint, FinishReason
-from penstock_shard.ipc.runner_info import Adapter
+from penstock_shard.ipc.request import FinishReason
 from penstock_shard.server.servicer import ShardServicer
 from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.structured_output.checker import CheckFailed, ConstraintChecker, NotChecked

@@ -10,10 +10,11 @@ import pytest
 from support.engines import VOCAB_SIZE, make_engine, make_request, packed, runner_info
 
 from penstock_proto import shard_pb2 as pb
+from penstock_proto.errors import Code
+from penstock_proto.types import Pooling
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
-from penstock_shard.ipc.codes import Code
-from penstock_shard.ipc.request import FinishReason, Pooling, Request
+from penstock_shard.ipc.request import FinishReason, Request
 from penstock_shard.server import proto_codec
 from penstock_shard.server.last_outputs import last_outputs
 from penstock_shard.server.live_requests import Deliver
@@ -25,7 +26,7 @@ INFO = runner_info()
 
 def checked(message: pb.EmbedRequest) -> list[Request]:
     read = pb.EmbedRequest.FromString(message.SerializeToString())
-    return check_embedding(proto_codec.incoming_embedding(read), INFO, "call")
+    return check_embedding(proto_codec.embedding_request(read), read.request_id, INFO, "call")
 
 
 def message(*inputs: list[int], **fields: object) -> pb.EmbedRequest:
@@ -78,15 +79,15 @@ def test_what_is_just_within_bounds_is_taken() -> None:
 def test_vectors_so_long_that_an_answer_would_not_fit_lower_the_number_of_inputs() -> None:
     assert INFO.embedding is not None
     long = dataclasses.replace(INFO, embedding=dataclasses.replace(INFO.embedding, size=2**20))
-    incoming = proto_codec.incoming_embedding(message(*[[1]] * 9))
+    asked = proto_codec.embedding_request(message(*[[1]] * 9))
     with pytest.raises(Refusal, match=r"9 inputs is out of bounds; allowed: 1\.\.8 inputs"):
-        check_embedding(incoming, long, "call")
+        check_embedding(asked, "r", long, "call")
 
 
 def test_a_shard_without_embeddings_says_what_to_do() -> None:
     info = dataclasses.replace(INFO, embedding=None)
     with pytest.raises(Refusal, match="--embeddings last") as caught:
-        check_embedding(proto_codec.incoming_embedding(message([1])), info, "call")
+        check_embedding(proto_codec.embedding_request(message([1])), "r", info, "call")
     assert caught.value.error.code == 9
 
 

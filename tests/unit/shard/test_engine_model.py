@@ -21,9 +21,9 @@ from support.drafters import FickleOracle
 from support.engines import CACHE_GROUPS, EOS_ID, make_request, runner_info
 from support.shadow import Fails, ShadowRunner
 
+from penstock_proto.errors import Code
 from penstock_shard.engine.create_engine import create_moves, create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.request import FinishReason, Objective, Request
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_manager import BlockManager

@@ -13,10 +13,11 @@ import pytest
 from support.engines import EOS_ID, changed, make_sequence, runner_info
 from support.plans import batch_of
 
+from penstock_proto.types import Pooling
 from penstock_shard.checkpoint.model_source import BUILTIN_MODEL
 from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
-from penstock_shard.ipc.request import Pooling, SamplingParams
+from penstock_shard.ipc.request import SamplingParams
 from penstock_shard.model_loader.load_runner import load_runner
 from penstock_shard.scheduler.rows import Row
 from penstock_shard.sequence import Sequence

@@ -14,9 +14,9 @@ from support.engines import runner_info
 
 from penstock_common.image_digest import image_digest
 from penstock_proto import shard_pb2 as pb
+from penstock_proto.errors import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
-from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.request import FinishReason, Request
 from penstock_shard.server import servicer
 from penstock_shard.server.early_aborts import EarlyAborts
@@ -302,8 +302,8 @@ async def test_followers_are_told_of_each_request_and_see_its_outputs() -> None:
     told: list[Any] = []
 
     class Follower:
-        def outlet(self, incoming: Any, instance_id: str, deliver: Any) -> Any:
-            told.append((incoming.request_id, instance_id))
+        def outlet(self, submission: Any, instance_id: str, deliver: Any) -> Any:
+            told.append((submission.request_id, instance_id))
 
             def outlet(output: link.Output) -> None:
                 told.append(output.is_last)

@@ -10,7 +10,7 @@ from support.budget import budget, seeded
 from support.engines import make_sequence
 
 from penstock_proto.prefix_hash import block_hash, chain_hashes, root_hash
-from penstock_shard.ipc.request import PlacedImage
+from penstock_proto.types import PromptImage
 from penstock_shard.kv_cache import block_names
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.sequence import Sequence
@@ -290,7 +290,7 @@ def test_random_traffic_keeps_the_accounts_exact() -> None:
 
 
 def _with_image(name: str, digest: bytes, offset: int = 20, num_tokens: int = 30) -> Sequence:
-    image = PlacedImage(digest, 8, 8, offset, num_tokens)
+    image = PromptImage(digest.hex(), 8, 8, offset, num_tokens)
     return make_sequence(name, range(80), images=(image,))
 
 

@@ -9,9 +9,9 @@ import struct
 import pytest
 from support.engines import logprobs_of, runner_info
 
+from penstock_proto.errors import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
-from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.request import FinishReason, Objective, Request, SamplingParams
 

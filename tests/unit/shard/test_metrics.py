@@ -14,9 +14,9 @@ from prometheus_client import CollectorRegistry
 from support.engines import make_engine, make_request, runner_info
 
 from penstock_common.certificates.expiry import CertificateDates
+from penstock_proto.errors import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
-from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import Error, Load, Output, StepOutputs
 from penstock_shard.ipc.request import FinishReason, Request
 from penstock_shard.ipc.runner_info import CacheGroup

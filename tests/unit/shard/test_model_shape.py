@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from penstock_proto.types import ModelShape
 from penstock_shard.checkpoint.weight_files import model_shape
-from penstock_shard.ipc.runner_info import ModelShape
 
 CONFIG = {
     "model_type": "qwen3",

@@ -11,8 +11,9 @@ import pytest
 from support.engines import EngineUnderTest, make_engine, make_request
 from support.shadow import Fails, ShadowRunner, ShadowStep
 
-from penstock_shard.ipc.codes import Code
-from penstock_shard.ipc.request import FinishReason, Objective, Pooling
+from penstock_proto.errors import Code
+from penstock_proto.types import Pooling
+from penstock_shard.ipc.request import FinishReason, Objective
 from penstock_shard.sequence import Sequence
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.worker.base import Batch, RowResult

@@ -7,27 +7,28 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 from support.engines import make_engine, make_request
+from support.submissions import submission
 
 from penstock_common.logs import JsonFormatter, TextFormatter
 from penstock_common.tracing.spans import Span
-from penstock_shard.ipc.codes import Code
+from penstock_proto.errors import Code
+from penstock_proto.types import Submission
 from penstock_shard.ipc.messages import Error, Load, Output, Work
 from penstock_shard.ipc.request import FinishReason
 from penstock_shard.server.observe.request_log_line import fields_of, log_request
 from penstock_shard.server.observe.request_record import Follower, ShardRecord
 from penstock_shard.server.observe.tracing import METHOD, spans_of, trace_request
-from penstock_shard.server.validation import IncomingRequest
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE}-{SPAN}-01"
 
 
-def incoming(**values: Any) -> IncomingRequest:
-    prompt, output = np.arange(12, dtype="<u4"), np.arange(3, dtype="<u4")
-    return IncomingRequest("r", 1, prompt, output, **values)
+def submitted(**fields: Any) -> Submission:
+    return submission(
+        request_id="r", number=1, prompt_token_ids=range(12), output_token_ids=range(3), **fields
+    )
 
 
 class Followed:
@@ -46,7 +47,7 @@ class Followed:
             share,
             lambda: self.load,
         )
-        request = incoming(traceparent=traceparent, label="mine")
+        request = submitted(traceparent=traceparent, label="mine")
         self.give = follower.outlet(request, "engine-1", self.delivered.append)
 
     def finish(self) -> ShardRecord:
@@ -87,7 +88,7 @@ def test_a_listener_that_fails_costs_neither_the_others_nor_the_engine_s_message
 
     traced: list[ShardRecord] = []
     follower = Follower(fail, traced.append, 1.0, Load)
-    take = follower.outlet(incoming(), "engine-1", lambda output: None)
+    take = follower.outlet(submitted(), "engine-1", lambda output: None)
     take(Output("r", 1, 3, [7], finish=FinishReason.STOP))
     assert len(traced) == 1
     assert "a defect" in caplog.text

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from penstock_proto.errors import Code
+from penstock_proto.types import Adapter
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import AdapterChange, AdapterChanged
-from penstock_shard.ipc.runner_info import Adapter
 from penstock_shard.server.adapter_changes import ServerAdapters
 from penstock_shard.server.validation import Refusal
 

@@ -15,9 +15,9 @@ from support.engines import logprobs_of, make_request, runner_info
 from penstock_client import Output as ClientOutput
 from penstock_client.rpc import proto_codec
 from penstock_proto import shard_pb2 as pb
+from penstock_proto.errors import Code
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
-from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.request import FinishReason, Request
@@ -571,7 +571,7 @@ async def test_a_call_whose_requests_cannot_be_taken_ends_and_so_do_they(
 
     async def messages() -> AsyncIterator[pb.GenerateRequest]:
         yield _message("a")
-        monkeypatch.setattr(shard_codec, "incoming", lambda message: 1 // 0)
+        monkeypatch.setattr(shard_codec, "submission", lambda message: 1 // 0)
         yield _message("b")
 
     call = ShardServicer(supervisor, ShardConfig()).Generate(messages(), cast("Any", context))

@@ -13,8 +13,9 @@ from support.budget import budget, seeded
 from support.compilers import EOS_IDS, allows, ids_of, new_compiler
 from support.constrained_engines import ConstrainedEngine, constrained, tokens
 
-from penstock_shard.ipc.codes import Code
-from penstock_shard.ipc.request import Constraint, Request
+from penstock_proto.errors import Code
+from penstock_proto.types import Constraint
+from penstock_shard.ipc.request import Request
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.structured_output import matcher_state, pace
 from penstock_shard.structured_output.compiler import Compiler

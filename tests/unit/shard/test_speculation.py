@@ -14,16 +14,10 @@ from support.drafters import FickleOracle, Oracle, always, named
 from support.engines import EOS_ID, EngineUnderTest, make_engine, make_request
 from support.plans import Plan, plan_step
 
+from penstock_proto.types import Constraint, ThinkingBudget
 from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.messages import Output
-from penstock_shard.ipc.request import (
-    Constraint,
-    FinishReason,
-    Objective,
-    Request,
-    SamplingParams,
-    ThinkingBudget,
-)
+from penstock_shard.ipc.request import FinishReason, Objective, Request, SamplingParams
 from penstock_shard.sequence import Sequence
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 

@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 from support.adapters import make_adapter
+from support.submissions import submission
 
-from penstock_common.request_bounds import MAX_BAD_WORD_TOKENS
+from penstock_proto.errors import Code
+from penstock_proto.limits import MAX_BAD_WORD_TOKENS
+from penstock_proto.types import EmbeddingDefaults, Pooling
 from penstock_shard.cli import parse_config
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine.adapter_slots import EngineAdapters
-from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import (
     AdapterChange,
     AdapterChanged,
@@ -28,9 +30,9 @@ from penstock_shard.ipc.messages import (
     Started,
     StepOutputs,
 )
-from penstock_shard.ipc.request import FinishReason, Pooling, Request, SamplingParams
-from penstock_shard.ipc.runner_info import EmbeddingDefaults, RunnerInfo
-from penstock_shard.server.validation import IncomingRequest, Refusal, check
+from penstock_shard.ipc.request import FinishReason, Request, SamplingParams
+from penstock_shard.ipc.runner_info import RunnerInfo
+from penstock_shard.server.validation import Refusal, check
 from penstock_shard.vllm_engine.adapters import CoreAdapters
 from penstock_shard.vllm_engine.bridge import Bridge
 from penstock_shard.vllm_engine.core import ENVIRONMENT
@@ -186,7 +188,7 @@ def test_a_continuation_goes_on_as_a_prompt_with_what_is_left_and_a_seed_of_its_
     assert prompt_of(later)["prompt_token_ids"] == [5, 6, 7, 8, 9, 10, 11]
 
 
-_OUTPUT = np.array([8], dtype="<u4")
+_OUTPUT = [8]
 
 
 @pytest.mark.parametrize(
@@ -195,34 +197,34 @@ _OUTPUT = np.array([8], dtype="<u4")
         ("temperature", {"temperature": 2.5}),
         ("temperature", {"temperature": 0.001}),
         ("logit_bias", {"logit_bias": dict.fromkeys(range(1025), 1.0)}),
-        ("allowed_token_ids", {"allowed_token_ids": np.arange(1025, dtype="<u4")}),
+        ("allowed_token_ids", {"allowed_token_ids": range(1025)}),
         ("bad_words", {"bad_words": [_OUTPUT] * 129}),
-        ("stop_token_ids", {"stop_token_ids": np.arange(128, dtype="<u4")}),
+        ("stop_token_ids", {"stop_token_ids": range(128)}),
         ("typical_p", {"typical_p": 0.5}),
-        ("presence_penalty", {"output": _OUTPUT, "presence_penalty": 0.5}),
-        ("frequency_penalty", {"output": _OUTPUT, "frequency_penalty": 0.5}),
-        ("bad_words", {"output": _OUTPUT, "bad_words": [_OUTPUT]}),
+        ("presence_penalty", {"output_token_ids": _OUTPUT, "presence_penalty": 0.5}),
+        ("frequency_penalty", {"output_token_ids": _OUTPUT, "frequency_penalty": 0.5}),
+        ("bad_words", {"output_token_ids": _OUTPUT, "bad_words": [_OUTPUT]}),
     ],
 )
 def test_what_would_end_vllm_or_go_on_wrongly_is_refused_by_the_server(
     field: str, fields: dict[str, Any]
 ) -> None:
     with pytest.raises(Refusal) as refused:
-        check(_incoming(**fields), _VLLM, ShardConfig(served_model_names=("m",)))
+        check(submission(**fields), _VLLM, ShardConfig(served_model_names=("m",)))
     error = refused.value.error
     assert (error.code, error.field) == (Code.FAILED_PRECONDITION, field)
     assert error.bound in error.message
 
 
 def test_what_is_within_vllms_bounds_is_not_refused() -> None:
-    fields = {
+    fields: dict[str, Any] = {
         "temperature": float(np.float32(0.01)),
         "logit_bias": dict.fromkeys(range(1024), 1.0),
-        "bad_words": [np.arange(MAX_BAD_WORD_TOKENS, dtype="<u4")] * MOST_BAD_WORDS,
-        "stop_token_ids": np.arange(3, 130, dtype="<u4"),
+        "bad_words": [range(MAX_BAD_WORD_TOKENS)] * MOST_BAD_WORDS,
+        "stop_token_ids": range(3, 130),
         "min_tokens": 2,
     }
-    asked = check(_incoming(**fields), _VLLM, ShardConfig(served_model_names=("m",)))
+    asked = check(submission(**fields), _VLLM, ShardConfig(served_model_names=("m",)))
     # vLLM's worker has so many places for the ids that end a request, and for those of bad words.
     assert len(asked.stop_token_ids) == 128
     tokens = sum(map(len, asked.sampling.bad_words))
@@ -232,13 +234,6 @@ def test_what_is_within_vllms_bounds_is_not_refused() -> None:
 _VLLM = dataclasses.replace(
     INFO, vocab_size=2000, bounds=bounds(len(INFO.eos_token_ids)), uncontinued=COUNTED
 )
-
-
-def _incoming(**fields: Any) -> IncomingRequest:
-    prompt = np.array([5, 6, 7], dtype="<u4")
-    return IncomingRequest(
-        **{"request_id": "r", "attempt": 0, "prompt": prompt, "output": prompt[:0], **fields}
-    )
 
 
 # ---- Outputs -----------------------------------------------------------------------------------

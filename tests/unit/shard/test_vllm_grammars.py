@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from support.compilers import EOS_IDS, VOCAB_SIZE, ids_of, two_ended_compiler
 
-from penstock_shard.ipc.codes import Code
-from penstock_shard.ipc.request import Constraint, Request, SamplingParams
+from penstock_proto.errors import Code
+from penstock_proto.types import Constraint
+from penstock_shard.ipc.request import Request, SamplingParams
 from penstock_shard.structured_output.following import compiling_threads
 from penstock_shard.structured_output.matcher_state import allowed_ids
 from penstock_shard.structured_output.refusal import ConstraintRefused

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock_proto.errors import Code
+from penstock_proto.types import PromptImage
 from penstock_shard.cli import parse_config
 from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.errors import ImageUnusable
-from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.messages import (
     FromEngine,
     ImageDrop,
@@ -27,7 +28,7 @@ from penstock_shard.ipc.messages import (
     Started,
     StepOutputs,
 )
-from penstock_shard.ipc.request import FinishReason, PlacedImage, Request, SamplingParams
+from penstock_shard.ipc.request import FinishReason, Request, SamplingParams
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.vllm_engine.bridge import Bridge
 from penstock_shard.vllm_engine.engine_arguments import engine_arguments
@@ -81,11 +82,11 @@ def inbox(*given: ImagePiece, drops: Sequence[str] = (), **fields: Any) -> Inbox
     )
 
 
-def placed(name: str, offset: int, num_tokens: int, size: tuple[int, int] = (8, 4)) -> PlacedImage:
-    return PlacedImage(digest(name), *size, offset, num_tokens)
+def placed(name: str, offset: int, num_tokens: int, size: tuple[int, int] = (8, 4)) -> PromptImage:
+    return PromptImage(digest(name).hex(), *size, offset, num_tokens)
 
 
-def request(ids: Sequence[int], *images: PlacedImage, **fields: Any) -> Request:
+def request(ids: Sequence[int], *images: PromptImage, **fields: Any) -> Request:
     prompt = array("I", ids).tobytes()
     greedy = SamplingParams(temperature=0.0)
     given = {"request_id": "r", "attempt": 0, "max_tokens": 4, **fields}

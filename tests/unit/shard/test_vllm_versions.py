@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 import penstock_shard.vllm_engine
+from penstock_proto.errors import Code
 from penstock_shard.cli import parse_config
-from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.request import FinishReason, Request, SamplingParams
 from penstock_shard.vllm_engine import touched
 from penstock_shard.vllm_engine.engine_arguments import engine_arguments

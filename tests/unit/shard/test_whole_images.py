@@ -10,8 +10,8 @@ import pytest
 from support.budget import budget, seeded
 from support.engines import EngineUnderTest, make_engine, make_request, make_sequence
 
-from penstock_shard.ipc.codes import Code
-from penstock_shard.ipc.request import PlacedImage
+from penstock_proto.errors import Code
+from penstock_proto.types import PromptImage
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.base import Batch
@@ -20,10 +20,10 @@ WHOLE = (CacheGroup(bidirectional_images=True),)
 IN_WINDOWS = (CacheGroup(window=20, bidirectional_images=True), CacheGroup())
 
 
-def images(*places: tuple[int, int]) -> tuple[PlacedImage, ...]:
+def images(*places: tuple[int, int]) -> tuple[PromptImage, ...]:
     """Of offsets and numbers of tokens."""
     return tuple(
-        PlacedImage(bytes([offset % 251]) * 32, 8, 8, offset, count) for offset, count in places
+        PromptImage(f"{offset % 251:02x}" * 32, 8, 8, offset, count) for offset, count in places
     )
 
 

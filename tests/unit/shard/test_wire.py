@@ -21,15 +21,14 @@ from penstock_client import (
 )
 from penstock_client import Output as ClientOutput
 from penstock_client.rpc import proto_codec
-from penstock_client.types import ClassLoad
 from penstock_proto import shard_pb2 as pb
-from penstock_proto.features import FieldBound
+from penstock_proto.errors import Code
+from penstock_proto.types import Adapter, ClassLoad, FieldBound, ModelShape
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages, request
-from penstock_shard.ipc.codes import Code
 from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.logprobs import Logprobs
-from penstock_shard.ipc.runner_info import Adapter, CacheGroup, ModelShape
+from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.server import proto_codec as shard_codec
 from penstock_shard.server.live_requests import Route
 from penstock_shard.server.supervisor import EngineSupervisor
@@ -74,8 +73,8 @@ def _at_the_engine(sent: GenerationRequest) -> request.Request:
     """Through the message, the checks, the socket and back."""
     attempt = Attempt(2, "an engine", hand_back=True, suspect=True)
     message = proto_codec.generate_request(sent, "id", attempt)
-    incoming = shard_codec.incoming(pb.GenerateRequest.FromString(message.SerializeToString()))
-    submit = check(incoming, runner_info(), ShardConfig())
+    sent_on = shard_codec.submission(pb.GenerateRequest.FromString(message.SerializeToString()))
+    submit = check(sent_on, runner_info(), ShardConfig())
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(encode_frame(messages.Inbox([submit], [])))
@@ -122,22 +121,19 @@ def test_every_field_reaches_the_engine() -> None:
 )
 def test_each_kind_of_constraint_reaches_the_engine(constraint: Constraint) -> None:
     sent = GenerationRequest([1], SamplingParams(seed=0), constraint=constraint)
-    expected = request.Constraint(
-        constraint.kind.value, constraint.value, tuple(constraint.options)
-    )
-    assert _at_the_engine(sent).constraint == expected
+    assert _at_the_engine(sent).constraint == constraint
 
 
 def test_a_json_object_that_is_not_wanted_is_no_constraint() -> None:
     message = pb.GenerateRequest(constraint=pb.Constraint(json_object=False))
-    assert shard_codec.incoming(message).constraint is None
+    assert shard_codec.submission(message).request.constraint is None
 
 
 def test_a_thinking_budget_reaches_the_engine() -> None:
     sent = GenerationRequest([1], SamplingParams(seed=0), thinking_budget=ThinkingBudget(0, 5, 6))
-    assert _at_the_engine(sent).thinking_budget == request.ThinkingBudget(0, 5, 6, False)
+    assert _at_the_engine(sent).thinking_budget == ThinkingBudget(0, 5, 6, False)
     sent = dataclasses.replace(sent, thinking_budget=ThinkingBudget(70, 5, 6, begun=True))
-    assert _at_the_engine(sent).thinking_budget == request.ThinkingBudget(70, 5, 6, True)
+    assert _at_the_engine(sent).thinking_budget == ThinkingBudget(70, 5, 6, True)
 
 
 @pytest.mark.parametrize("part", [request.SamplingParams, request.Objective])

@@ -9,11 +9,11 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
-from penstock_client.errors import PenstockError
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.shard_state import ShardState
 from penstock_client.load_balancing.base import Policy
-from penstock_client.types import Attempt, GenerationRequest
+from penstock_proto.errors import PenstockError
+from penstock_proto.types import Attempt, GenerationRequest
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from penstock_client.errors import InvalidRequest, Overloaded, PenstockError
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.shard_state import ShardState
-from penstock_client.types import PixelSource, PromptImage
+from penstock_proto.errors import InvalidRequest, Overloaded, PenstockError
+from penstock_proto.types import PixelSource, PromptImage
 
 # The field that a shard names when it has not the pixels of an image.
 PIXELS = "pixels"

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.shard_state import ShardState
-from penstock_client.types import Attempt, GenerationRequest
 from penstock_common.clock import Clock
 from penstock_common.tasks import run_lasting
+from penstock_proto.types import Attempt, GenerationRequest
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import replace
 from typing import Any, TypedDict
 
+from penstock_proto.limits import ANTHROPIC_TEMPERATURE, SAMPLING_RANGES
 from penstock_router.apis.base import TIMEOUT, Api, BodyKind
 from penstock_router.apis.chat_messages import TEXT, check_size, read_parts
 from penstock_router.apis.images import take_images
@@ -39,7 +40,6 @@ from penstock_router.json_fields import (
     integer,
     label,
     not_served,
-    number,
     object_of,
     or_null,
     read_array,
@@ -47,6 +47,7 @@ from penstock_router.json_fields import (
     read_object,
     table,
     taken,
+    within,
     without_effect,
 )
 from penstock_router.request import ChatRequest
@@ -139,8 +140,12 @@ _ANSWER_FIELDS = (
     _STOPS,
     another_name("stop", _STOPS),
     Field("stream", BOOLEAN, "Answer with events as tokens come."),
-    Field("temperature", number(0, 1), "Below 1e-5 the likeliest token is always taken."),
-    Field("top_p", number(0, 1, above_low=True), "Nucleus sampling: likeliest up to this sum."),
+    Field(
+        "temperature",
+        within(ANTHROPIC_TEMPERATURE),
+        "Below 1e-5 the likeliest token is always taken.",
+    ),
+    Field("top_p", within(SAMPLING_RANGES["top_p"]), "Nucleus sampling: likeliest up to this sum."),
     Field("top_k", integer(-1, INT32_MAX), "Sample among so many of the likeliest; 0 and -1: all."),
     TIMEOUT,
     # Not in Anthropic's API, but clients of other servers send them.

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from penstock_proto.limits import SAMPLING_RANGES
 from penstock_router.apis.base import LINES, TIMEOUT, Api, BodyKind, SeveralKinds
 from penstock_router.apis.embeddings import MAX_INPUTS, NORMALIZE, EmbedRequest
 from penstock_router.apis.images import take_images
@@ -56,14 +57,13 @@ from penstock_router.json_fields import (
     table,
     taken,
     token_ids,
+    within,
 )
 from penstock_router.text.prompts import embedding_prompts
 
 _MAX_TOP_LOGPROBS = 20
 # More than any context has.
 _MAX_CONTEXT_IDS = 10_000_000
-# Shards accept no higher temperature; Ollama has no bound.
-_MAX_TEMPERATURE = 100
 # With this `top_p`, only the likeliest token is kept.
 _LEAST_SHARE = 1e-9
 
@@ -83,7 +83,7 @@ def _read_share(name: str, value: Any) -> float:
 _SHARE = number(0, 1)
 OPTIONS = table(
     [
-        Field("temperature", number(0, _MAX_TEMPERATURE), "Randomness; 0: none."),
+        Field("temperature", within(SAMPLING_RANGES["temperature"]), "Randomness; 0: none."),
         Field("top_p", Kind(_read_share, _SHARE.schema), "The likeliest up to this sum."),
         Field("typical_p", Kind(_read_share, _SHARE.schema), "The most typical up to this sum."),
         *(COMPLETION_FIELDS[name] for name in ("seed", "top_k", "min_p", "stop")),

@@ -5,6 +5,14 @@ Bounds that depend on a model are checked once the model is known.
 
 from __future__ import annotations
 
+from penstock_proto.limits import (
+    HTTP_PRIORITY,
+    MAX_HTTP_BAD_WORDS,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_STOP_TOKEN_IDS,
+    OPENAI_TEMPERATURE,
+    SAMPLING_RANGES,
+)
 from penstock_router.apis.base import TIMEOUT
 from penstock_router.apis.chat_messages import MESSAGES
 from penstock_router.apis.kv_hints import KV_HINTS
@@ -26,7 +34,6 @@ from penstock_router.json_fields import (
     ANYTHING,
     ARRAY,
     BOOLEAN,
-    FLOAT32_MAX,
     INT32_MAX,
     INT64,
     OBJECT,
@@ -37,6 +44,7 @@ from penstock_router.json_fields import (
     Table,
     array_of,
     integer,
+    integers_within,
     label,
     not_served,
     number,
@@ -45,6 +53,7 @@ from penstock_router.json_fields import (
     taken,
     token_ids,
     unless,
+    within,
 )
 from penstock_router.request import MAX_SESSION_CHARS
 
@@ -52,8 +61,6 @@ MAX_CHOICES = 16384
 MAX_WORD_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 1024
-MAX_STOP_TOKEN_IDS = 1024
-MAX_BAD_WORDS = 128
 # More than any vocabulary has.
 MAX_ALLOWED_TOKEN_IDS = 1_000_000
 DEFAULT_COMPLETION_TOKENS = 16
@@ -62,17 +69,33 @@ NO_PROMPT = "Either prompt or prompt_embeds must be provided and non-empty."
 
 # Fields that completions, chats and responses share.
 SAMPLING = (
-    Field("temperature", number(0, 2), "Randomness; below 1e-5 always the likeliest token."),
-    Field("top_p", number(0, 1, above_low=True), "Nucleus sampling: likeliest up to this sum."),
+    Field(
+        "temperature",
+        within(OPENAI_TEMPERATURE),
+        "Randomness; below 1e-5 always the likeliest token.",
+    ),
+    Field("top_p", within(SAMPLING_RANGES["top_p"]), "Nucleus sampling: likeliest up to this sum."),
     Field("top_k", integer(-1, INT32_MAX), "Sample among so many of the likeliest; 0 and -1: all."),
-    Field("min_p", number(0, 1), "Drop tokens less likely than this times the likeliest."),
+    Field(
+        "min_p",
+        within(SAMPLING_RANGES["min_p"]),
+        "Drop tokens less likely than this times the likeliest.",
+    ),
     Field(
         "repetition_penalty",
-        number(0, FLOAT32_MAX, above_low=True),
+        within(SAMPLING_RANGES["repetition_penalty"]),
         "Above 1 makes tokens less likely that occurred; 1: none.",
     ),
-    Field("presence_penalty", number(-2, 2), "Subtracted for tokens that the answer has already."),
-    Field("frequency_penalty", number(-2, 2), "The same for each time that the answer has them."),
+    Field(
+        "presence_penalty",
+        within(SAMPLING_RANGES["presence_penalty"]),
+        "Subtracted for tokens that the answer has already.",
+    ),
+    Field(
+        "frequency_penalty",
+        within(SAMPLING_RANGES["frequency_penalty"]),
+        "The same for each time that the answer has them.",
+    ),
     Field(
         "repeat_last_n",
         unless(integer(-1, INT32_MAX), -1),
@@ -85,7 +108,7 @@ SAMPLING = (
     ),
     Field(
         "typical_p",
-        number(0, 1, above_low=True),
+        within(SAMPLING_RANGES["typical_p"]),
         "Sample among the most typical tokens that add up to this.",
     ),
 )
@@ -103,7 +126,7 @@ _COMMON = (
     ),
     Field(
         "bad_words",
-        array_of(string(1, MAX_WORD_CHARS), at_most=MAX_BAD_WORDS, unit="words"),
+        array_of(string(1, MAX_WORD_CHARS), at_most=MAX_HTTP_BAD_WORDS, unit="words"),
         "Token sequences that are never completed.",
     ),
     Field("stop", STOPS, "Strings that end a choice; they are cut off."),
@@ -130,7 +153,7 @@ _COMMON = (
     ),
     Field(
         "logprob_token_ids",
-        token_ids(at_least=1, at_most=MAX_STOP_TOKEN_IDS),
+        token_ids(at_least=1, at_most=MAX_LOGPROB_TOKEN_IDS),
         "Report these in place of the likeliest; needs logprobs.",
     ),
     Field(
@@ -149,8 +172,7 @@ _COMMON = (
     Field("stream", BOOLEAN, "Answer with events as tokens come."),
     Field("stream_options", STREAM_OPTIONS, "Only in streams: whether events contain the usage."),
     Field("stream_interval", POSITIVE, "Least number of tokens in an event of a stream."),
-    # HTTP clients cannot go below the default of 0, or any client could overtake all others.
-    Field("priority", integer(0, 1000), "Lower runs first."),
+    Field("priority", integers_within(HTTP_PRIORITY), "Lower runs first."),
     Field("slo", number(1e-6, 86_400), "Seconds between tokens to aim for."),
     Field("is_latency_sensitive", WORD_OR_BOOLEAN, "Prefer it to requests that are not."),
     Field(

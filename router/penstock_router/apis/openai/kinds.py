@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from penstock_proto.limits import LOGIT_BIAS_RANGE
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import (
     BOOLEAN,
@@ -64,7 +65,7 @@ def _read_logit_bias(name: str, value: Any) -> dict[int, float]:
             raise refusal(name, "an object whose keys are token ids, of 1 to 9 digits", key)
         if isinstance(bias, bool) or not isinstance(bias, int | float):
             raise refusal(name, "an object of token ids and numbers", bias)
-        biases[int(key)] = float(max(-100.0, min(100.0, bias)))
+        biases[int(key)] = float(max(LOGIT_BIAS_RANGE.low, min(LOGIT_BIAS_RANGE.high, bias)))
     return biases
 
 

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock_common.tracing.spans import SpanContext, begin
+from penstock_proto.limits import MAX_ID_CHARACTERS
+from penstock_proto.types import Submission
 from penstock_shard.ipc.messages import Error, Load, Output, Work
 from penstock_shard.ipc.request import FinishReason
-from penstock_shard.server.validation import MAX_ID_CHARACTERS, IncomingRequest
 
 logger = logging.getLogger(__name__)
 
@@ -81,24 +82,25 @@ class Follower:
         self._load = load
 
     def outlet(
-        self, incoming: IncomingRequest, instance_id: str, deliver: Callable[[Output], None]
+        self, submission: Submission, instance_id: str, deliver: Callable[[Output], None]
     ) -> Callable[[Output], None]:
         """Return a callback that records an output and passes it to `deliver`."""
-        context, parent_span_id = SpanContext.parse(incoming.traceparent), ""
+        request = submission.request
+        context, parent_span_id = SpanContext.parse(request.traceparent), ""
         if self._trace is not None:
-            context, parent_span_id = begin(incoming.traceparent, self._share)
+            context, parent_span_id = begin(request.traceparent, self._share)
         listeners = [self._log] if self._log is not None else []
         if self._trace is not None and context is not None and context.sampled:
             listeners.append(self._trace)
         if not listeners:
             return deliver
         record = ShardRecord(
-            request_id=incoming.request_id[:MAX_ID_CHARACTERS],
-            attempt=incoming.attempt,
-            label=incoming.label[:MAX_ID_CHARACTERS],
+            request_id=submission.request_id[:MAX_ID_CHARACTERS],
+            attempt=submission.attempt.number,
+            label=request.label[:MAX_ID_CHARACTERS],
             instance_id=instance_id,
-            prompt_tokens=incoming.prompt.size,
-            given_tokens=incoming.output.size,
+            prompt_tokens=len(request.prompt_token_ids),
+            given_tokens=len(request.output_token_ids),
             context=context,
             parent_span_id=parent_span_id,
         )

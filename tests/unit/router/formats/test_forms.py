@@ -16,6 +16,7 @@ from support.budget import budget, seeded
 from support.families import FAMILIES
 from support.families.family import Family
 
+from penstock_proto.types import Constraint
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import JsonObject
 from penstock_router.request import Tool
@@ -27,7 +28,6 @@ from penstock_router.text.formats.registry import FORMATS
 from penstock_router.text.marks import NO_MARKS
 from penstock_router.text.model_conventions import Conventions
 from penstock_router.text.structural_tag_builder import encoded, literal
-from penstock_shard.ipc.request import Constraint
 from penstock_shard.structured_output.grammars import grammar_of
 
 NAMES = sorted({one.name for one in FORMATS.values()})

@@ -37,7 +37,7 @@ from tokenizers import AddedToken, Tokenizer
 from unit.router.router_doubles import INFO, byte_level_tokenizer, model_files
 from unit.router.test_parsed_answers import EOS, choice_of, deltas_of, whole
 
-from penstock_client.types import FinishReason
+from penstock_proto.types import FinishReason
 from penstock_router.generation.choice import Delta
 from penstock_router.request import ToolChoice
 from penstock_router.served_models import ServedModel

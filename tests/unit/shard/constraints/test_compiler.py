@@ -24,7 +24,7 @@ from support.compilers import (
 from support.random_schemas import random_schema
 from support.walks import accepts, allowed, walk
 
-from penstock_shard.ipc.request import Constraint
+from penstock_proto.types import Constraint
 from penstock_shard.structured_output.compiler import Compiler, TokenizerUnusable
 from penstock_shard.structured_output.refusal import ConstraintRefused
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.compilers import allows, plain_compiler
 
-from penstock_shard.ipc.request import Constraint
+from penstock_proto.types import Constraint
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 

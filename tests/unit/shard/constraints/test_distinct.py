@@ -23,7 +23,7 @@ from support.compilers import (
 from support.distinct_walks import Walker, of_schema, text_of
 from support.walks import allowed
 
-from penstock_shard.ipc.request import Constraint
+from penstock_proto.types import Constraint
 from penstock_shard.structured_output.compiler import Compiler
 from penstock_shard.structured_output.distinct.distinct import DEEPEST, MOST_ITEMS
 from penstock_shard.structured_output.distinct.position import Position

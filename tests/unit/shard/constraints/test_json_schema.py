@@ -10,7 +10,7 @@ from conformance.json_schema_suite import NARROWED, Narrowed
 from support.compilers import plain_compiler
 from support.distinct_walks import of_schema
 
-from penstock_shard.ipc.request import Constraint
+from penstock_proto.types import Constraint
 from penstock_shard.structured_output.patterns.rust import rust_pattern
 from penstock_shard.structured_output.refusal import ConstraintRefused
 

@@ -10,7 +10,7 @@ import pytest
 from support.compilers import allows, plain_compiler
 
 from penstock_common.json_schema.keywords import near_miss, unknown_keywords
-from penstock_shard.ipc.request import Constraint
+from penstock_proto.types import Constraint
 from penstock_shard.structured_output.refusal import ConstraintRefused, reason_of
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from support.compilers import allows, plain_compiler
 
-from penstock_shard.ipc.request import Constraint
+from penstock_proto.types import Constraint
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
 
@@ -120,7 +120,6 @@ def test_a_grammar_may_be_lark_or_ebnf():
         (Constraint("json_schema", '{"minimum": NaN}'), "json_schema: NaN is not JSON"),
         (Constraint("json_schema", "3"), "json_schema: 3 is no schema"),
         (Constraint("structural_tag", "["), "structural_tag: not JSON"),
-        (Constraint("cfg", "x"), "constraint: 'cfg' is none of choice, "),
     ],
 )
 def test_what_cannot_be_understood_is_refused_with_the_reason(constraint, told):

@@ -9,7 +9,7 @@ from support.compilers import plain_compiler
 from support.random_schemas import random_schema
 from support.walks import walk
 
-from penstock_shard.ipc.request import Constraint
+from penstock_proto.types import Constraint
 
 
 @pytest.mark.timeout(3000)

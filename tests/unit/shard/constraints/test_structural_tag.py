@@ -10,7 +10,7 @@ from support.budget import budget, seeded
 from support.compilers import allows, ids_of, marked_compiler, plain_compiler
 from support.walks import allowed
 
-from penstock_shard.ipc.request import Constraint
+from penstock_proto.types import Constraint
 from penstock_shard.structured_output.compiler import Compiler
 from penstock_shard.structured_output.refusal import ConstraintRefused
 

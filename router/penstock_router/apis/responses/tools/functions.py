@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from penstock_client.types import Constraint, ConstraintKind
+from penstock_proto.types import Constraint, ConstraintKind
 from penstock_router.apis.tools import (
     MAX_NAME_CHARS,
     MAX_TOOLS,

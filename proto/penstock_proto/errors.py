@@ -1,4 +1,4 @@
-"""Everything a penstock client may raise.
+"""The codes of a shard's errors on the wire, and everything a penstock client may raise.
 
 PenstockError
 ├── RequestRefused        the request is at fault; sending it again changes nothing
@@ -15,6 +15,24 @@ PenstockError
 """
 
 from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Code(IntEnum):
+    """Codes of google.rpc, which gRPC's statuses have too. A caller's mistake is never INTERNAL;
+    UNAVAILABLE may be retried.
+    """
+
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    OUT_OF_RANGE = 11
+    INTERNAL = 13
+    UNAVAILABLE = 14
 
 
 class PenstockError(Exception):

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import enum
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, MutableSequence, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableSequence, Sequence, Sized
 from dataclasses import dataclass, field
+from typing import Any
 
-from penstock_proto.features import FieldBound
+from penstock_proto.limits import GREEDY_TEMPERATURE, RETENTION_RANGES, out_of_bounds
+
+# Numbers that came over the wire were rounded to 32 bits.
+_ROUNDING = 1e-6
 
 
 def random_seed() -> int:
@@ -42,7 +46,7 @@ class SamplingParams:
     penalty_window_tokens: int | None = None
 
 
-class ConstraintKind(enum.Enum):
+class ConstraintKind(enum.StrEnum):
     """Languages that can constrain an output."""
 
     JSON_SCHEMA = "json_schema"
@@ -52,14 +56,28 @@ class ConstraintKind(enum.Enum):
     GRAMMAR = "grammar"
     STRUCTURAL_TAG = "structural_tag"
 
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+CONSTRAINT_KINDS = frozenset[str](ConstraintKind)
+
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """Restricts the output's text; `value` is empty for JSON_OBJECT, `options` is for CHOICE."""
+    """Restricts the output's text. `kind` is a `ConstraintKind` or its value; `value` is empty for
+    JSON_OBJECT, and `options` is for CHOICE.
+    """
 
-    kind: ConstraintKind
+    kind: str
     value: str = ""
     options: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for a kind that is none."""
+        object.__setattr__(self, "kind", ConstraintKind(self.kind))
+        # Equal constraints are compiled once: a constraint is a key.
+        object.__setattr__(self, "options", tuple(self.options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +179,6 @@ class GenerationRequest:
         return self.objective.priority or 0
 
 
-MAX_RETAINED_S = 86_400.0
-
-
 @dataclass(frozen=True, slots=True)
 class Retain:
     """A hint for an ended request: its KV blocks should stay for `seconds`. `expected_s`: seconds
@@ -177,11 +192,17 @@ class Retain:
 
     def __post_init__(self) -> None:
         """Raises `ValueError` for a field out of its bounds."""
-        bounds = {"seconds": MAX_RETAINED_S, "expected_s": MAX_RETAINED_S, "priority": 100}
-        for name, most in bounds.items():
+        for name, allowed in RETENTION_RANGES.items():
             value = getattr(self, name)
-            if value is not None and not 0 <= value <= most:
-                raise ValueError(f"{name}: {value} is out of bounds; 0 to {most:g}")
+            if value is not None and not allowed.holds(value):
+                raise ValueError(out_of_bounds(name, value, allowed))
+
+
+class Pooling(enum.StrEnum):
+    """Ways in which the hidden states of a prompt become one vector."""
+
+    LAST = "last"
+    MEAN = "mean"
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +237,18 @@ class Attempt:
     hand_back: bool = False
     suspect: bool = False
     kv_source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request as it is sent to a shard. `number` stands for the attempt in responses that have
+    one token of each attempt; 0: none.
+    """
+
+    request_id: str
+    request: GenerationRequest
+    attempt: Attempt = Attempt()
+    number: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -369,11 +402,9 @@ class ShardLimits:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingDefaults:
-    """A model's defaults for embeddings. `pooling` is "last" or "mean", and `size` the length of a
-    whole vector.
-    """
+    """A model's defaults for embeddings; `size` is the length of a whole vector."""
 
-    pooling: str
+    pooling: Pooling
     normalize: bool
     size: int
 
@@ -402,6 +433,31 @@ class ModelShape:
     num_heads: int = 0
     # Heads of keys and values.
     num_kv_heads: int = 0
+
+
+def _size_of(value: Any) -> float:
+    return len(value) if isinstance(value, Sized) else float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class FieldBound:
+    """Bound of what an engine honours of a field, where that is less than the wire allows: a
+    number's least value beside 0 and its most, or the most entries of a list.
+    """
+
+    field: str
+    most: float
+    least: float = 0.0
+
+    def holds(self, value: object) -> bool:
+        """Tell whether the engine takes this value of the field."""
+        size = _size_of(value)
+        if size < GREEDY_TEMPERATURE:
+            return True
+        return self.least * (1 - _ROUNDING) <= size <= self.most * (1 + _ROUNDING)
+
+    def __str__(self) -> str:
+        return f"0, or {self.least:g} to {self.most:g}" if self.least else f"at most {self.most:g}"
 
 
 @dataclass(frozen=True, slots=True)
