@@ -20,7 +20,7 @@ from penstock_router.routes.base import Route
 from penstock_router.routes.table import ROUTES
 
 # The machine does much besides in `make test`.
-MAX_S = budget(5, 1)
+MAX_S = budget(20, 1)
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
