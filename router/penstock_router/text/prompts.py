@@ -82,12 +82,12 @@ class PreparedPrompts:
     full_text: str = ""
     # The conversation before the answer, as a JSON array; empty if not stored.
     conversation: bytes = b""
-    # Fields of the request that the answer repeats, as JSON.
+    # Fields of the request that the response repeats, as JSON.
     repeated: Mapping[str, bytes] = field(default_factory=dict)
     constraint: Constraint | None = None
     # True if the prompt ends within reasoning.
     reasoning_begun: bool = False
-    # A line for each part of the request without effect.
+    # A line for each part of the request that has no effect.
     warnings: tuple[str, ...] = ()
     # Tools whose grammars are shown to the model but not enforced.
     unenforced: tuple[str, ...] = ()

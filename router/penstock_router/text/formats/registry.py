@@ -126,10 +126,10 @@ CHANNELS: Mapping[str, ChannelFormat] = {
 
 
 def tool_format_of(template: str, name: str = AUTO) -> CallFormat | None:
-    """Return the format of this name; "auto": the one that the template uses.
+    """Return the format of this name or, for "auto", the one that the template uses.
 
-    None for the name "none", or if the template uses tools in an unknown format. Raises `KeyError`
-    for an unknown name.
+    Return None for the name "none", or if the template uses tools in an unknown format. Raises
+    `KeyError` for an unknown name.
     """
     if name == NONE:
         return None
