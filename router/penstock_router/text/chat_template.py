@@ -214,8 +214,8 @@ class ChatTemplate:
         return fit_thinking(kwargs, self._variables, self._takes_level)
 
     def _takes_level(self, name: str, level: str) -> bool:
-        """Tell whether the template renders with this thinking level, and has the level's name in
-        its source. Low, medium and high need not be in the source.
+        """Tell whether the template renders with this thinking level and, except for low, medium
+        and high, has the level's name in its source.
         """
         if (name, level) not in self._levels:
             self._levels[name, level] = self._shows_level(name, level)

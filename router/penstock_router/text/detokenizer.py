@@ -6,11 +6,10 @@ a character after its last byte.
 
 Nearly every tokenizer decodes token by token into bytes (byte-level BPE, and sentencepiece with
 byte fallback). For these, a table from id to bytes and an incremental UTF-8 decoder suffice, in a
-fraction of a microsecond per token. One result differs from `tokenizers`: in a run of
-sentencepiece's byte tokens that is not valid UTF-8, `tokenizers` replaces even complete characters
-by U+FFFD; here they are shown. To match, a whole run would be held back, perhaps a whole answer in
-a script that the vocabulary lacks. Other decoders (WordPiece and others that look at neighbours)
-decode a small window again at each token.
+fraction of a microsecond per token. One result differs from `tokenizers`: if a run of
+sentencepiece's byte tokens is not valid UTF-8, `tokenizers` replaces even its complete characters
+by U+FFFD; here they are shown. To match, whole runs would have to be held back. Other decoders
+(WordPiece and others that look at neighbours) decode a small window again at each token.
 
 An answer's text is the text of prompt and answer minus the prompt's. A character that is unfinished
 at the prompt's end belongs to the prompt, as U+FFFD. If the prompt is echoed, `reopen_prompt` moves
@@ -192,7 +191,7 @@ def _byte_level_bytes(token: str) -> bytes:
     try:
         return bytes([_BYTE_CHARACTERS[character] for character in token])
     except KeyError:
-        # A token with other characters is an added token, which is plain text.
+        # A token outside the byte characters is an added token, in plain text.
         return token.encode()
 
 

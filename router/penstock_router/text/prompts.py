@@ -43,7 +43,7 @@ from penstock_router.text.tokenizer import Tokenizer, Truncation, prompt_too_lon
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """The part of a model that text work uses."""
+    """The facts about a model that preparing prompts needs."""
 
     name: str
     max_model_len: int
@@ -73,7 +73,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompts:
-    """The result of a request's text work."""
+    """The result of `prepare_prompts`."""
 
     prompts: tuple[Prompt, ...]
     bad_words: Sequence[Sequence[int]] = ()
@@ -388,7 +388,7 @@ def _with_images_told(message: Message) -> Message:
 
 
 def _with_tools(rendered: Callable[..., str], shown: list[JsonObject] | None) -> str:
-    """Render with these tools or, if the template refuses them, with completed ones."""
+    """Render with these tools; if the template refuses them, retry with missing fields added."""
     try:
         return rendered(tools=shown)
     except BadRequest:

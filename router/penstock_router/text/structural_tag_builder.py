@@ -73,7 +73,7 @@ def literal(text: str) -> JsonObject:
 
 
 def regex(pattern: str) -> JsonObject:
-    """Match the whole pattern."""
+    """Match text that fits the whole pattern."""
     return {"type": "regex", "pattern": pattern}
 
 
@@ -83,7 +83,6 @@ def json_format(schema: Any) -> JsonObject:
 
 
 def sequence(*elements: Any) -> JsonObject:
-    """Match the elements, one after another."""
     return {"type": "sequence", "elements": list(elements)}
 
 

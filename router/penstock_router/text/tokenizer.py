@@ -1,7 +1,7 @@
 """Turns text into token ids, and reads other facts from tokenizer.json.
 
-`Tokenizer.encode` holds the interpreter lock, and so blocks the process. `encode_batch_fast`, used
-here, releases it. Text that cannot fit is refused by its length, before tokenization.
+The library's `encode` holds the interpreter lock, and so blocks the process. `encode_batch_fast`,
+used here, releases it. Text that cannot fit is refused by its length, before tokenization.
 """
 
 from __future__ import annotations

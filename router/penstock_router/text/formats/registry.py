@@ -117,7 +117,7 @@ _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
 FORMATS: Mapping[str, CallFormat] = {
     name: each for each, others in _ROWS for name in (each.name, *others)
 }
-# Formats that also read reasoning, by the same names.
+# Formats that also read reasoning, by name.
 CHANNELS: Mapping[str, ChannelFormat] = {
     name: each
     for name, each in FORMATS.items()

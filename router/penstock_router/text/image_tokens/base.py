@@ -36,7 +36,7 @@ class ImageTokens:
 
 @dataclass(frozen=True, slots=True)
 class ImagePlace:
-    """The place in a prompt of one image's ids (`ImageTokens.token_ids`)."""
+    """The place of one image's ids in a prompt (`ImageTokens.token_ids`)."""
 
     offset: int
     num_tokens: int

@@ -84,7 +84,7 @@ class ModelFiles:
         return self.token_of_id("image_token_index" if older else "image_token_id")
 
     def token_of_id(self, name: str) -> tuple[str, int]:
-        """Return the token with the id that config.json has under this name, and the id."""
+        """Return the text and id of the token whose id config.json has under this name."""
         token_id = self.config.integer(name, least=0)
         text = self.tokenizer.token_text(token_id)
         if self.tokenizer.token_id(text) != token_id:

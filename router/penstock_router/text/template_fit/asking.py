@@ -91,7 +91,6 @@ class Asker:
         return False
 
     def take(self, **change: Any) -> None:
-        """Adopt traits that were found elsewhere."""
         self._found = replace(self._found, **change)
 
     def _shows(

@@ -109,7 +109,7 @@ def _ordered(run: list[Message]) -> list[Message]:
 
 def name_results(messages: list[Message]) -> list[Message]:
     names: dict[object, object] = {}
-    # Functions of the latest calls without ids; results without ids take them in order.
+    # Functions' names of the latest calls without ids; results without ids take them in order.
     nameless: deque[object] = deque()
     named = []
     for message in messages:

@@ -17,7 +17,6 @@ from penstock_router.text.template_fit.asking import Asker, Change, Template
 from penstock_router.text.template_fit.scenes import KEY, NAME, Scene, scene
 from penstock_router.text.template_fit.traits import LINE, REASONING_NAMES, TemplateTraits
 
-# Variables that ask for reasoning.
 _THINKING = {"enable_thinking": True, "thinking": True, "preserve_thinking": True}
 
 

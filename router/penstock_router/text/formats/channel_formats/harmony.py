@@ -43,7 +43,7 @@ _ENDS = (_END, _CALL, _RETURN)
 _AGAIN = f"{_START}assistant"
 _CHANNELS = _ANALYSIS, _COMMENTARY, _FINAL = "analysis", "commentary", "final"
 _NAMESPACE = "functions."
-# `_NOBODY` are recipients that are no functions, `_BUILT_IN` are tools that OpenAI's servers run.
+# `_NOBODY` are recipients that are not functions, `_BUILT_IN` are tools that OpenAI's servers run.
 _NOBODY = ("assistant", "user", "all", "")
 _BUILT_IN = ("browser", "python", "container")
 # Maximum words in a header besides role, channel and recipient.
@@ -160,8 +160,8 @@ class _HarmonyReader(MessageReader, JsonCallParser):
         yield from self._rest(header, is_strict=is_strict)
 
     def _rest(self, header: Header, *, is_strict: bool) -> Reading[None]:
-        """Read a header up to its mark. If not strict, it may also end at text that no header has,
-        which stays held. Raises `Misfit` if there is no header.
+        """Read a header up to its mark or, if not strict, up to text that is not part of it; that
+        text stays held. Raises `Misfit` if there is no header.
         """
         while True:
             yield from self._space()

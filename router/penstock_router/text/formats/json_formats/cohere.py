@@ -1,4 +1,4 @@
-"""Cohere: tool calls, named actions, between marks; each has a number as its id.
+"""Cohere: tool calls (Cohere says actions) between marks; each has a number as its id.
 
 Command R of 2024 writes them in a code block after "Action:".
 """

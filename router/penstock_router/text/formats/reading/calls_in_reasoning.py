@@ -160,7 +160,7 @@ class CallsInReasoning:
         return self._is_fenced or self._line.rstrip()[-1:] in set(_QUOTES)
 
     def _note(self, text: str) -> None:
-        """Follow lines and code fences in the shown text."""
+        """Keep track of lines and code fences in the shown text."""
         before, newline, line = text.rpartition("\n")
         if not newline:
             line = self._line + text

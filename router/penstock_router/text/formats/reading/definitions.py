@@ -16,8 +16,7 @@ _DYNAMIC = ("$dynamicRef", "$recursiveRef")
 # Maximum look-ups for all parts together; later parts get all definitions.
 _MAX_LOOKUPS = 2**14
 
-# A definition's place and name. None: the reference may mean any definition, for example because it
-# uses an anchor.
+# A definition's place and name; None if a reference, such as an anchor, may mean any definition.
 _Reached = tuple[str, str] | None
 
 

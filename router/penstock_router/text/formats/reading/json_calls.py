@@ -47,7 +47,7 @@ class Call:
 class JsonCallParser(CallParser):
     # Marks that end a tool call, even one with incomplete JSON.
     _ends: tuple[str, ...] = ()
-    # True if a tool call also ends where the model ends its answer.
+    # True if the end of the model's answer also ends a tool call.
     _ends_with_answer = False
 
     def _value(self) -> Reading[str]:
@@ -96,7 +96,7 @@ class JsonCallParser(CallParser):
 
     def _is_last_mark(self, *marks: str) -> Reading[bool]:
         """Consume one of these marks, then other marks and whitespace; return true if the answer
-        ends there. If none of these marks is here, consume one character, and return false.
+        ends there. If none of these marks is here, consume one character.
         """
         if (yield from self._any_of(*marks)) is None:
             self._take(self._at + 1)

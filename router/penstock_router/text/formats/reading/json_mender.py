@@ -160,7 +160,7 @@ class JsonMender:
         """
         end = _end(_SPACES, text, at)
         if end == len(text):
-            # A comma before the whitespace is still undecided.
+            # The comma before this whitespace may be a trailing one.
             self._hold(text[at:end])
             return end
         pending, self.unsaid = self.unsaid + text[at:end], ""

@@ -38,7 +38,8 @@ _OF_TEXT = ("pattern", "format", "minLength", "maxLength")
 # Blocks on each level. Nesting all parts in each other would be too deep for JSON readers.
 _MAX_BLOCKS = 8
 
-# A pattern of whole texts without `<`, in syntax that ECMAScript's and Rust's dialects share.
+# A pattern of whole texts without `<`, in syntax that ECMAScript's and Rust's regular expressions
+# share.
 _WHOLE = re.compile(r"\^[\w \-\[\]{},.+*?:#]+\$", re.ASCII)
 
 
@@ -156,7 +157,7 @@ def _as_text(value: object) -> str:
 
 
 def _bounded(schema: JsonObject) -> JsonObject | None:
-    """Return a regular expression for the schema's strings, which excludes marks; None if there is
+    """Return a regular expression for the schema's strings that excludes marks; None if there is
     none.
     """
     pattern = schema.get("pattern")
@@ -218,8 +219,7 @@ def _some_of(alone: Sequence[Any], before: Sequence[Any]) -> Any:
     part after it. Either some parts of the first block match, or any of them and then some of the
     later blocks.
 
-    A part occurs at most once per level of blocks, and once alone, so the size does not grow with
-    the square of their number.
+    So the size does not grow with the square of the number of parts.
     """
     if len(alone) == 1:
         return alone[0]

@@ -32,8 +32,8 @@ from penstock_router.text.structural_tag_builder import (
 _MAX_DEPTH = 8
 # Deeper lists without a schema are JSON.
 _MAX_LISTS = 2
-# `_NOTES` constrain nothing. Lists and objects with only these keywords are written element by
-# element.
+# Keywords that constrain nothing, then all keywords of lists and of objects that are written
+# element by element.
 _NOTES = frozenset({"title", "description", "default", "examples"})
 _OF_LISTS = _NOTES | {"type", "items"}
 _OF_OBJECTS = _NOTES | {"type", "properties", "required", "additionalProperties"}

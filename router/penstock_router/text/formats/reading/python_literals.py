@@ -90,8 +90,8 @@ class LiteralParser(CallParser):
         self._missing = ""
 
     def _mended(self, arguments: Reading[None], outside: int) -> Reading[None]:
-        """Read a call's arguments, within `outside` brackets. Missing parts are completed if the
-        model wrote the call's end, or ended its answer between two arguments.
+        """Read a call's arguments; `outside` counts the brackets around them. Missing parts are
+        completed if the model wrote the call's end, or ended its answer between two arguments.
         """
         try:
             yield from arguments
@@ -228,7 +228,7 @@ class LiteralParser(CallParser):
         self._arguments(said)
 
     def _complete(self, outside: int) -> None:
-        """Complete a value within `outside` brackets, because the model ended the call."""
+        """Complete a value because the model ended the call; `outside` brackets stay open."""
         if self._missing:
             self._start()
         self._arguments(self._missing)
@@ -316,7 +316,7 @@ class LiteralParser(CallParser):
         return False
 
     def _is_last(self, quote: str, *, is_key: bool) -> Reading[bool]:
-        """Tell whether the quote here ends its string, by the text after it."""
+        """Tell whether the quote here ends its string."""
         while True:
             behind = self._text[self._at + len(quote) : self._at + len(quote) + _MAX_AHEAD]
             is_last = self._judge(behind, quote, is_key=is_key)

@@ -152,7 +152,6 @@ class CallParser(ABC):
             self._at = end
 
     def _peek(self) -> Reading[str]:
-        """Return the next character without consuming it."""
         while self._at == len(self._text):
             yield from self._more()
         return self._text[self._at]
@@ -223,8 +222,8 @@ class CallParser(ABC):
             yield from self._more()
 
     def _begin(self, *marks: str) -> Reading[str]:
-        """Show content up to a mark that begins tool calls; then do and return the same as
-        `_again`.
+        """Show content up to a mark that begins tool calls; then continue as `_again`, and return
+        its result.
         """
         yield from self._until(*marks)
         return (yield from self._again(*marks))

@@ -182,7 +182,7 @@ class TaggedCallParser(CallParser):
         self._by_spelling = {marks.spelled(end): end for end in self._value_ends}
         padded = {padding + spelled: end for spelled, end in self._by_spelling.items()}
         self._look_for(padded | self._by_spelling if padding else self._by_spelling)
-        # Marks that are tokens. If other tokens spell a mark, it is text, and so is the text after
+        # Marks that are tokens. If other tokens spell a mark, it is text, and so is a call after
         # it.
         self._spelled_out = tuple(marks.tokens.values())
         # The end of the shown content, in which such marks are searched.
@@ -307,8 +307,9 @@ class TaggedCallParser(CallParser):
         return self._names_argument or (rest != "" and any(b.startswith(rest) for b in begins))
 
     def _argument(self) -> Reading[tuple[str, Kinds | None] | None]:
-        """Consume all up to an argument's value; return its name and, if the answer gives them, its
-        kinds. Return None at the call's end, which is consumed unless it begins another call.
+        """Consume the text before an argument's value; return the argument's name, and its types if
+        the answer states them. Return None at the call's end; this is consumed unless it begins
+        another call.
         """
         while True:
             yield from self._space()

@@ -1,4 +1,4 @@
-"""DeepSeek V3.2, V4, V4.1: tags that all have the same mark, and the type of each value."""
+"""DeepSeek V3.2, V4, V4.1: tags that all have the same mark; each value's type is given."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MARK = "｜DSML｜"
 # A parameter's name, and whether its value is a string. Whitespace matches only from its beginning,
 # for linear time.
 _NAMED = re.compile(r"""(.*?)(?:["']|(?<!\s))\s+string\s*=\s*["']?(true|false)["']?\s*""")
-# Models may put all arguments into one of these, unless the function has an argument of this name.
+# Models may put all arguments into one of these, unless the function has such an argument.
 _ALL = ("arguments", "input")
 
 
