@@ -114,7 +114,7 @@ def tools_held_to(request: ChatRequest, tool_format: CallFormat | None) -> tuple
 def _with_calls(
     request: ChatRequest, tool_format: CallFormat | None, separators: tuple[str, str] | None
 ) -> JsonObject | None:
-    """The format of the text after reasoning; None if no tools constrain it."""
+    """Match the text after reasoning; return None if no tools constrain it."""
     tools, choice = tools_of(request), request.tool_choice
     parallel = request.parallel_tool_calls
     if not tools:

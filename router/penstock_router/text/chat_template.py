@@ -27,7 +27,7 @@ from penstock_router.text.template_fit.scenes import TOOL, with_image
 from penstock_router.text.template_fit.thinking import fit_thinking
 from penstock_router.text.template_fit.traits import TemplateTraits
 
-# Its last space shows whether the template strips trailing whitespace.
+# The last space shows whether the template strips trailing whitespace.
 _CONTINUE_HERE = "\ue000continue-here\ue001 "
 
 # SmolLM3 uses xml_tools.

@@ -445,7 +445,7 @@ def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatT
 
 
 def _last_message(request: ChatRequest) -> str:
-    """Return the text that `echo` puts before the answer: a last assistant message."""
+    """Return the text that `echo` puts before the answer: the last message, if the assistant's."""
     last = request.messages[-1]
     return as_text(last.get("content", ""), "") if last["role"] == "assistant" else ""
 

@@ -81,7 +81,9 @@ class TextParts:
             self._is_usable &= model_type == "BPE" and _SPACE in vocabulary and not crossing
 
     def of(self, text: str) -> Iterator[TextPart]:
-        """Yield the whole text in parts. Raises `BadRequest` if too long a piece cannot be cut."""
+        """Yield the whole text in parts. Raises `BadRequest` if a piece is too long and cannot be
+        cut.
+        """
         before = begin = 0
         while begin < len(text):
             next_before, end = self._next(text, begin) or (len(text), len(text))

@@ -23,7 +23,7 @@ from penstock_router.text.text_parts import PART_CHARS, TextParts
 # More characters than fit any context.
 MAX_TEXT_CHARS = 8_000_000
 
-# Counting a too long prompt stops at this multiple of the bound.
+# Counting the tokens of a too long prompt stops at this multiple of the limit.
 _MAX_COUNTED = 2
 
 # Unicode's composition can turn four characters into one.
@@ -40,7 +40,7 @@ class TokenizerUnusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Keeps `max_tokens` of a prompt, and cuts off the `side` "left" or "right"."""
+    """Keeps `max_tokens` of a prompt, and cuts off the rest at `side`, "left" or "right"."""
 
     max_tokens: int
     side: str

@@ -94,7 +94,6 @@ def has_reasoning(message: Message) -> bool:
 
 
 def reasoning_of(message: Message) -> str | None:
-    """Return the reasoning, under any of its names."""
     values = (message[name] for name in REASONING_NAMES if message.get(name) is not None)
     return next(values, None)
 

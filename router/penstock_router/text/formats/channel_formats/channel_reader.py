@@ -1,7 +1,7 @@
 """The base class of readers of answers that consist of channels.
 
-Text is reasoning or content, by its channel. A family's reader reads one channel after another.
-Marks that are tokens are never shown.
+Text is reasoning or content, depending on its channel. A family's reader reads one channel after
+another. Marks that are tokens are never shown.
 """
 
 from __future__ import annotations

@@ -35,7 +35,6 @@ class MarkedJson(CallFormat):
     # The marks; `end` is "" if the family writes none.
     begin: str
     end: str
-    # Other marks that the family's models write.
     other_begins: tuple[str, ...] = ()
     other_ends: tuple[str, ...] = ()
     # `padding` is the whitespace inside the marks, `between` the text between tool calls.

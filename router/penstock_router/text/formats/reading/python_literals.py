@@ -210,7 +210,7 @@ class LiteralParser(CallParser):
                 raise Misfit
 
     def _colon(self) -> None:
-        """Consume the character after a key; the key may not be shown yet."""
+        """Consume the character after a key, even if the key is not shown yet."""
         if self._before:
             self._before += ": "
             self._take(self._at + 1)
