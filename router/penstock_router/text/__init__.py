@@ -1,1 +1,1 @@
-"""Text to token ids and back, and the meaning of models' text. No HTTP, no shards."""
+"""Converts text to token ids and back, and interprets models' answers. No HTTP, no shards."""

@@ -30,7 +30,7 @@ from penstock_router.text.structural_tag_builder import (
     tag,
 )
 
-# Whitespace that models write after reasoning. It is bounded, because it might never end.
+# Whitespace that models write after reasoning. It has a bound, or a model might never stop.
 _SPACE = regex("[ \\n]{0,2}")
 
 # The number of tools that an error names.
@@ -114,7 +114,7 @@ def tools_held_to(request: ChatRequest, tool_format: CallFormat | None) -> tuple
 def _with_calls(
     request: ChatRequest, tool_format: CallFormat | None, separators: tuple[str, str] | None
 ) -> JsonObject | None:
-    """The format of the text after reasoning; None if no tools constrain it."""
+    """Match the text after reasoning; return None if no tools constrain it."""
     tools, choice = tools_of(request), request.tool_choice
     parallel = request.parallel_tool_calls
     if not tools:
@@ -130,7 +130,7 @@ def _with_calls(
     if choice.mode == "named":
         tools, parallel = tools_held_to(request, tool_format), False
     if choice.forces:
-        # There are only tool calls, and no content for the request's own constraint.
+        # The answer has only tool calls, so no content is left for the request's own constraint.
         return tool_format.calls(tools, CallRule(True, parallel, separators))
     if request.constraint is not None:
         calls = tool_format.calls(tools, CallRule(True, parallel, separators))
@@ -149,7 +149,7 @@ def _text_of(constraint: Constraint, tool_format: CallFormat | None) -> Any:
 
 
 def _reasoning(style: ReasoningStyle, begun: bool) -> list[JsonObject]:
-    """The formats of reasoning, which is optional unless it has begun."""
+    """Match the reasoning, which is optional unless the prompt has begun it."""
     mark = "" if begun else style.begin
     parts = [tag(mark, ANY_TEXT, style.end), _SPACE]
     return parts if begun else [either([sequence(*parts), literal("")])]

@@ -32,7 +32,7 @@ class AnswerReader(Protocol):
         """Tell whether no more reasoning can come."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Return pieces to show now."""
+        """Read text, and return the pieces that can be shown now."""
 
     def flush(self, *, was_cut: bool = False) -> list[Piece]:
         """End the text, and return the remaining pieces."""

@@ -1,7 +1,7 @@
 """Renders messages with the model's own jinja template, in a sandbox.
 
-The text equals that of `transformers`, also for a continued final message. A template is untrusted
-code: it cannot reach Python's internals, and its exceptions become errors for the client.
+The text equals that of `transformers`, even if the answer continues the last message. A template is
+untrusted code: it cannot reach Python's internals, and its exceptions become errors for the client.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from penstock_router.text.template_fit.scenes import TOOL, with_image
 from penstock_router.text.template_fit.thinking import fit_thinking
 from penstock_router.text.template_fit.traits import TemplateTraits
 
-# Its last space shows whether the template strips trailing whitespace.
+# The last space shows whether the template strips trailing whitespace.
 _CONTINUE_HERE = "\ue000continue-here\ue001 "
 
 # SmolLM3 uses xml_tools.
 _TOOL_VARIABLES = frozenset({"tools", "xml_tools"})
 
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
-# The folder of further templates, named by their files.
+# The folder of further templates; a file's name is its template's name.
 _MORE_TEMPLATES = "additional_chat_templates/"
 
 
@@ -49,7 +49,7 @@ class _GenerationBlocks(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict` for templates, without the class's other attributes."""
+    """The `dict` of templates: it lacks the attributes of Python's class, except `fromkeys`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -59,10 +59,10 @@ class _Dict:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """`namespace` for templates, without underscore names."""
+    """The `namespace` of templates, without names that begin with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
-        # A template may use namespace(self=...), so no parameter may have a name.
+        # A template may use namespace(self=...), so this method's own parameters have no names.
         self, rest = args[0], args[1:]
         attributes = dict(*rest, **kwargs)
         for name in attributes:
@@ -142,7 +142,7 @@ def _why(error: BaseException) -> str:
 
 
 class TemplateUnusable(Exception):
-    """A template or its configuration does not parse; the text says which and why."""
+    """Raised if a template or its configuration does not parse; the text says which and why."""
 
 
 class ChatTemplate:
@@ -157,7 +157,7 @@ class ChatTemplate:
         self._templates: dict[str, jinja2.Template] = {}
         self._traits: dict[bool, TemplateTraits] = {}
         self._takes_images: dict[tuple[str, bool, bool], bool] = {}
-        # The variables that the tools template reads, then those that hold tools.
+        # The variables that the tools template reads, and those among them that hold tools.
         self._variables: set[str] = set()
         self._tool_variables: set[str] = set()
         self._levels: dict[tuple[str, str], bool] = {}
@@ -210,12 +210,12 @@ class ChatTemplate:
         return _cut_at_mark(text) if continue_final_message else text
 
     def thinking(self, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add this template's own variables for the requested thinking."""
+        """Add this template's own variables, set to the thinking that the request wants."""
         return fit_thinking(kwargs, self._variables, self._takes_level)
 
     def _takes_level(self, name: str, level: str) -> bool:
-        """Tell whether the template renders with this thinking level and names it. Low, medium and
-        high need not be named.
+        """Tell whether the template renders with this thinking level and, except for low, medium
+        and high, has the level's name in its source.
         """
         if (name, level) not in self._levels:
             self._levels[name, level] = self._shows_level(name, level)
@@ -302,7 +302,7 @@ def _marked(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cut_at_mark(text: str) -> str:
-    """Cut the text at the mark, without the template's ending of the last message."""
+    """Return the text before the mark; after it, the template only ends the last message."""
     head, mark, tail = text.rpartition(_CONTINUE_HERE.strip())
     if not mark:
         raise BadRequest(
@@ -325,12 +325,12 @@ def with_template(files: Mapping[str, bytes], source: str) -> dict[str, bytes]:
 def load_chat_template(files: Mapping[str, bytes]) -> ChatTemplate | None:
     """Load the model's templates; None if it has none.
 
-    The default is `CHAT_TEMPLATE_FILE`, or else the entry in tokenizer_config.json: a string or a
-    list of named templates. Named files are added.
+    The default template is in `CHAT_TEMPLATE_FILE`, or else in tokenizer_config.json: a string or a
+    list of named templates. Files in `_MORE_TEMPLATES` add further named templates.
     """
     config = _decoded(files, "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
-        # As transformers does with older tokenizer_config.json files.
+        # transformers reads this file too if tokenizer_config.json has the older form.
         config |= _decoded(files, "special_tokens_map.json")
     special_tokens = _special_tokens(config)
     if CHAT_TEMPLATE_FILE in files:
@@ -370,7 +370,7 @@ def _configured_sources(value: object) -> dict[str, str]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return bos_token, eos_token and others; an entry is a string or an object."""
+    """Return bos_token, eos_token and others. In the file each is a string or an object."""
     tokens: dict[str, str] = {}
     extra = config.get("extra_special_tokens")
     entries = {**(extra if isinstance(extra, dict) else {}), **config}

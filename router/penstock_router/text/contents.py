@@ -39,7 +39,6 @@ def join_all(contents: Sequence[Content], between: str) -> Content:
     if len(texts) == len(contents):
         return between.join(texts)
     parts: list[Part] = []
-    # Texts of the unfinished part.
     open_text: list[str] = []
 
     def end_text() -> None:

@@ -6,11 +6,10 @@ a character after its last byte.
 
 Nearly every tokenizer decodes token by token into bytes (byte-level BPE, and sentencepiece with
 byte fallback). For these, a table from id to bytes and an incremental UTF-8 decoder suffice, in a
-fraction of a microsecond per token. One result differs from `tokenizers`: in a run of
-sentencepiece's byte tokens that is not valid UTF-8, `tokenizers` replaces even complete characters
-by U+FFFD; here they are shown. To match, a whole run would be held back, perhaps a whole answer in
-a script that the vocabulary lacks. Other decoders (WordPiece and others that look at neighbours)
-decode a small window again at each token.
+fraction of a microsecond per token. One result differs from `tokenizers`: if a run of
+sentencepiece's byte tokens is not valid UTF-8, `tokenizers` replaces even its complete characters
+by U+FFFD; here they are shown. To match, whole runs would have to be held back. Other decoders
+(WordPiece and others that look at neighbours) decode a small window again at each token.
 
 An answer's text is the text of prompt and answer minus the prompt's. A character that is unfinished
 at the prompt's end belongs to the prompt, as U+FFFD. If the prompt is echoed, `reopen_prompt` moves
@@ -34,7 +33,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # Enough bytes to see whether a text ends within a UTF-8 character.
 _UTF8_TAIL_BYTES = 4
 
-# Tokens searched for text at a prompt's end; hidden tokens have none.
+# Tokens searched for text at a prompt's end; hidden tokens have no text.
 _PROMPT_TAIL_TOKENS = 256
 
 # Tokens of context in a window; only direct neighbours matter.
@@ -92,7 +91,8 @@ class ByteTable:
     """The bytes of every token, filled in as tokens appear.
 
     With `per_byte`, each invalid byte becomes a U+FFFD, as in sentencepiece; otherwise each run of
-    them. `strip_left` is the number of spaces that the decoder strips from a text's beginning.
+    invalid bytes becomes one. `strip_left` is the number of spaces that the decoder strips from a
+    text's beginning.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ByteTable:
         self._special_ids = special_ids(tokenizer)
         self._bytes: dict[int, bytes] = {}
         self._shown_bytes: dict[int, bytes] = {}
-        # Keyed by the shown special tokens: a model's few sets of marks.
+        # The keys are the sets of special tokens that are shown. A model has few such sets.
         self._showing: dict[frozenset[int], Callable[[int], bytes]] = {}
         self.per_byte = not byte_level
         self.strip_left = strip_left
@@ -136,7 +136,7 @@ class ByteTable:
         spaces_between_special_tokens: bool = True,
         shown_ids: frozenset[int] = frozenset(),
     ) -> ByteDetokenizer:
-        # These decoders add no spaces between tokens.
+        # Byte decoders add no spaces, so `spaces_between_special_tokens` has no effect.
         if not skip_special_tokens:
             return ByteDetokenizer(self, prompt_ids, self.token_bytes)
         bytes_of = self._showing_bytes(shown_ids) if shown_ids else self.shown_bytes
@@ -176,7 +176,7 @@ class ByteTable:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Map byte-level BPE's printable characters (a byte's own, or one from U+0100 on) to bytes."""
+    """Map each printable character to the byte that it stands for in byte-level BPE."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     characters = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in printable)
@@ -191,7 +191,7 @@ def _byte_level_bytes(token: str) -> bytes:
     try:
         return bytes([_BYTE_CHARACTERS[character] for character in token])
     except KeyError:
-        # An added token that is not in byte characters stands for itself.
+        # A token outside the byte characters is an added token, in plain text.
         return token.encode()
 
 
@@ -247,7 +247,9 @@ class ByteDetokenizer:
 
 
 def _without_first(text: str, shown: int) -> str:
-    """Remove the character that began in the prompt and was shown as `shown` U+FFFD."""
+    """Remove the first character, which began in the prompt and was shown there as `shown`
+    U+FFFD.
+    """
     broken = len(text) - len(text.lstrip(REPLACEMENT))
     return text[min(broken, shown) or 1 :] if shown else text
 
@@ -256,7 +258,7 @@ def _without_first(text: str, shown: int) -> str:
 
 
 class WindowTable:
-    """Suits any decoder: calls the tokenizer with a few tokens of context."""
+    """Works with any decoder, because it calls the tokenizer with a few tokens of context."""
 
     def __init__(self, tokenizer: Tokenizer, *, has_bytes: bool) -> None:
         self.tokenizer = tokenizer
@@ -308,7 +310,8 @@ class WindowTable:
 
 
 class WindowDetokenizer:
-    """Decodes a window that ends with the new token, and emits the text beyond the known text.
+    """Decodes a window that ends with the new token, and emits the text that was not emitted
+    before.
 
     It takes single tokens, so that the text does not depend on how tokens were bundled.
     """

@@ -25,7 +25,6 @@ def plain(text: str) -> str:
 class Marks:
     """A format's marks that are single tokens."""
 
-    # Texts by token id.
     tokens: Mapping[int, str] = field(default_factory=dict)
 
     def spelled(self, mark: str) -> str:

@@ -39,7 +39,7 @@ def _can_be_asked_for(tool_format: CallFormat | None) -> bool:
 def conventions_of(
     template: ChatTemplate | None, tool_call_parser: str, reasoning_parser: str
 ) -> Conventions:
-    """Choose a model's conventions. Each parser is a known name, "auto" or "none"."""
+    """Choose a model's conventions. Each parser argument is a known name, "auto" or "none"."""
     asked = tool_call_parser, reasoning_parser
     source = "" if template is None else template.source
     tools_source = "" if template is None else template.tools_source

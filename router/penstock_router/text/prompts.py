@@ -43,7 +43,7 @@ from penstock_router.text.tokenizer import Tokenizer, Truncation, prompt_too_lon
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """The part of a model that text work uses."""
+    """The facts about a model that preparing prompts needs."""
 
     name: str
     max_model_len: int
@@ -73,7 +73,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompts:
-    """The result of a request's text work."""
+    """The result of `prepare_prompts`."""
 
     prompts: tuple[Prompt, ...]
     bad_words: Sequence[Sequence[int]] = ()
@@ -82,12 +82,12 @@ class PreparedPrompts:
     full_text: str = ""
     # The conversation before the answer, as a JSON array; empty if not stored.
     conversation: bytes = b""
-    # Fields of the request that the answer repeats, as JSON.
+    # Fields of the request that the response repeats, as JSON.
     repeated: Mapping[str, bytes] = field(default_factory=dict)
     constraint: Constraint | None = None
     # True if the prompt ends within reasoning.
     reasoning_begun: bool = False
-    # A line for each part of the request without effect.
+    # A line for each part of the request that has no effect.
     warnings: tuple[str, ...] = ()
     # Tools whose grammars are shown to the model but not enforced.
     unenforced: tuple[str, ...] = ()
@@ -388,7 +388,7 @@ def _with_images_told(message: Message) -> Message:
 
 
 def _with_tools(rendered: Callable[..., str], shown: list[JsonObject] | None) -> str:
-    """Render with these tools or, if the template refuses them, with completed ones."""
+    """Render with these tools; if the template refuses them, retry with missing fields added."""
     try:
         return rendered(tools=shown)
     except BadRequest:
@@ -445,7 +445,7 @@ def _template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatT
 
 
 def _last_message(request: ChatRequest) -> str:
-    """Return the text that `echo` puts before the answer: a last assistant message."""
+    """Return the text that `echo` puts before the answer: the last message, if the assistant's."""
     last = request.messages[-1]
     return as_text(last.get("content", ""), "") if last["role"] == "assistant" else ""
 

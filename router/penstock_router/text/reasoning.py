@@ -29,7 +29,7 @@ class ReasoningStyle:
     end: str
     # The marks around an answer; "" where there are none.
     answer: tuple[str, str] = ("", "")
-    # The template must have one of these; needed if styles share an end mark.
+    # The template must have one of these texts; needed if styles share an end mark.
     signs: tuple[str, ...] = ("",)
     # True if templates of this style show a sign but not the end mark.
     hides_end: bool = False
@@ -209,7 +209,7 @@ class ReasoningSplitter:
         """Start a splitter; with `begun`, the prompt ends within reasoning."""
         self._begin_mark, self._end_mark = style.marks
         self.in_reasoning = self.has_reasoning = begun
-        # True once only the marks around the answer matter.
+        # True once only content and the marks around it can follow.
         self._is_content = False
         self._answer_marks = _AnswerMarks(*style.answer) if any(style.answer) else None
         # The title, until it is seen after the begin mark.

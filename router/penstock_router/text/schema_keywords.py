@@ -8,13 +8,13 @@ from typing import Any
 
 from penstock_common.json_schema.keywords import unknown_keywords
 
-# Maximum keywords in a warning, and characters of each keyword.
+# Maximum keywords in a warning, and maximum characters of each.
 _MAX_NAMES = 20
 _MAX_NAME_CHARS = 40
 
 
 def keyword_warnings(name: str, schemas: Iterable[Any]) -> list[str]:
-    """Return a warning if a schema has unknown keywords; `name` says where."""
+    """Return a warning if a schema has unknown keywords; `name` says where they are."""
     keywords = list(dict.fromkeys(chain.from_iterable(map(unknown_keywords, schemas))))
     if not keywords:
         return []

@@ -1,9 +1,9 @@
 """Finds stop strings, and beginnings of marks, in text that arrives in pieces.
 
 Only the longest suffix that begins a stop string is held back. The stop string that completes first
-counts; if two complete on the same character, the one listed first. A stop string that completes
-while `may_stop` is False is text, but one that only begins then counts. The `TOKEN` before a mark
-is not searched, and stays in the shown text.
+counts; if two complete on the same character, the one listed first. While `may_stop` is False, a
+stop string that completes is text; one that begins then and completes later counts. The `TOKEN`
+before a mark is not searched, and stays in the shown text.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class _Automaton:
 
     def __init__(self, texts: tuple[str, ...]) -> None:
         self._texts = texts
-        # By state: the next states by character, and the fallback state.
+        # For each state: the next states by character, and the fallback state.
         self._steps: list[dict[str, int]] = [{}]
         self._fallbacks = [0]
         self.depths = [0]
-        # By state: the first listed stop string that ends there, or -1.
+        # For each state: the first listed stop string that ends in it, or -1.
         self._whole = [-1]
         for number, text in enumerate(texts):
             self._add(number, text)
@@ -106,7 +106,7 @@ def compile_stops(stops: tuple[str, ...]) -> _Automaton:
 
 
 def beginning(text: str, marks: Sequence[str], start: int = 0) -> int:
-    """Return where the longest suffix of `text` that begins a mark starts, or else the text's
+    """Find the longest suffix of `text` that begins a mark; return its index, or else the text's
     length. The search begins at `start`; no whole mark may be in `text`.
     """
     found = len(text)

@@ -17,7 +17,7 @@ ANY_TEXT: JsonObject = {"type": "any_text"}
 
 
 class TooLong(Exception):
-    """A combined format has more bytes than a constraint may have."""
+    """Raised if a combined format has more bytes than a constraint may have."""
 
 
 def encoded(form: JsonObject) -> str:
@@ -73,7 +73,7 @@ def literal(text: str) -> JsonObject:
 
 
 def regex(pattern: str) -> JsonObject:
-    """Match text by the whole pattern."""
+    """Match text that fits the whole pattern."""
     return {"type": "regex", "pattern": pattern}
 
 
@@ -83,7 +83,6 @@ def json_format(schema: Any) -> JsonObject:
 
 
 def sequence(*elements: Any) -> JsonObject:
-    """Match the elements, one after another."""
     return {"type": "sequence", "elements": list(elements)}
 
 

@@ -1,9 +1,9 @@
 """Tokenizes long texts in parts, and only the kept end of a truncated text.
 
-Until its id is read, a token takes some hundred bytes, so a text of a few MB would take hundreds of
-MB. A text may be cut only between the tokenizer's words, where tokens stay the same. Each cut is
-tested: the text around it must have the same tokens in one piece and in two, for several
-beginnings. If no place passes, the text is not cut.
+Until its ids are read, a tokenized text takes some hundred bytes per token: hundreds of MB for a
+few MB of text. A text may be cut only between the tokenizer's words, where tokens stay the same.
+Each cut is tested: the text around it must have the same tokens in one piece and in two, for
+several beginnings. If no place passes, the text is not cut.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ MAX_UNCUT_BYTES = 1024 * 1024
 # A cut has at most one space or line break, because normalizers and patterns look far ahead only in
 # runs of whitespace.
 _PLACE = re.compile(r"(?<=\S)[ \n]?(?=\S)")
-# Guessed characters per kept token (most texts have about 4), the minimum, and the growth factor.
+# Characters to tokenize: first guess per kept token (most texts have about 4), minimum, and growth
+# factor.
 _CHARS_A_TOKEN = 12
 _LEAST_CHARS = 1024
 _GROWTH = 4
-# Characters per search, searches, places tried per search, and characters tested around a place.
+# Characters per search, maximum searches, maximum places tried per search, and characters tested
+# around a place.
 _SEARCHED_CHARS = 512
 _MAX_SEARCHES = 8
 _MAX_TRIES = 8
@@ -61,7 +63,7 @@ class TextPart(NamedTuple):
 
 
 class TextParts:
-    """Parts and ends of texts, for one tokenizer."""
+    """Tokenizes parts or ends of texts."""
 
     def __init__(self, fast: FastTokenizer, model_type: str) -> None:
         """Prepare for a tokenizer; `model_type` is from tokenizer.json."""
@@ -79,7 +81,9 @@ class TextParts:
             self._is_usable &= model_type == "BPE" and _SPACE in vocabulary and not crossing
 
     def of(self, text: str) -> Iterator[TextPart]:
-        """Yield the whole text in parts. Raises `BadRequest` if too long a piece cannot be cut."""
+        """Yield the whole text in parts. Raises `BadRequest` if a piece is too long and cannot be
+        cut.
+        """
         before = begin = 0
         while begin < len(text):
             next_before, end = self._next(text, begin) or (len(text), len(text))
@@ -116,8 +120,8 @@ class TextParts:
     # ---- places ----
 
     def _next(self, text: str, begin: int) -> tuple[int, int] | None:
-        """Return two beginnings: of the text before the next part, and of that part; None: no next
-        part.
+        """Return the beginning of the text to tokenize before the next part, and of that part; None
+        if there is no next part.
         """
         num_chars = PART_CHARS
         while self._is_usable and begin + 2 * num_chars < len(text):
@@ -127,8 +131,8 @@ class TextParts:
         return None
 
     def _places(self, text: str, begin: int) -> tuple[int, int] | None:
-        """Return a place from `begin` on where the text may be cut, and a later place where the
-        text from there on may be cut too.
+        """Return two places from `begin` on where the text may be cut; the second is also safe in a
+        text that begins at the first.
         """
         first = self._place(text, begin)
         second = None if first is None else self._place(text, first + _BEFORE_CHARS)

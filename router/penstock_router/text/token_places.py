@@ -23,14 +23,16 @@ class Bounds:
 def chat_places(
     chat: ChatRequest, model: TextModel, bounds: Bounds
 ) -> tuple[str, list[TokenPlace]]:
-    """Render a chat, and find its tokens."""
+    """Render a chat, and find the places of its tokens."""
     return _places(render(chat, model), chat, model, bounds)
 
 
 def completion_places(
     request: CompletionRequest, model: TextModel, bounds: Bounds
 ) -> tuple[str, list[TokenPlace]]:
-    """Return the text of the request's only prompt, including its images, and its tokens."""
+    """Return the text of the request's only prompt, including its images, and the places of its
+    tokens.
+    """
     [prompt] = request.prompts
     pieces = pieces_of(prompt, model) or (str(prompt),)
     return _places(pieces, request, model, bounds)

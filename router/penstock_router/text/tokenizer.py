@@ -1,7 +1,7 @@
 """Turns text into token ids, and reads other facts from tokenizer.json.
 
-`Tokenizer.encode` holds the interpreter lock, and so blocks the process. `encode_batch_fast`, used
-here, releases it. Text that cannot fit is refused by its length, before tokenization.
+The library's `encode` holds the interpreter lock, and so blocks the process. `encode_batch_fast`,
+used here, releases it. Text that cannot fit is refused by its length, before tokenization.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from penstock_router.text.detokenizer import DetokenizerFactory, make_detokenize
 from penstock_router.text.marks import Marks
 from penstock_router.text.text_parts import PART_CHARS, TextParts
 
-# More than fits any context.
+# More characters than fit any context.
 MAX_TEXT_CHARS = 8_000_000
 
-# Counting a too long prompt stops at this multiple of the bound.
+# Counting the tokens of a too long prompt stops at this multiple of the limit.
 _MAX_COUNTED = 2
 
 # Unicode's composition can turn four characters into one.
@@ -40,7 +40,7 @@ class TokenizerUnusable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """Keeps `max_tokens` of a prompt, and cuts off the `side` "left" or "right"."""
+    """Keeps `max_tokens` of a prompt, and cuts off the rest at `side`, "left" or "right"."""
 
     max_tokens: int
     side: str
@@ -83,8 +83,8 @@ class Tokenizer:
         # tokenizer.json may carry settings from training, which would truncate or pad prompts.
         self._fast.no_truncation()
         self._fast.no_padding()
-        # transformers' default and meaning: "right" cuts off the end.
         self.config = dict(config or {})
+        # The default is that of transformers: "right" cuts off the end.
         self.truncation_side = "left" if self.config.get("truncation_side") == "left" else "right"
         self._max_token_bytes: int | None = None
         self.detokenizers: DetokenizerFactory = make_detokenizers(self._fast, self._parts.decoder)
@@ -100,8 +100,8 @@ class Tokenizer:
     def _length_bounds_tokens(self) -> bool:
         """Tell whether a text of n characters surely has at least n / (longest token) tokens.
 
-        False if unknown characters may fuse into one token, whole words may become one, or the
-        normalizer may shorten the text.
+        False if unknown characters or a whole word may become one token, or the normalizer may
+        shorten the text.
         """
         if not _keeps_length(self._parts.normalizer):
             return False
@@ -220,7 +220,7 @@ class Tokenizer:
         return found
 
     def marks_among(self, texts: tuple[str, ...]) -> Marks:
-        """Find the texts that are added tokens."""
+        """Return the texts that are added tokens, as marks."""
         found = self._marks_among.get(texts)
         if found is None:
             added = self._fast.get_added_tokens_decoder()
@@ -254,7 +254,7 @@ def check_num_shown(num_tokens: int, at_most: int) -> None:
 
 def prompt_too_long(num_tokens: int, max_tokens: int, *, at_least: bool = False) -> ContextExceeded:
     """Make the error, in words that clients of OpenAI-compatible servers recognise; with
-    `at_least`, the rest was not counted.
+    `at_least`, counting stopped at `num_tokens`.
     """
     given = f"at least {num_tokens}" if at_least else num_tokens
     return ContextExceeded(

@@ -1,1 +1,1 @@
-"""Formats of models' tool calls. Each reads an answer's text into pieces."""
+"""Formats of models' tool calls. Each splits an answer's text into pieces."""

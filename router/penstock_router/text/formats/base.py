@@ -24,7 +24,7 @@ class ToolParser(Protocol):
         """True if a tool call is unfinished."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Return pieces to show now."""
+        """Read text, and return the pieces that can be shown now."""
 
     def flush(self, *, was_cut: bool = False) -> list[Piece]:
         """End the text, and return the remaining pieces.
@@ -38,13 +38,13 @@ class ToolParser(Protocol):
 class CallRule:
     """The constraint on tool calls in an answer.
 
-    If required, an answer has only tool calls: exactly one if not parallel. Otherwise it has free
-    text and tool calls. The arguments of a strict tool obey its schema.
+    If `required`, an answer has only tool calls: exactly one unless `parallel`. Otherwise it has
+    free text and tool calls. The arguments of a strict tool obey its schema.
     """
 
     required: bool
     parallel: bool = True
-    # Texts between items and after keys in JSON arguments, from the template; None: any.
+    # The template's texts between items and after keys in JSON arguments; None allows any.
     separators: tuple[str, str] | None = None
 
 
@@ -56,7 +56,7 @@ class CallFormat(ABC):
     # Texts that mark tool calls and their parts. If a mark is a token, only the token counts, and
     # the detokenizer must show it.
     marks: tuple[str, ...]
-    # True if strings in a tool call have no escapes, so that a string's grammar fits its text.
+    # True if strings in a tool call have no escapes, so that a grammar can constrain their text.
     writes_plain_strings: ClassVar[bool] = False
 
     @abstractmethod
@@ -86,5 +86,5 @@ class CallFormat(ABC):
         return None
 
     def calls_in_words(self, calls: Sequence[NamedArguments]) -> str | None:
-        """Write tool calls for templates that render no calls; None: write them as JSON."""
+        """Write tool calls as text, for templates that render none; None: JSON is used instead."""
         return None

@@ -1,4 +1,4 @@
-"""The interface of formats whose answers are all channels: reasoning, text, tool calls."""
+"""The interface of formats that divide a whole answer into channels: reasoning, text, calls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ChannelParser(Protocol):
         """Tell whether the next text is, or may be, reasoning."""
 
     def feed(self, text: str) -> list[Piece]:
-        """Return pieces to show now."""
+        """Read text, and return the pieces that can be shown now."""
 
     def flush(self, *, was_cut: bool = False) -> list[Piece]:
         """End the text, and return the remaining pieces."""
@@ -43,7 +43,7 @@ class ChannelParser(Protocol):
 class ChannelFormat(CallFormat):
     """A family's channels. They are read whether or not a request has tools."""
 
-    # Texts that open and close a reasoning channel at the beginning; None if there is none.
+    # The marks around reasoning at an answer's beginning; None if the family has none.
     style: ReasoningStyle | None
 
     @abstractmethod
@@ -54,8 +54,8 @@ class ChannelFormat(CallFormat):
 
     @abstractmethod
     def said(self, text: JsonObject) -> JsonObject:
-        """Return the format of a text answer: `text` in its channel."""
+        """Match an answer without tool calls: `text`, in the channel that shows text."""
 
     @abstractmethod
     def reasoned(self, answer: JsonObject, *, begun: bool) -> JsonObject:
-        """Return the format of reasoning (optional, or open if `begun`) and `answer`."""
+        """Match reasoning and then `answer`. Reasoning is optional, or already open if `begun`."""

@@ -117,7 +117,7 @@ _ROWS: tuple[tuple[CallFormat, tuple[str, ...]], ...] = (
 FORMATS: Mapping[str, CallFormat] = {
     name: each for each, others in _ROWS for name in (each.name, *others)
 }
-# Formats that also read reasoning, by the same names.
+# Formats that also read reasoning, by name.
 CHANNELS: Mapping[str, ChannelFormat] = {
     name: each
     for name, each in FORMATS.items()
@@ -126,10 +126,10 @@ CHANNELS: Mapping[str, ChannelFormat] = {
 
 
 def tool_format_of(template: str, name: str = AUTO) -> CallFormat | None:
-    """Return the format of this name; "auto": the one that the template uses.
+    """Return the format of this name or, for "auto", the one that the template uses.
 
-    None for the name "none", or if the template uses tools in an unknown format. Raises `KeyError`
-    for an unknown name.
+    Return None for the name "none", or if the template uses tools in an unknown format. Raises
+    `KeyError` for an unknown name.
     """
     if name == NONE:
         return None

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 
 
 class ImagesUnusable(Exception):
-    """A model's files do not determine an image's number of tokens; names file and value."""
+    """Raised if a model's files do not determine an image's number of tokens; the text names file
+    and value.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageTokens:
     """A model's tokens for images, read from its files."""
 
-    # The text that chat templates write for an image, and only there.
+    # The text that chat templates write for an image, and for nothing else.
     anchor: str
-    # The anchor and its marks, for text that no template writes.
+    # The anchor with its marks, for text that no template writes.
     written: str
     # The text that replaces the anchor before tokenization; it has the token `token_id` once.
     text: str
@@ -34,7 +36,7 @@ class ImageTokens:
 
 @dataclass(frozen=True, slots=True)
 class ImagePlace:
-    """The place in a prompt of one image's ids (`ImageTokens.token_ids`)."""
+    """The place of one image's ids in a prompt (`ImageTokens.token_ids`)."""
 
     offset: int
     num_tokens: int

@@ -34,7 +34,7 @@ def encode_with_images(
     `ContextExceeded` for more than `max_tokens`.
     """
     if len(pieces) > max_tokens:
-        # A piece has at least one token, and takes much more memory.
+        # Refuse many pieces early: each has at least one token, and takes much memory.
         raise prompt_too_long(len(pieces), max_tokens)
     _check_anchors(sum(piece.count(images.anchor) for piece in pieces), len(sizes))
     of_images, num_tokens = [], 0
@@ -56,7 +56,7 @@ def encode_with_images(
         ids, places = _cut(ids, places, Truncation(room, truncation.side))
     ids = [*before, *ids, *after]
     if truncation is not None:
-        # The limit may be lower than the number of added tokens.
+        # The limit may be lower than the number of added special tokens.
         ids = truncation.cut(ids)
     if len(ids) > max_tokens:
         raise prompt_too_long(len(ids), max_tokens)

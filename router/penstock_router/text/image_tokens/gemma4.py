@@ -21,7 +21,7 @@ class _Squares:
     most: int
 
     def token_ids(self, width: int, height: int) -> list[int]:
-        """Return a token for each whole square of the image, resized to fill at most `most`."""
+        """Resize the image to fill at most `most` squares; return a token for each whole square."""
         scale = math.sqrt(self.most * self.side**2 / (height * width))
         rows = math.floor(scale * height / self.side)
         columns = math.floor(scale * width / self.side)

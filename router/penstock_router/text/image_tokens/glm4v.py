@@ -1,4 +1,4 @@
-"""GLM-4V: like Qwen-VL, but small images are enlarged first, and pixels count per frame."""
+"""GLM-4V: like Qwen-VL, but small images are enlarged first, and pixels count once per frame."""
 
 from __future__ import annotations
 

@@ -86,7 +86,6 @@ def read(files: ModelFiles) -> ImageTokens:
         files.processor.integer("image_seq_len", 169, most=MAX_TOKENS),
         tile if cut else 0,
         longest,
-        # These texts are tokenized between two known tokens.
         {text: files.ids_between(token, text) for text in (*names, "\n", "\n\n", _AROUND, _WHOLE)},
     )
     return ImageTokens(

@@ -12,7 +12,9 @@ from penstock_router.text.image_tokens.settings import ModelFiles, Settings
 
 @dataclass(frozen=True, slots=True)
 class _Canvases:
-    """Tiles of `tile` pixels and `patches` patches a side; `canvases` are heights and widths."""
+    """Tiles of `tile` pixels and `patches` patches a side; `canvases` are pairs of height and
+    width.
+    """
 
     token_id: int
     tile: int

@@ -52,7 +52,7 @@ def read(files: ModelFiles) -> ImageTokens:
     token, token_id = files.image_token()
     images = files.image_processor
     size = images.part("size") if images.get("size") is not None else _DEFAULT_SIZE
-    # If a file has both names, the processor uses the older one.
+    # If a file has both, the processor prefers the older `min_pixels` to `size`.
     fewest = images if images.get("min_pixels") is not None else size
     most = images if images.get("max_pixels") is not None else size
     grid = Grid(

@@ -19,7 +19,7 @@ from penstock_router.text.image_tokens.base import ImagesUnusable, ImageTokens
 from penstock_router.text.image_tokens.settings import ModelFiles, read_model_files
 from penstock_router.text.tokenizer import Tokenizer
 
-# By model type and image processor type, without the suffix of an implementation.
+# Families by model type and image processor type, the latter without "Fast" or "Pil".
 _FAMILIES: dict[tuple[str, str], Callable[[ModelFiles], ImageTokens]] = {
     ("gemma3", "Gemma3ImageProcessor"): gemma3.read,
     ("gemma4", "Gemma4ImageProcessor"): gemma4.read,
@@ -46,7 +46,9 @@ _FAMILIES: dict[tuple[str, str], Callable[[ModelFiles], ImageTokens]] = {
 
 
 def read_image_tokens(files: Mapping[str, bytes], tokenizer: Tokenizer) -> ImageTokens | None:
-    """Read a model's image tokens; None if it sees no images. Raises `ImagesUnusable`."""
+    """Read a model's image tokens; None if it sees no images. Raises `ImagesUnusable` for
+    unsuitable files.
+    """
     found = read_model_files(files, tokenizer)
     if found is None:
         return None

@@ -15,14 +15,16 @@ CONFIG = "config.json"
 PROCESSOR = "processor_config.json"
 IMAGE_PROCESSOR = "preprocessor_config.json"
 
-# More than an image has in any checkpoint.
+# More tokens than an image has in any checkpoint.
 MAX_TOKENS = 65_536
 _INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The values of a file, or of an object in it. All methods raise `ImagesUnusable`."""
+    """The values of a file, or of an object in it. All methods raise `ImagesUnusable` for a wrong
+    value.
+    """
 
     name: str
     values: Mapping[str, Any] = field(repr=False)
@@ -40,7 +42,7 @@ class Settings:
     def integer(
         self, name: str, default: int | None = None, *, least: int = 1, most: int = _INT32_MAX
     ) -> int:
-        """Return a number within bounds; it may be missing only with a default."""
+        """Return a whole number within bounds; without a default, it must be present."""
         value = default if self.get(name) is None else self.get(name)
         if value is None:
             raise self.unusable(name, "is missing")
@@ -68,7 +70,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The input of a family: three files, and the tokenizer."""
+    """The files that determine a family's image tokens, and the tokenizer."""
 
     config: Settings
     processor: Settings
@@ -82,7 +84,7 @@ class ModelFiles:
         return self.token_of_id("image_token_index" if older else "image_token_id")
 
     def token_of_id(self, name: str) -> tuple[str, int]:
-        """Return the token with the id that config.json has under this name, and the id."""
+        """Return the text and id of the token whose id config.json has under this name."""
         token_id = self.config.integer(name, least=0)
         text = self.tokenizer.token_text(token_id)
         if self.tokenizer.token_id(text) != token_id:

@@ -75,7 +75,9 @@ class Asker:
         accepts: Callable[[str], bool] = lambda text: True,
         kwargs: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Take the first change with which all scenes are shown; return false if none works."""
+        """Adopt the first change with which all scenes are rendered without loss; return false if
+        none works.
+        """
         for ways in self._ways:
             for change in changes:
                 traits = replace(self._found, **change)
@@ -89,7 +91,6 @@ class Asker:
         return False
 
     def take(self, **change: Any) -> None:
-        """Take traits that were found elsewhere."""
         self._found = replace(self._found, **change)
 
     def _shows(
@@ -104,7 +105,7 @@ class Asker:
         return text is not None and asked.is_shown_in(text) and accepts(text)
 
     def texts(self, messages: Sequence[Message], **change: Any) -> list[str | None]:
-        """Render the fitted messages, with and without tools if both count."""
+        """Render the fitted messages, with and without tools if both are tested."""
         fitted = fit(list(messages), replace(self._found, **change))
         return [self._render(fitted, with_tools) for with_tools in self._ways[0]]
 
@@ -138,7 +139,7 @@ class Asker:
         return text in self._source
 
     def parts_of(self, role: str) -> Change:
-        """The change that gives a role contents in parts."""
+        """The change that makes a role's contents lists of parts."""
         return {"parts_only": self._found.parts_only | {role}}
 
     def joint(self, role: str, messages: Sequence[Message]) -> str | None:

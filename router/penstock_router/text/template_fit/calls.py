@@ -1,6 +1,4 @@
-"""Fits tool calls and results: arguments, order, ids, and texts for templates that cannot render
-them.
-"""
+"""Makes tool calls and their results fit a template, or turns them into text."""
 
 from __future__ import annotations
 
@@ -111,7 +109,7 @@ def _ordered(run: list[Message]) -> list[Message]:
 
 def name_results(messages: list[Message]) -> list[Message]:
     names: dict[object, object] = {}
-    # Names of the last calls without ids, for results in their order.
+    # Functions' names of the latest calls without ids; results without ids take them in order.
     nameless: deque[object] = deque()
     named = []
     for message in messages:
@@ -148,7 +146,8 @@ class _Ids:
         self._fills = traits.fills_ids
         self._native = native
         self._num_calls = 0
-        # New ids by old ids; then the new ids of calls that had none and still lack a result.
+        # `_new` has new ids by old ids, `_nameless` the new ids of calls that had none and still
+        # lack a result.
         self._new: dict[object, str] = {}
         self._nameless: deque[str] = deque()
         self._taken: set[str] = set()

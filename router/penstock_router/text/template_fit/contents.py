@@ -86,7 +86,7 @@ def _split(message: Message) -> Message:
 
 
 def has_reasoning(message: Message) -> bool:
-    """Tell whether the message has reasoning, under a name or between marks."""
+    """Tell whether the message has reasoning, in a field or between marks."""
     content = message.get("content")
     if isinstance(content, str) and content.lstrip().startswith(_BEGIN):
         return True
@@ -94,7 +94,6 @@ def has_reasoning(message: Message) -> bool:
 
 
 def reasoning_of(message: Message) -> str | None:
-    """Return the reasoning, under any of its names."""
     values = (message[name] for name in REASONING_NAMES if message.get(name) is not None)
     return next(values, None)
 

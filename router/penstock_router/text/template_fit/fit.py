@@ -19,7 +19,7 @@ class _Case:
     native_call_id: NativeCallId | None
     calls_in_words: CallsInWords | None
     keep_last: bool
-    # Facts about the messages.
+    # Facts about the messages follow.
     roles: frozenset[str]
     has_parts: bool
     has_silence: bool

@@ -1,7 +1,8 @@
 """Finds the traits of a chat template, by rendering short conversations.
 
-Each question has answers to try, the smallest change first. An answer changes a scene's messages,
-and the template renders them. The first answer that shows all texts in order is taken.
+Each question has several changes to try, the smallest first. A change is made to a scene's
+messages, and the template renders them. The first change with which all texts appear in order is
+taken.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from penstock_router.text.template_fit.asking import Asker, Change, Template
 from penstock_router.text.template_fit.scenes import KEY, NAME, Scene, scene
 from penstock_router.text.template_fit.traits import LINE, REASONING_NAMES, TemplateTraits
 
-# Variables that ask for reasoning.
 _THINKING = {"enable_thinking": True, "thinking": True, "preserve_thinking": True}
 
 
@@ -134,8 +134,8 @@ def _with_name(name: str, messages: Sequence[Message]) -> list[Message]:
 
 
 def _call_forms(of: Asker) -> tuple[list[Change], list[Change]]:
-    """List the forms of calls and results that keep them, then forms in words; smallest changes
-    first.
+    """Return the changes that keep calls, and those that turn them into text, each with the
+    smallest first.
     """
     forms: list[Change] = [
         {"arguments_as_text": as_text, "empty_content": empty, **parts}
@@ -145,7 +145,8 @@ def _call_forms(of: Asker) -> tuple[list[Change], list[Change]]:
     ]
     told: Change = {"calls_in_words": True}
     results_told: Change = {"results_in_words": True}
-    # A template that never mentions tools only repeats a result's role, which the model never saw.
+    # If the template never mentions "tool", it only copies a result's role, which the model never
+    # saw.
     with_results = [told, told | of.parts_of("tool")]
     if not of.mentions("tool"):
         return [form | results_told for form in forms], [told | results_told]
@@ -157,7 +158,7 @@ def _call_forms(of: Asker) -> tuple[list[Change], list[Change]]:
 
 
 def _has_no_none(text: str) -> bool:
-    """Tell whether no missing content was rendered as "None"."""
+    """Return false if missing content was rendered as "None"."""
     begin, end = text.find("zquser0"), text.find("zqresult1")
     return "None" not in text[begin:end]
 

@@ -9,7 +9,7 @@ from penstock_router.request import Message
 from penstock_router.text.template_fit.calls import result_in_words
 
 _NO_RESULT = "(no result)"
-# An assistant message and all messages up to the next one; the first group has none.
+# An assistant message and all messages up to the next; the first group begins without one.
 _Group = list[Message]
 
 
@@ -68,7 +68,9 @@ def _without_empty_ids(message: Message) -> Message:
 
 
 def _with_late_results(messages: list[Message]) -> list[_Group]:
-    """Group messages. Each result is in the group of its call, directly after the results there."""
+    """Group messages. A result that comes later joins its call's group, after the results already
+    there.
+    """
     # The group of each call that has no result yet, by the call's id.
     owners: dict[object, int] = {}
     groups: list[_Group] = []

@@ -82,7 +82,6 @@ def in_two_parts(message: Message, first: str, second: str) -> Message:
 
 
 def with_image(*, is_result: bool) -> list[Message]:
-    """Make a conversation with an image, in the user's message or in a result."""
     content = [{"type": "image"}, text_part("zqtext")]
     if is_result:
         return [user("zquser"), calling(call("zqvalue")), {**result(""), "content": content}]

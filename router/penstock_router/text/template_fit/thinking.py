@@ -19,7 +19,8 @@ _SWITCHES: Mapping[str, tuple[object, object]] = {
     "thinking_budget": (-1, 0),
 }
 _EFFORT = "reasoning_effort"
-# Variables that set the amount of thinking, and their values, from none to the maximum.
+# `_EFFORTS` are variables for the amount of thinking, `_LEVELS` their values, from none to the
+# maximum.
 _EFFORTS = (_EFFORT, "thinking_effort", "reasoning_strength")
 _LEVELS = ("no_think", "none", "minimal", "low", "medium", "high", "xhigh", "max")
 _OFF = frozenset({"no_think", "none"})
@@ -28,7 +29,7 @@ _OFF = frozenset({"no_think", "none"})
 def fit_thinking(
     given: Mapping[str, Any], reads: Collection[str], takes: Callable[[str, str], bool]
 ) -> Mapping[str, Any]:
-    """Add the template's own variables for the requested thinking.
+    """Add the template's own variables, set to the requested thinking.
 
     `reads` are the template's variables; `takes` tells whether it knows a variable's value.
     """
@@ -59,9 +60,7 @@ def _switch(given: Mapping[str, Any]) -> bool | None:
 
 
 def _level(wanted: Any, name: str, takes: Callable[[str, str], bool]) -> Any:
-    """Return the level nearest to the wanted one that the template knows, or else the wanted
-    one.
-    """
+    """Return the template's level nearest to the wanted one, or the wanted one if it knows none."""
     if wanted not in _LEVELS:
         return wanted
     if wanted in _OFF:

@@ -31,13 +31,14 @@ UserSpeaks = Literal["any", "ever", "first"]
 class TemplateTraits:
     """The form that messages need so that this template renders them without loss."""
 
-    # By role: the text between text parts.
+    # The text between a message's text parts, by role.
     joints: Mapping[str, str] = field(default_factory=dict)
     # The roles whose contents must be lists of parts.
     parts_only: frozenset[str] = frozenset()
 
     developer: Developer = "as_system"
-    # Only one system message may be at the beginning; later ones are lost or moved.
+    # `one_first_system`: the template takes only one system message at the beginning.
+    # `later_system_as_user`: it loses or moves later ones.
     first_system: FirstSystem = "kept"
     one_first_system: bool = False
     later_system_as_user: bool = False
@@ -75,10 +76,11 @@ class TemplateTraits:
     # Beside tool calls the template takes either text or reasoning: the text joins the reasoning.
     text_into_reasoning: bool = False
 
-    # The texts between items and after keys in JSON arguments, or in their JSON values.
+    # The template's texts between items and after keys where it writes arguments, or their values,
+    # as JSON.
     argument_separators: tuple[str, str] | None = None
-    # This JSON escapes characters beyond ASCII.
+    # True if that JSON escapes characters beyond ASCII.
     argument_ascii: bool = False
 
-    # Sentences about the remaining losses.
+    # Sentences that name the remaining losses.
     notes: tuple[str, ...] = ()

@@ -16,7 +16,9 @@ _INSTRUCTIONS = ("system", "developer")
 
 
 def name_developers(messages: list[Message], traits: TemplateTraits) -> list[Message]:
-    """Make developer messages system messages, except where the template takes them."""
+    """Turn developer messages into system messages, except where the template takes developer
+    messages.
+    """
     begin = _num_leading(messages)
     roles = [message["role"] for message in messages[:begin]]
     # After a developer message the template does not look for a system message.

@@ -1,7 +1,7 @@
 """The base class of readers of answers that consist of channels.
 
-Text is reasoning or content, by its channel. A family's reader reads one channel after another.
-Marks that are tokens are never shown.
+Text is reasoning or content, depending on its channel. A family's reader reads one channel after
+another. Marks that are tokens are never shown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ChannelReader(CallParser):
     def __init__(self, tools: Sequence[Tool], marks: Marks, *, begun: bool = False) -> None:
         super().__init__(tools, marks)
         self.in_reasoning = self.has_reasoning = begun
-        # The kind of the last shown piece; true if a channel was opened since.
+        # The kind of the last shown piece. `_is_new` is true if a channel was opened since.
         self._shown_last: PieceKind | None = None
         self._is_new = False
         texts = sorted(marks.tokens.values(), key=len, reverse=True)
@@ -59,7 +59,7 @@ class ChannelReader(CallParser):
         return self._marks.spelled(mark) != mark
 
     def _text_until(self, *marks: str, show: Callable[[str], None]) -> Reading[str]:
-        """Pass text on up to a mark, hold the mark, and return it."""
+        """Pass text to `show` until a mark comes; hold the mark, and return it."""
         self._fits = False
         by_spelling = {self._marks.spelled(mark): mark for mark in marks}
         spelled = tuple(by_spelling)

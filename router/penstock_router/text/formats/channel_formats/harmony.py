@@ -43,7 +43,7 @@ _ENDS = (_END, _CALL, _RETURN)
 _AGAIN = f"{_START}assistant"
 _CHANNELS = _ANALYSIS, _COMMENTARY, _FINAL = "analysis", "commentary", "final"
 _NAMESPACE = "functions."
-# Recipients that are not functions, and tools that OpenAI's own servers run.
+# `_NOBODY` are recipients that are not functions, `_BUILT_IN` are tools that OpenAI's servers run.
 _NOBODY = ("assistant", "user", "all", "")
 _BUILT_IN = ("browser", "python", "container")
 # Maximum words in a header besides role, channel and recipient.
@@ -160,8 +160,8 @@ class _HarmonyReader(MessageReader, JsonCallParser):
         yield from self._rest(header, is_strict=is_strict)
 
     def _rest(self, header: Header, *, is_strict: bool) -> Reading[None]:
-        """Read a header up to its mark or, if not strict, up to text that cannot be in a header,
-        which is held. Raises `Misfit` if there is no header.
+        """Read a header up to its mark or, if not strict, up to text that is not part of it; that
+        text stays held. Raises `Misfit` if there is no header.
         """
         while True:
             yield from self._space()
@@ -240,7 +240,7 @@ class _HarmonyReader(MessageReader, JsonCallParser):
         yield from self._ended()
 
     def _begins_with(self, key: str) -> Reading[bool]:
-        """Tell whether an object begins here with this argument; nothing is consumed."""
+        """Tell whether an object with this first argument follows; consume nothing."""
         wanted = f"{{{''.join(_ENCODE(key).split())}:"
         while True:
             there = self._text[self._at : self._at + _MOST_BEFORE]
@@ -267,7 +267,9 @@ class _HarmonyReader(MessageReader, JsonCallParser):
         self._end_call()
 
     def _unlike(self, name: str, first: str) -> Reading[None]:
-        """Read a tool call whose text is an object in quotes, or null. Other text is content."""
+        """Read a tool call whose text is an object in quotes, or null; show any other text as
+        content.
+        """
         try:
             value = (yield from self._value()) if first in '"n' else "0"
             mended = "{}" if value == "null" else mended_object(_unquoted(value))

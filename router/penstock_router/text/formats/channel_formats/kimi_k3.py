@@ -54,8 +54,8 @@ _TAGS = Tags(
     argument=(f'{_OPEN}argument key="', f'"{_SEP}', f"{_CLOSE}argument{_SEP}"),
 )
 _JSON = f'{_OPEN}json type="object"{_SEP}', f"{_CLOSE}json{_SEP}"
-# The attribute after a name, with a word as its value; other text belongs to the name. Whitespace
-# matches only from its beginning, for linear time.
+# The attribute after a name; its value must be a word, or the text belongs to the name. Matching
+# starts only at the first whitespace of a run, so the time is linear.
 _ATTRIBUTE = re.compile(r"""(?:["']|(?<!\s))\s+(?:type|index)\s*=\s*["']?(\w*)$""")
 _TYPES: dict[str, Kinds] = {kind: frozenset({kind}) for kind in ANY} | {
     "number": frozenset({"number", "integer"})
@@ -174,7 +174,7 @@ def _unescaped(value: str) -> str:
 
 
 class _KimiK3Reader(TaggedCallParser, ChannelReader):
-    """A mark that opens a channel ends the one before."""
+    """Reads channels and tool calls. A mark that opens a channel also ends the previous channel."""
 
     def __init__(self, tools: Sequence[Tool], marks: Marks, *, begun: bool) -> None:
         super().__init__((_TAGS,), tools, marks)

@@ -21,7 +21,7 @@ from penstock_router.text.marks import NO_MARKS, Marks
 class Header:
     channel: str = ""
     recipient: str = ""
-    # The type of the message's text: "json", "code".
+    # The type of the message's text, such as "json" or "code".
     kind: str = ""
     # True if a mark of a header was read.
     is_marked: bool = False
@@ -29,10 +29,10 @@ class Header:
 
 
 class MessageReader(ChannelReader):
-    # Marks that begin a message, and marks that end one.
+    # `_openers` are marks that begin a message, `_closers` marks that end one.
     _openers: tuple[str, ...] = ()
     _closers: tuple[str, ...] = ()
-    # Other marks of headers and tool calls, without meaning within a text.
+    # Other marks of headers and tool calls, which have no meaning within a text.
     _others: tuple[str, ...] = ()
     # Beginnings of a message that lacks its first mark.
     _unmarked: tuple[str, ...] = ()
@@ -57,10 +57,10 @@ class MessageReader(ChannelReader):
 
     @abstractmethod
     def _message(self, header: Header) -> Reading[None]:
-        """Read a message's text to its end. Without a header, the text begins with held text."""
+        """Read a message's text to its end. Without a header, it includes the text held so far."""
 
     def _first_header(self) -> Reading[Header]:
-        # Whitespace after a message is no text.
+        # Whitespace after a message is not part of any text.
         self._fits = self._has_ended
         self.in_reasoning = False
         header = Header()
@@ -81,8 +81,8 @@ class MessageReader(ChannelReader):
         self._drop()
 
     def _body(self, show: Callable[[str], None], *also: str) -> Reading[str]:
-        """Pass text on up to the message's end, or to a mark of `also`. Return "", or the mark,
-        which is held.
+        """Pass text to `show` until the message ends or a mark of `also` comes; return that mark,
+        which stays held, or "".
         """
         marks = (*also, *self._openers, *self._closers, *self._others)
         while True:
@@ -96,7 +96,7 @@ class MessageReader(ChannelReader):
             show(text)
 
     def _is_over(self, mark: str) -> Reading[bool]:
-        """Tell whether this held mark ends a message."""
+        """Tell whether this mark, which was just read, ends a message."""
         if mark in self._closers:
             return self._is_token(mark) or (yield from self._is_closed())
         if mark not in self._openers:

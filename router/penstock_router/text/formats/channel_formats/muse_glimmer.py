@@ -39,7 +39,7 @@ _TAGS = Tags(
     function=('<atem:invoke name="', '">', "</atem:invoke>"),
     argument=('<atem:parameter name="', '">', "</atem:parameter>"),
 )
-# Text of the last message, and text of earlier messages.
+# `_LAST` is the text of the last message, `_TEXT` that of earlier messages.
 _LAST: JsonObject = {"type": "any_text", "excludes": [_START, _MESSAGE]}
 _TEXT: JsonObject = {"type": "any_text", "excludes": [_MESSAGE]}
 
@@ -64,8 +64,8 @@ class MuseGlimmerFormat(TaggedFormat, ChannelFormat):
         return _MuseGlimmerReader(tools, marks, begun=begun)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Match a message for each tool call. If none is required, match messages to the user
-        before or without calls.
+        """Match a message for each tool call. If none is required, match messages to the user, with
+        or without tool calls after them.
         """
         opens, closes = self.tags.wrap
         space = self.spaces.inside

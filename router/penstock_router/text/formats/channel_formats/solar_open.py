@@ -37,7 +37,7 @@ _CALL = "<|tool_call:begin|>"
 _NAME, _ARGS, _CALL_END = "<|tool_call:name|>", "<|tool_call:args|>", "<|tool_call:end|>"
 _AGAIN = f"{_END}{_BEGIN}assistant"
 _STYLE = ReasoningStyle("solar_open", _THINK, _END)
-# Text of the last message, and text of earlier messages.
+# `_LAST` is the text of the last message, `_TEXT` that of earlier messages.
 _LAST: JsonObject = {"type": "any_text", "excludes": [_BEGIN, *_CHANNELS]}
 _TEXT: JsonObject = {"type": "any_text", "excludes": list(_CHANNELS)}
 
@@ -60,8 +60,8 @@ class SolarOpenFormat(ChannelFormat):
         return _SolarOpenReader(tools, marks, begun=begun)
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Match a message of all tool calls. If none is required, match content before or without
-        it.
+        """Match one message with all tool calls. If none is required, match content, with or
+        without this message after it.
         """
         functions = [
             tag(

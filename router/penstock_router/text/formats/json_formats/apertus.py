@@ -32,7 +32,8 @@ class _ApertusFormat(MarkedJson):
 
 class _CallParser(MarkedJsonParser):
     def _keyed(self, call: Call, key: str, first: str) -> Reading[bool]:
-        # A damaged call's member may also be an object, but then unknown members precede it.
+        # A key whose value is an object may be an unknown function's name; after unknown members,
+        # it belongs to a damaged call.
         may_be_unknown = first == "{" and key not in _OTHERS and not call.has_strangers
         is_name = key in self._tools or may_be_unknown
         if call.name is None and call.early is None and is_name and self._is_callable(key):

@@ -1,4 +1,4 @@
-"""Cohere: actions between marks, each with a number as its id.
+"""Cohere: tool calls (Cohere says actions) between marks; each has a number as its id.
 
 Command R of 2024 writes them in a code block after "Action:".
 """
@@ -58,7 +58,7 @@ COHERE = _CohereFormat(
 
 @dataclass(frozen=True)
 class CommandRFormat(CallFormat):
-    """A list in a code block. Only a word marks it, so functions must be known."""
+    """A list in a code block. Only a word marks it, so only the request's functions count."""
 
     name: str = "command_r"
     marks: tuple[str, ...] = ()

@@ -41,7 +41,8 @@ _KIND = "function"
 @dataclass(frozen=True)
 class DeepSeekFormat(CallFormat):
     name: str
-    # Syntax before a call's name, between name and arguments, and after the arguments.
+    # Syntax before a call's name, between name and arguments, after the arguments, and between
+    # calls.
     _before: str
     _between: str
     _behind: str

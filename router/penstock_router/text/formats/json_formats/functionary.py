@@ -104,7 +104,9 @@ class FunctionaryFormat(ChannelFormat):
         return answer
 
     def calls(self, tools: Sequence[Tool], rule: CallRule) -> JsonObject:
-        """Match tool calls, the first begun by the prompt; or text and then calls; or nothing."""
+        """Match tool calls (the prompt has begun the first), or text and perhaps tool calls, or
+        nothing.
+        """
         first, others = (
             [
                 tag(
@@ -129,7 +131,7 @@ class _ChannelParser(JsonCallParser):
     _is_begun = False
 
     def _read(self) -> Reading[None]:
-        # Other texts may contain the mark, so functions must be known.
+        # Other texts may contain the mark, so only the request's functions count.
         self._is_marked = False
         if self._is_begun:
             yield from self._until(_TO)

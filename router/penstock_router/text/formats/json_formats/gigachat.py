@@ -52,7 +52,7 @@ class _CallParser(JsonCallParser):
     def _read(self) -> Reading[None]:
         mark = yield from self._until(_CALL, _MESSAGE_END, _ROLE)
         if mark == _MESSAGE_END:
-            # The mark also ends the answer.
+            # This mark may also end the answer; then it is syntax.
             self._fits = True
             yield from self._space()
             yield from self._expect(_ROLE)

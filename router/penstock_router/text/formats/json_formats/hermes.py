@@ -11,6 +11,6 @@ HERMES = MarkedJson(
     begin="<tool_call>",
     end="</tool_call>",
     padding="\n",
-    # Other families write these after this mark.
+    # Other families write these texts after the same mark.
     strange=("<function=", "<arg_key>"),
 )

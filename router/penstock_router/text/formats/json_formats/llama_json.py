@@ -1,8 +1,7 @@
 """Llama 3: `{"name": .., "parameters": {..}}` as the answer, or after `<|python_tag|>`.
 
 Several objects are separated by `;`, a comma or whitespace. JSON later in the text is not a tool
-call. After the mark, `name.call(a="b")` is also a tool call, by which Llama 3.1 calls built-in
-tools.
+call. After the mark, `name.call(a="b")` is a tool call too: so Llama 3.1 calls built-in tools.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class _CallParser(BareJsonParser, PythonCallParser):
         begins, self._at_beginning = self._at_beginning, False
         self._is_marked = not (begins and (yield from self._space()) in "{[")
         if self._is_marked and (yield from self._begin(_MARK)) not in "{[":
-            # Code may also follow the mark.
+            # Code may also follow the mark, so only the request's functions count.
             self._is_marked = False
             yield from self._call_row()
             yield from self._end_marks()

@@ -43,7 +43,7 @@ INTERNLM = MarkedJson(
     listed=("<|plugin|>\n", "<|action_end|><|action_start|><|plugin|>\n", ""),
     signs=("<|plugin|>",),
 )
-# Granite 20B for function calls, without an end mark.
+# Granite 20B for function calls: it writes no end mark.
 GRANITE_20B = MarkedJson(
     name="granite_20b_fc",
     begin="<function_call>",

@@ -68,7 +68,7 @@ class MistralFormat(CallFormat):
 
 @dataclass(frozen=True)
 class MistralNamedFormat(CallFormat):
-    """For each tool call a mark, a name, a mark, and arguments."""
+    """A mark, a name, a mark and arguments for each tool call."""
 
     name: str = "mistral_named"
     marks: tuple[str, ...] = (_CALLS, _ID, _ARGUMENTS)

@@ -1,1 +1,1 @@
-"""Formats with Python calls."""
+"""Formats whose tool calls look like calls in Python."""

@@ -23,7 +23,7 @@ class GemmaFormat(CallFormat):
     writes_plain_strings = True
 
     name: str
-    # The marks around each call and each string, and a mark that may follow the calls.
+    # The marks around each call and each string; `result` is a mark that may follow the calls.
     begin: str
     end: str
     quote: str
@@ -77,7 +77,7 @@ class _CallParser(BareKeyParser):
 
     def _read(self) -> Reading[None]:
         if (yield from self._until(self._begin_mark, *self._strays)) in self._strays:
-            # A stray mark token is no text.
+            # A mark token without a call is not part of the text.
             self._drop()
             return
         yield from self._again(self._begin_mark)
@@ -97,9 +97,7 @@ class _CallParser(BareKeyParser):
         yield from self._mended(self._bare_object(), 1)
 
     def _may_follow(self, rest: str) -> bool | None:
-        """Tell whether this text may follow the last bracket, as an end mark or another call
-        may.
-        """
+        """Tell whether this text may follow the last bracket: an end mark or another call."""
         rest = rest.lstrip(SPACE)
         if not rest:
             return None

@@ -1,8 +1,8 @@
 """Llama 3.2 and 4, Gemma 3: `[f(a=1, b="x"), g()]`, a Python list of calls with named arguments.
 
-The list is the whole answer, or is in a fence of `tool_code` at the answer's beginning, or follows
-a mark. A list later in the text has no tool calls. In a fence and after a mark the brackets may be
-missing. After a mark the calls may be JSON.
+The list is the whole answer, or follows a mark, or is in a code fence named `tool_code` at the
+answer's beginning. A list later in the text has no tool calls. In a fence and after a mark the
+brackets may be missing. After a mark the calls may be JSON.
 """
 
 from __future__ import annotations

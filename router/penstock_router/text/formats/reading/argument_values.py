@@ -10,7 +10,7 @@ from penstock_router.text.formats.reading.json_mender import JsonMender
 _NUMBERS: Kinds = frozenset({"integer", "number"})
 # Most JSON readers use doubles, which are not exact beyond this number.
 _MAX_WHOLE = 2**53
-# Words for values, where no string is allowed.
+# The JSON of words, used for arguments that cannot be strings.
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null", "": "null"}
 # Beginnings of values other than strings.
 _OTHER_BEGINS = tuple("\"'{[+-.0123456789")
@@ -33,9 +33,9 @@ def json_of(text: str, kinds: Kinds) -> str:
 
 
 def _value_of(text: str) -> str | None:
-    """Return the text as one mended JSON value; None if it is none."""
+    """Return the text as one mended JSON value; None if it is not one value."""
     mender = JsonMender()
-    # A word or number ends only before another character.
+    # A word or number is complete only when another character follows, so add a space.
     is_value = mender.feed(f"{text} ") >= len(text) and mender.complete
     return (mender.take() or None) if is_value else None
 

@@ -35,7 +35,7 @@ _SEPARATORS = ":="
 
 
 class BareKeyParser(LiteralParser):
-    """Reads tool calls with arguments in this notation."""
+    """Reads tool calls whose arguments have bare keys."""
 
     _separators = _SEPARATORS
 

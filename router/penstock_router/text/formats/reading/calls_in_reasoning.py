@@ -33,8 +33,8 @@ class CallsInReasoning:
         # The shown part of the current line.
         self._line = ""
         self._is_fenced = False
-        # The text held since a mark, its reader and its pieces; true if text precedes the mark in
-        # its line.
+        # Text held since a mark, and its reader and pieces. `_is_within_line` is true if text
+        # precedes the mark in its line.
         self._held: list[str] = []
         self._trial: ToolParser | None = None
         self._pieces: list[Piece] = []
@@ -72,7 +72,7 @@ class CallsInReasoning:
         return any(begin[0] in text for begin in self._begins) or text != text.rstrip()
 
     def _look(self, text: str, shown: list[str]) -> str:
-        """Show the text before a mark; return the text after it, or "" without a mark."""
+        """Show the text before a mark; return the text after it, or "" if there is no mark."""
         found = one_of(self._begins).search(text)
         end = beginning(text, self._begins) if found is None else found.start()
         sure = len(text[:end].rstrip())
@@ -94,7 +94,9 @@ class CallsInReasoning:
         return text[found.end() :]
 
     def _try(self, text: str, shown: list[str]) -> str:
-        """Continue until the text proves not to be a tool call; return the rest of the text."""
+        """Read more of a possible tool call. If it proves to be none, show its text, and return the
+        rest.
+        """
         assert self._trial is not None
         pieces = self._trial.feed(text)
         if not self._are_no_call(pieces, self._pieces):
@@ -131,7 +133,7 @@ class CallsInReasoning:
                 has_call = True
                 if piece.text not in self._required:
                     return True
-            # Text may follow a call at the beginning of a line.
+            # If the call began a line, text may follow it.
             is_text = piece.kind is PieceKind.CONTENT and piece.text.strip()
             if is_text and (not has_call or self._is_within_line):
                 return True
@@ -158,7 +160,7 @@ class CallsInReasoning:
         return self._is_fenced or self._line.rstrip()[-1:] in set(_QUOTES)
 
     def _note(self, text: str) -> None:
-        """Follow lines and code fences in the shown text."""
+        """Keep track of lines and code fences in the shown text."""
         before, newline, line = text.rpartition("\n")
         if not newline:
             line = self._line + text

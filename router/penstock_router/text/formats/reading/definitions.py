@@ -1,4 +1,6 @@
-"""Adds to a part of a schema the definitions that it reaches, so that it can stand alone."""
+"""Completes a part of a schema with the definitions that it refers to, so that it can stand
+alone.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,15 @@ _DYNAMIC = ("$dynamicRef", "$recursiveRef")
 # Maximum look-ups for all parts together; later parts get all definitions.
 _MAX_LOOKUPS = 2**14
 
-# A definition's place and name. None: the reference may mean any definition, for example by an
-# anchor.
+# A definition's place and name; None if a reference, such as an anchor, may mean any definition.
 _Reached = tuple[str, str] | None
 
 
 class Definitions:
     def __init__(self, schema: JsonObject) -> None:
         self._all = {key: schema[key] for key in _PLACES if isinstance(schema.get(key), dict)}
-        # A definition's direct references, and all definitions that a set of references reaches.
+        # `_direct` has a definition's direct references, `_reached` all definitions that a set of
+        # references reaches.
         self._direct: dict[_Reached, frozenset[_Reached]] = {}
         self._reached: dict[frozenset[_Reached], JsonObject] = {}
         self._left = _MAX_LOOKUPS
@@ -79,7 +81,7 @@ def _references(schema: Any) -> frozenset[_Reached]:
 
 
 def _place(reference: str) -> _Reached:
-    """Return the definition that a reference names, wholly or in part."""
+    """Return the definition that a reference points to or into."""
     start, *steps = unquote(reference).split("/", 3)
     if start != "#" or len(steps) < 2 or steps[0] not in _PLACES:
         return None

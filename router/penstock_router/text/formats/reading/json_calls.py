@@ -1,11 +1,12 @@
 """Reads tool calls that are JSON objects.
 
-A tool call is `{"name": .., "arguments": {..}}`, or with `parameters`, its members in any order,
-perhaps within a member "function". Once the name is known, arguments are shown as they arrive:
-valid JSON exactly as written, other JSON mended (`JsonMender`). Arguments before the name are held
-until the name is known, and arguments in a string until the string ends. Other members, such as
-"id" or "type", are dropped. But an object is not a tool call if another member holds an object or a
-list, which could be arguments, or if it has an unknown member and no arguments.
+A tool call is `{"name": .., "arguments": {..}}`. The second key may be "parameters", members may
+have any order, and all may be in a member "function". Once the name is known, arguments are shown
+as they arrive: valid JSON exactly as written, other JSON mended (`JsonMender`). Arguments before
+the name are held until the name is known, and arguments in a string until the string ends. Other
+members, such as "id" or "type", are dropped. But an object is not a tool call if another member
+holds an object or a list, which could be arguments, or if it has an unknown member and no
+arguments.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Call:
 class JsonCallParser(CallParser):
     # Marks that end a tool call, even one with incomplete JSON.
     _ends: tuple[str, ...] = ()
-    # True if a tool call ends with an answer that the model ended.
+    # True if the end of the model's answer also ends a tool call.
     _ends_with_answer = False
 
     def _value(self) -> Reading[str]:
@@ -83,8 +84,8 @@ class JsonCallParser(CallParser):
         self._end_call()
 
     def _mark_in_string(self, mender: JsonMender) -> Reading[None]:
-        """Read a mark within a string. The mark is text, unless it ends the call and the answer.
-        Then the value's missing rest is shown.
+        """Read a mark within a string. The mark is text, unless it ends the call and the answer:
+        then the value's missing rest is shown.
         """
         if (yield from self._is_last_mark(*self._ends)):
             mender.close()
@@ -94,8 +95,8 @@ class JsonCallParser(CallParser):
         self._arguments(mender.take())
 
     def _is_last_mark(self, *marks: str) -> Reading[bool]:
-        """Consume one of these marks, and marks and whitespace after it; return true if nothing
-        else follows. If another mark is here, consume only one character.
+        """Consume one of these marks, then other marks and whitespace; return true if the answer
+        ends there. If none of these marks is here, consume one character.
         """
         if (yield from self._any_of(*marks)) is None:
             self._take(self._at + 1)
@@ -112,7 +113,9 @@ class JsonCallParser(CallParser):
                 return False
 
     def _closes(self, mender: JsonMender) -> bool:
-        """Tell whether the answer's end ends the value. If so, its missing rest is shown."""
+        """Tell whether the answer's end also ends this value; if so, show the value's missing
+        rest.
+        """
         if self._was_cut or not (self._ends_with_answer and mender.is_between):
             self._arguments(mender.unsaid)
             return False
@@ -218,7 +221,7 @@ class JsonCallParser(CallParser):
         return (yield from self._keyed(call, key, (yield from self._space())))
 
     def _keyed(self, call: Call, key: str, first: str) -> Reading[bool]:
-        """Read a member's value, which begins with `first`; return as `_member`."""
+        """Read a member's value, which begins with `first`; return the same as `_member`."""
         if key in _NAMES or (key == "function" and first in "\"'"):
             return (yield from self._named(call))
         if key == "function" and first == "{" and call.name is None:
@@ -233,7 +236,9 @@ class JsonCallParser(CallParser):
         return True
 
     def _unless_begun(self, call: Call) -> Reading[bool]:
-        """Read a value that no tool call has, unless the call was already shown."""
+        """Refuse the object because of this value, which is read unless the call was already
+        shown.
+        """
         if not call.begun:
             yield from self._value()
         return False
@@ -303,7 +308,9 @@ class JsonCallParser(CallParser):
             self._fits = False
 
     def _brackets_too_many(self, *marks: str) -> Reading[None]:
-        """Consume excess brackets before a call's end or one of these marks; others are content."""
+        """Consume excess brackets before a call's end or one of these marks; other brackets are
+        content.
+        """
         self._drop()
         brackets = yield from self._run(_BRACKETS)
         if brackets.strip(SPACE) and (yield from self._ahead(*self._ends, *marks)) is None:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable
 
 _SPACES = re.compile(r"[ \t\r\n]*")
-# Characters that are copied from a string, by its quote.
+# Characters that a string may have unescaped, by the string's quote.
 _ORDINARY = {'"': re.compile(r'[^"\\\x00-\x1f]*'), "'": re.compile(r"[^'\"\\\x00-\x1f]*")}
 _WORD = re.compile(r"[\w.+\-]*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_$][\w$-]*")
@@ -32,7 +32,7 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 _ESCAPED = frozenset('"\\/bfnrt')
 # No reader accepts a longer word or number.
 _MAX_WORD = 400
-# Escapes only quotes, backslashes and control characters, so `TOKEN` stays.
+# Escapes only quotes, backslashes and control characters, so the surrogate `TOKEN` stays.
 _ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 _NUMBER_READERS = (functools.partial(int, base=0), functools.partial(int, base=10), float)
 
@@ -43,22 +43,22 @@ class JsonMender:
     __slots__ = ("_closers", "_in_key", "_quote", "_said", "_state", "complete", "failed", "unsaid")
 
     def __init__(self, *, inside_object: bool = False) -> None:
-        # Missing closing brackets; the next is last.
+        # Missing closing brackets, the innermost last.
         self._closers: list[str] = ["}"] if inside_object else []
         self._state: Callable[[str, int], int] = self._after if inside_object else self._value
         self._in_key = False
         # The quote that ends the string; "" outside of one.
         self._quote = ""
         self._said: list[str] = []
-        # Consumed but not written yet: a word, a number, an escape, a comma.
+        # Text that was read but not written yet: a word, a number, an escape, a comma.
         self.unsaid = ""
         # A bare word or number is complete only when another character follows it.
         self.complete = False
         self.failed = False
 
     def feed(self, text: str, start: int = 0) -> int:
-        """Read from `start`, and return where reading stopped: at the end, unless complete or
-        failed.
+        """Read from `start`. Return where reading stopped: at the text's end, unless the value is
+        complete or invalid.
         """
         at, end = start, len(text)
         while at < end and not (self.complete or self.failed):
@@ -98,12 +98,12 @@ class JsonMender:
         self._closers, self.unsaid, self._quote, self.complete = [], "", "", True
 
     def _begun_escape(self) -> str:
-        """Replace an unfinished escape: a backslash without its escape is text."""
+        """Return the text of an unfinished escape: its backslash stays, as text."""
         half = _LOST if len(self.unsaid) >= _ESCAPE_SIZE else ""
         begun = self.unsaid[_ESCAPE_SIZE:] if half else self.unsaid
         return half + ("\\" + begun if begun else "")
 
-    # Each state consumes text from `at` on, and returns the index where it stopped.
+    # The parser's states. Each consumes text from `at` on, and returns the index where it stopped.
 
     def _say(self, text: str) -> None:
         self._said.append(text)
@@ -160,7 +160,7 @@ class JsonMender:
         """
         end = _end(_SPACES, text, at)
         if end == len(text):
-            # A comma before the whitespace is still undecided.
+            # The comma before this whitespace may be a trailing one.
             self._hold(text[at:end])
             return end
         pending, self.unsaid = self.unsaid + text[at:end], ""
@@ -245,7 +245,7 @@ class JsonMender:
             self.unsaid = character
             self._state = self._escape
         elif character != self._quote:
-            # A control character, or a double quote between single ones.
+            # A control character, or a double quote within single quotes.
             self._say(_ENCODE(character)[1:-1])
         else:
             self._say('"')
@@ -273,7 +273,7 @@ class JsonMender:
         return at + 1
 
     def _hex_digits(self, text: str, at: int) -> int:
-        """Read an escape's digits; a first half before it may be in `unsaid`."""
+        """Read an escape's digits; `unsaid` may have an escape of half a character before it."""
         if text[at] in _HEX:
             self.unsaid += text[at]
             if len(self.unsaid) % _ESCAPE_SIZE == 0:
@@ -348,7 +348,7 @@ def _meaning(word: str) -> str | None:
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return the end of the match at `at`, which may be empty."""
+    """Return the end of the match at `at`; the match may be empty."""
     match = pattern.match(text, at)
     return at if match is None else match.end()
 

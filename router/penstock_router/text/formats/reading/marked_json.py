@@ -35,14 +35,13 @@ class MarkedJson(CallFormat):
     # The marks; `end` is "" if the family writes none.
     begin: str
     end: str
-    # Other marks that the family's models write.
     other_begins: tuple[str, ...] = ()
     other_ends: tuple[str, ...] = ()
-    # The whitespace inside the marks, and the text between tool calls.
+    # `padding` is the whitespace inside the marks, `between` the text between tool calls.
     padding: str = ""
     between: str = "\n"
-    # True if all tool calls are one list between marks; then the texts before, between and after
-    # the calls.
+    # True if all tool calls are one list between marks. `listed` has the texts before, between and
+    # after the calls.
     is_list: bool = False
     listed: tuple[str, str, str] = ("[", ", ", "]")
     name_key: str = "name"

@@ -38,7 +38,8 @@ _OF_TEXT = ("pattern", "format", "minLength", "maxLength")
 # Blocks on each level. Nesting all parts in each other would be too deep for JSON readers.
 _MAX_BLOCKS = 8
 
-# A pattern of whole texts in the common part of ECMA's and Rust's dialects, without `<`.
+# A pattern of whole texts without `<`, in syntax that ECMAScript's and Rust's regular expressions
+# share.
 _WHOLE = re.compile(r"\^[\w \-\[\]{},.+*?:#]+\$", re.ASCII)
 
 
@@ -46,11 +47,11 @@ _WHOLE = re.compile(r"\^[\w \-\[\]{},.+*?:#]+\$", re.ASCII)
 class Argument:
     name: str
     is_needed: bool
-    # The argument's schema, with the definitions that it reaches.
+    # The argument's schema, with the definitions that it refers to.
     schema: JsonObject
     # Facts about the schemas of all the tool's arguments.
     known: SchemaKinds = field(default_factory=lambda: SchemaKinds({}), compare=False)
-    # The definitions of the tool's schema, for parts of the argument's.
+    # The definitions in the tool's schema, which complete parts of this argument's schema.
     definitions: Definitions = field(default_factory=lambda: Definitions({}), compare=False)
 
     @property
@@ -66,7 +67,8 @@ class Argument:
 def arguments_of(
     tool: Tool, *, required: bool, is_name: Callable[[str], bool] = bool
 ) -> list[Argument]:
-    """Return the arguments in the schema's order. Their schemas count if `required` or strict.
+    """Return the arguments in the schema's order. Their schemas are enforced if `required` or
+    strict.
 
     Raises `BadRequest` for a strict schema that cannot be enforced on single arguments.
     """
@@ -155,7 +157,9 @@ def _as_text(value: object) -> str:
 
 
 def _bounded(schema: JsonObject) -> JsonObject | None:
-    """Return the string's regular expression, which excludes marks; None if there is none."""
+    """Return a regular expression for the schema's strings that excludes marks; None if there is
+    none.
+    """
     pattern = schema.get("pattern")
     if pattern is not None:
         is_whole = isinstance(pattern, str) and _WHOLE.fullmatch(pattern) is not None
@@ -211,11 +215,11 @@ def with_commas(parts: Sequence[Part], comma: str = ", ") -> JsonObject:
 
 
 def _some_of(alone: Sequence[Any], before: Sequence[Any]) -> Any:
-    """Match one or more parts, each given alone and before another: some of the first block, or any
-    of the first block and then some of the others.
+    """Match one or more parts, in order; `alone` and `before` have each part without and with a
+    part after it. Either some parts of the first block match, or any of them and then some of the
+    later blocks.
 
-    A part occurs at most once per level of blocks, and once alone, so the size does not grow with
-    the square of their number.
+    So the size does not grow with the square of the number of parts.
     """
     if len(alone) == 1:
         return alone[0]

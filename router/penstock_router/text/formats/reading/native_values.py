@@ -32,7 +32,8 @@ from penstock_router.text.structural_tag_builder import (
 _MAX_DEPTH = 8
 # Deeper lists without a schema are JSON.
 _MAX_LISTS = 2
-# Keywords that let a list or an object be written element by element.
+# Keywords that constrain nothing, then all keywords of lists and of objects that are written
+# element by element.
 _NOTES = frozenset({"title", "description", "default", "examples"})
 _OF_LISTS = _NOTES | {"type", "items"}
 _OF_OBJECTS = _NOTES | {"type", "properties", "required", "additionalProperties"}
@@ -52,13 +53,13 @@ class Notation(ABC):
         """Match the strings that an argument may be."""
 
     def key(self, name: str) -> str | None:
-        """Return a member's name and the text after it; None: objects with it are written as
-        JSON.
+        """Return a member's name and the text after it; None if objects with this member are
+        written as JSON.
         """
         return None
 
     def value(self, tool: Tool, argument: Argument, rule: CallRule, depth: int = 0) -> Any:
-        """Match the values that an argument may have: as a format, or as its JSON."""
+        """Match the values that an argument may have. Return a format, or its JSON."""
         schema = argument.schema
         values = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(values, list) and values:

@@ -39,7 +39,9 @@ class KnownArguments:
 
     @cached_property
     def only_text(self) -> str | None:
-        """The argument of a function that takes, or requires, only one, if it is a string."""
+        """The function's only required argument or, if none is required, its only argument; None if
+        it is not a string.
+        """
         names = list(self.root.get("required") or ()) or list(self.root.get("properties") or ())
         return names[0] if len(names) == 1 and self.kinds(names[0]) == STRING else None
 
@@ -93,8 +95,9 @@ class AwaitedNames:
             self._came.add(name)
 
     def stand_at(self, text: str, at: int, behind: str, *, quoted: bool) -> bool | None:
-        """Tell whether a name and then `behind` stand at `at`; None if it is undecided yet. With
-        `quoted`, the name may have quotes. `behind` begins with a character that no name has.
+        """Tell whether a name and then `behind` stand at `at`; None if more text is needed. With
+        `quoted`, the name may have quotes. `behind` begins with a character that cannot be in a
+        name.
         """
         if len(self._came) == len(self._known.names):
             return False

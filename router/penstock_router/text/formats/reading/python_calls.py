@@ -34,7 +34,6 @@ from penstock_router.text.marks import NO_MARKS, Marks
 from penstock_router.text.structural_tag_builder import json_format, regex, tag
 
 _IDENTIFIER = re.compile(r"\w*")
-# A string between single quotes.
 _QUOTED = r"'([^'\\\x00-\x1f]|\\[\\'\"nrtbf/]|\\u[0-9a-fA-F]{4})*'"
 # Maximum whitespace searched for the character after a bracket.
 _MAX_SPACE = 32
@@ -256,7 +255,7 @@ class MarkedPythonParser(PythonCallParser):
         calls = "".join(self._seen or ())
         calls = calls[: len(calls) - len(self._text) + self._at].rstrip(SPACE)
         self._seen = None
-        # The calls' end marks were consumed with them.
+        # `calls` includes the end marks.
         at = 0
         while at < len(calls):
             if (yield from self._peek()) != calls[at]:

@@ -42,8 +42,8 @@ _ORDINARY = {
     "'": re.compile(rf"[^'\\{TOKEN}]+"),
 }
 _BRACKETS = re.compile(r"[)}\];, \t\r\n]*")
-# Characters that begin a numeric or named escape after a backslash; a pattern of these escapes and
-# their beginnings.
+# `_CODES` begin a numeric or named escape after a backslash. `_ESCAPE` also matches beginnings of
+# these escapes.
 _CODES = "01234567xuUN"
 _HEX = "[0-9a-fA-F]"
 _ESCAPE = re.compile(
@@ -82,15 +82,16 @@ class LiteralParser(CallParser):
         # beginning.
         self._closers: list[str] = []
         self._elements_begin: list[re.Pattern[str]] = []
-        # The name of a call that is not shown yet, and the text to show once the next value begins.
+        # `_announced` is the name of a call that is not shown yet, `_before` the text to show once
+        # the next value begins.
         self._announced = ""
         self._before = ""
         # The text that completes the innermost value; "" if it is complete.
         self._missing = ""
 
     def _mended(self, arguments: Reading[None], outside: int) -> Reading[None]:
-        """Read a call's arguments, within `outside` brackets. Missing parts are completed if the
-        model wrote the call's end, or ended its answer between two arguments.
+        """Read a call's arguments; `outside` counts the brackets around them. Missing parts are
+        completed if the model wrote the call's end, or ended its answer between two arguments.
         """
         try:
             yield from arguments
@@ -147,7 +148,7 @@ class LiteralParser(CallParser):
             self._take(len(self._text))
             rest = "".join(self._held).strip(f"{SPACE},")
             if self._missing.startswith('"'):
-                # Quotes have no meaning before their number is known.
+                # Quotes alone are dropped: they may be text, or the string's end.
                 self._drop()
                 self._arguments(rest if rest.strip("\"'") else "")
             elif rest:
@@ -209,7 +210,7 @@ class LiteralParser(CallParser):
                 raise Misfit
 
     def _colon(self) -> None:
-        """Consume the character after a key; the key may not be shown yet."""
+        """Consume the character after a key, even if the key is not shown yet."""
         if self._before:
             self._before += ": "
             self._take(self._at + 1)
@@ -221,13 +222,13 @@ class LiteralParser(CallParser):
         yield from self._scalar(is_key=True)
 
     def _pass(self, said: str) -> None:
-        """Consume the next character, which means this text."""
+        """Consume the next character, and show `said` as its JSON."""
         self._at += 1
         self._drop()
         self._arguments(said)
 
     def _complete(self, outside: int) -> None:
-        """Complete a value within `outside` brackets, because the model ended the call."""
+        """Complete a value because the model ended the call; `outside` brackets stay open."""
         if self._missing:
             self._start()
         self._arguments(self._missing)
@@ -255,7 +256,7 @@ class LiteralParser(CallParser):
         self._missing = ": null" if is_key else ""
 
     def _show_cut(self, word: str, held: list[str]) -> None:
-        """Show the end of the text, which is within a word or directly after it."""
+        """Show the last word of a text that was cut off, if a value may begin so."""
         is_begun = bool(_NUMBER_BEGUN.match(word)) or any(
             known.startswith(word) for known in _WORDS
         )
@@ -315,7 +316,7 @@ class LiteralParser(CallParser):
         return False
 
     def _is_last(self, quote: str, *, is_key: bool) -> Reading[bool]:
-        """Tell whether the quote here ends its string, by the text after it."""
+        """Tell whether the quote here ends its string."""
         while True:
             behind = self._text[self._at + len(quote) : self._at + len(quote) + _MAX_AHEAD]
             is_last = self._judge(behind, quote, is_key=is_key)
@@ -324,14 +325,16 @@ class LiteralParser(CallParser):
             if len(behind) == _MAX_AHEAD:
                 return True
             if self._over and self._was_cut:
-                # This is unknown, because the text was cut off.
+                # The text was cut off, so the quote's meaning is unknown.
                 self._at = len(self._text)
             elif self._over:
                 return True
             yield from self._more()
 
     def _judge(self, behind: str, quote: str, *, is_key: bool) -> bool | None:
-        """Tell whether a quote ends its string, by the text after it; None: too little text."""
+        """Tell whether a quote ends its string, by the text after it; None if more text is
+        needed.
+        """
         rest = behind.lstrip(SPACE)
         if not rest:
             return None
@@ -350,8 +353,8 @@ class LiteralParser(CallParser):
 
     def _behind_brackets(self, rest: str) -> tuple[str, int, bool]:
         """Return the text after closing brackets, the number of brackets still open, and whether
-        brackets were missing or in excess. Excess brackets count only if others are damaged, or if
-        only they show the call's end.
+        brackets were missing or in excess. Excess brackets count only if other brackets are wrong,
+        or if nothing else shows the call's end.
         """
         open_, is_damaged = len(self._closers), False
         counts_more = bool(self._ends) and not self._may_follow("")
@@ -383,7 +386,7 @@ class LiteralParser(CallParser):
         return re.fullmatch(r"[\w.\-]+\s*=?", rest) is not None
 
     def _at_end(self, rest: str) -> bool | None:
-        """Tell whether an end mark stands here; None: it may begin here."""
+        """Tell whether an end mark stands here; None if one may begin here."""
         marks = [self._marks.spelled(end) for end in self._ends]
         if any(rest.startswith(mark) for mark in marks):
             return True

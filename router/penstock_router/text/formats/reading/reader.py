@@ -48,7 +48,7 @@ class CallParser(ABC):
         self._offered = offered(tools)
         self._tools = self._offered.by_name
         self._marks = marks
-        # True after a mark of the format's own: then any name may be a tool's.
+        # True after a mark of the format's own: then any name may be a function's.
         self._is_marked = True
         # True if the latest tool call is unfinished.
         self.is_open = False
@@ -152,7 +152,6 @@ class CallParser(ABC):
             self._at = end
 
     def _peek(self) -> Reading[str]:
-        """Return the next character without consuming it."""
         while self._at == len(self._text):
             yield from self._more()
         return self._text[self._at]
@@ -223,7 +222,9 @@ class CallParser(ABC):
             yield from self._more()
 
     def _begin(self, *marks: str) -> Reading[str]:
-        """Show content up to a mark that begins tool calls; then return as `_again`."""
+        """Show content up to a mark that begins tool calls; then continue as `_again`, and return
+        its result.
+        """
         yield from self._until(*marks)
         return (yield from self._again(*marks))
 

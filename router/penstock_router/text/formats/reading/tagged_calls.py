@@ -77,7 +77,7 @@ class TaggedFormat(CallFormat):
     writes_python: bool = False
     # Tags that are also read.
     others: tuple[Tags, ...] = ()
-    # Texts within tags that are tokens.
+    # Parts of tags that are tokens.
     token_parts: tuple[str, ...] = ()
     # A template of the family has all `signs`, and no `strange` text.
     signs: tuple[str, ...]
@@ -108,7 +108,7 @@ class TaggedFormat(CallFormat):
         around = (f"{wrap[0]}{inside}", f"{inside}{wrap[1]}") if wrap[0] else ("", "")
         between = self.spaces.between
         if self.tags.is_one_block:
-            # The grammar cannot assign whitespace that two different texts may follow.
+            # Each call ends with this whitespace: another call or the block's end may follow.
             around, between = ("", inside), ""
         functions = [self._function_tag(tool, around, rule) for tool in tools]
         calls = one_or_more(functions, between, parallel=rule.parallel)
@@ -176,16 +176,16 @@ class TaggedCallParser(CallParser):
         self._argument_begins = _each(bare(each.argument[0]) for each in tags)
         self._argument_ends = _each(each.argument[2] for each in tags)
         self._ends = (*self._function_ends, *self._block_ends)
-        # Texts that may end a value; only ends of arguments are consumed with it.
+        # Texts that may end a value. Only those in `_argument_ends` are consumed.
         self._value_ends = (*self._argument_ends, *self._ends, *self._argument_begins)
         padding = self._tags.padding
         self._by_spelling = {marks.spelled(end): end for end in self._value_ends}
         padded = {padding + spelled: end for spelled, end in self._by_spelling.items()}
         self._look_for(padded | self._by_spelling if padding else self._by_spelling)
-        # Marks that are tokens. If other tokens spell a mark, it is text, and so is the text after
+        # Marks that are tokens. If other tokens spell a mark, it is text, and so is a call after
         # it.
         self._spelled_out = tuple(marks.tokens.values())
-        # The end of the shown content, while it may matter.
+        # The end of the shown content, in which such marks are searched.
         self._shown = ""
         # The current tool's arguments that were not read yet.
         self._awaited = AwaitedNames()
@@ -245,7 +245,7 @@ class TaggedCallParser(CallParser):
     # Calls.
 
     def _function(self) -> Reading[None]:
-        """Read a tool call after the text before its name."""
+        """Read a tool call from its name on."""
         name = yield from self._name_in_tag(
             self._tags.function[1], (*self._argument_begins, *self._ends)
         )
@@ -285,7 +285,7 @@ class TaggedCallParser(CallParser):
         yield from self._argument_value(kinds)
 
     def _kinds(self, known: KnownArguments, key: str) -> Kinds:
-        """Return the types of an argument if the answer does not give them."""
+        """Return the types of an argument whose tag states none."""
         return known.kinds(key)
 
     def _end_by_answer(self, name: str, *, begun: bool) -> None:
@@ -307,8 +307,9 @@ class TaggedCallParser(CallParser):
         return self._names_argument or (rest != "" and any(b.startswith(rest) for b in begins))
 
     def _argument(self) -> Reading[tuple[str, Kinds | None] | None]:
-        """Consume all up to an argument's value; return its name and, if the answer gives them, its
-        kinds. Return None at the call's end, which is consumed unless it begins another call.
+        """Consume the text before an argument's value; return the argument's name, and its types if
+        the answer states them. Return None at the call's end; this is consumed unless it begins
+        another call.
         """
         while True:
             yield from self._space()
@@ -331,8 +332,8 @@ class TaggedCallParser(CallParser):
         return name, None
 
     def _name_in_tag(self, behind: str, instead: Sequence[str]) -> Reading[str]:
-        """Consume a name, without its quotes, and the text after it, which may be missing before a
-        line break or a text in `instead`.
+        """Consume a name and the text behind it; return the name without quotes. `behind` may be
+        missing before a line break or a text in `instead`.
         """
         name = yield from self._run(_KEY)
         if (yield from self._any_of(behind.lstrip('"'))) is None:
@@ -406,7 +407,7 @@ class TaggedCallParser(CallParser):
         self._drop()
 
     def _end_of_json(self, mender: JsonMender) -> Reading[None]:
-        """Complete a value before a tag; another token is text."""
+        """Complete a JSON value if a tag follows; another mark is text."""
         if (yield from self._ahead(*self._value_ends)) is not None:
             mender.close()
             self._arguments(mender.take())
@@ -430,8 +431,8 @@ class TaggedCallParser(CallParser):
                 text = found.group()
                 break
             if self._over and end < len(self._text):
-                # If the model ended its answer, the beginning of an end belongs to the value. If
-                # the answer was cut off, its meaning is unknown.
+                # If the model ended its answer, the beginning of an end tag belongs to the value.
+                # If the answer was cut off, its meaning is unknown.
                 part, self._at = self._text[self._at :], len(self._text)
                 if not self._was_cut:
                     return part
@@ -474,7 +475,9 @@ class TaggedCallParser(CallParser):
         *,
         or_nothing: bool = True,
     ) -> Reading[bool]:
-        """Tell whether one of the texts or names, or the answer's end, follows whitespace."""
+        """Tell whether one of the texts or names, or the answer's end, comes next, perhaps after
+        whitespace.
+        """
         spelled = [self._marks.spelled(text) for text in wanted]
         while True:
             start = self._at + offset

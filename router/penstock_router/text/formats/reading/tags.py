@@ -18,17 +18,17 @@ from penstock_router.text.chat_template import ChatTemplate, TemplateUnusable
 class Spaces:
     """Whitespace that a family writes between tags, for constraints."""
 
-    # After the begin mark of tool calls, and before their end mark.
+    # Whitespace after the begin mark of tool calls, and before their end mark.
     inside: str = "\n"
-    # After a function's name, between an argument's name and its value's own tag, after each
-    # argument, and before a function's end.
+    # Whitespace after a function's name, between an argument's name and its value's own tag, after
+    # each argument, and before a function's end.
     name: str = "\n"
     key: str = ""
     argument: str = "\n"
     end: str = ""
-    # Between the tags of a function without arguments; None: as with arguments.
+    # Whitespace between the tags of a function without arguments; None: as with arguments.
     nothing: str | None = None
-    # Between two tool calls.
+    # Whitespace between two tool calls.
     between: str = "\n"
 
 
@@ -36,21 +36,21 @@ class Spaces:
 class Tags:
     """The texts that a family writes around names and values."""
 
-    # Around each tool call or, with `is_one_block`, around all calls; "": no text.
+    # Texts around each tool call or, with `is_one_block`, around all calls; "": no text.
     wrap: tuple[str, str]
     is_one_block: bool = False
-    # Before a function's name, after it, and at the function's end.
+    # Texts before a function's name, after it, and at the function's end.
     function: tuple[str, str, str]
-    # Before an argument's name, after it, and at the argument's end.
+    # Texts before an argument's name, after it, and at the argument's end.
     argument: tuple[str, str, str]
-    # Before an argument's value; "" if the value directly follows the text after the name.
+    # The text before an argument's value; "" if the value directly follows the text after the name.
     value: str = ""
     # Whitespace around values that is not part of them.
     padding: str = ""
 
     @property
     def all(self) -> tuple[str, ...]:
-        """The texts that may be tokens."""
+        """Texts that begin with `<`: they may be tokens."""
         parts = (*self.wrap, *self.function, *self.argument, self.value)
         return tuple(dict.fromkeys(bare(part) for part in parts if part.startswith("<")))
 

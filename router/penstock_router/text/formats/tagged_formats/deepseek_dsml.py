@@ -1,4 +1,4 @@
-"""DeepSeek V3.2, V4, V4.1: tags that all have the same mark, and the type of each value."""
+"""DeepSeek V3.2, V4, V4.1: tags that all have the same mark; each value's type is given."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MARK = "｜DSML｜"
 # A parameter's name, and whether its value is a string. Whitespace matches only from its beginning,
 # for linear time.
 _NAMED = re.compile(r"""(.*?)(?:["']|(?<!\s))\s+string\s*=\s*["']?(true|false)["']?\s*""")
-# Arguments that may hold an object of all arguments, unless the function has this argument.
+# Models may put all arguments into one of these, unless the function has such an argument.
 _ALL = ("arguments", "input")
 
 
@@ -51,7 +51,7 @@ _ERRORS = (_tags("toolcalls"), _tags("tool"), _tags("calls"), _tags("tool_calls"
 
 @dataclass(frozen=True, kw_only=True)
 class DsmlFormat(TaggedFormat):
-    """The formats of all versions: one is written, all are read."""
+    """The formats of all versions: one version is written, all are read."""
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
         return _DsmlParser((self.tags, *self.others), tools, marks)
@@ -82,7 +82,7 @@ class DsmlFormat(TaggedFormat):
 
 
 def _of_strings(schema: JsonObject) -> JsonObject:
-    """Keep only a schema's listed values that are strings."""
+    """Keep only the strings among a schema's listed values."""
     values = schema.get("enum")
     if not isinstance(values, list):
         return schema

@@ -21,7 +21,7 @@ _SECTION, _SECTION_END = "<![CDATA[", "]]>"
 
 @dataclass(frozen=True, kw_only=True)
 class MiniCpm5Format(TaggedFormat):
-    """A value with `<`, `&` or a newline is written as a section."""
+    """Writes a value with `<`, `&` or a newline as a CDATA section."""
 
     def parser(self, tools: Sequence[Tool], marks: Marks = NO_MARKS) -> ToolParser:
         return _MiniCpm5Parser((self.tags,), tools, marks)

@@ -80,7 +80,7 @@ def _tags(argument_end: str) -> Tags:
     )
 
 
-# The reader itself handles ends of elements, which have names.
+# An end tag has its element's name, so the reader itself handles it.
 _READ = _tags("")
 MINIMAX_M3 = MiniMaxM3Format(
     name="minimax_m3",
@@ -96,7 +96,7 @@ class _ElementFormats:
 
     def __init__(self, tool: Tool, whole: Argument, rule: CallRule) -> None:
         self._tool, self._whole, self._rule = tool, whole, rule
-        # References may repeat a part any number of times.
+        # References may repeat a part of the schema endlessly.
         self._left = _MAX_ELEMENTS
 
     def value(self, argument: Argument, depth: int = 0) -> JsonObject:
@@ -229,8 +229,8 @@ class _MiniMaxM3Parser(TaggedCallParser):
         self._names[name] += 1
 
     def _is_next(self, text: str) -> Reading[bool]:
-        """Tell whether this text follows whitespace here. Raises `TextOver` if the answer ends
-        before that is known.
+        """Tell whether this text comes next, perhaps after whitespace. Raises `TextOver` if the
+        answer ends before that is known.
         """
         if (yield from self._follows(0, [text], or_nothing=False)):
             return True

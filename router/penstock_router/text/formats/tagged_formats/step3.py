@@ -1,4 +1,4 @@
-"""Step 3: tags within marks, a pair for each tool call and a pair for all."""
+"""Step 3: tags, with marks around each tool call and around all calls."""
 
 from __future__ import annotations
 
