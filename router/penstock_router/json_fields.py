@@ -120,16 +120,16 @@ def body_schema(fields: Table) -> JsonObject:
 
 # The key under which `read_fields` returns warnings.
 WARNINGS = "warnings"
-# A warning names at most `_NAMED_FIELDS` unknown fields, and none of a body with more than
-# `_MAX_SOUGHT` fields.
+# A warning names at most `_NAMED_FIELDS` unknown fields. If the body has more than `_MAX_SOUGHT`
+# fields, the warning names none.
 _NAMED_FIELDS = 16
 _MAX_SOUGHT = 1024
 
 
 def read_fields(fields: Table, body: JsonObject) -> JsonObject:
     """Return the values of honoured fields by name, and warnings under `WARNINGS`. Raise
-    `BadRequest` for the first wrong field in the body's order; in a huge body, in the table's
-    order.
+    `BadRequest` for the first wrong field: the first in the body or, if the body is huge, the first
+    in the table.
     """
     values: JsonObject = {}
     warnings: list[str] = []
@@ -296,7 +296,7 @@ def number(low: float, high: float, *, above_low: bool = False, below_high: bool
 
 
 def within(allowed: Range) -> Kind:
-    """A number that a shard takes."""
+    """A number in the range that shards accept."""
     return number(allowed.low, allowed.high, above_low=allowed.above_low)
 
 

@@ -2,8 +2,9 @@
 
 The port is bound first: if it is in use, the process exits immediately with one line. With several
 workers, the parent checks that the port is free (another router that shared it would get half of
-the requests), keeps it reserved and serves nothing itself. Only the parent handles signals: a
-terminal signals the whole process group, so a forwarded signal would be a worker's second.
+the requests), keeps it reserved and serves nothing itself. Only the parent handles signals, and it
+forwards none: a terminal signals the whole process group, so a forwarded signal would be the second
+signal for a worker.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ _MAX_FAILED_STARTS = 3
 _READY_S = 20.0
 _READY_POLL_S = 0.05
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A full garbage collection runs only after this many of the middle generation, each of which runs
-# after about 7,000 new objects.
+# A full garbage collection runs only after this many collections of the middle generation. The
+# middle generation is collected after every 7,000 new objects or so.
 _COLLECT_ALL_AFTER = 1000
 # Time after the shutdown timeout in which requests may still write their last events.
 _LAST_WORDS_S = 3.0
@@ -170,8 +171,8 @@ async def serve(
 ) -> int:
     """Serve on `listener` until a signal, or until `lifeline` closes.
 
-    If this is not the `first` worker, listen when both can serve, or after `_READY_S`. Then call
-    `on_serving`.
+    The first worker listens immediately. Another worker listens when both it and the first worker
+    can serve, or after `_READY_S`. Then call `on_serving`.
     """
     # Imported late: at import, metrics check whether this process is a worker, and the parent needs
     # no HTTP.
@@ -300,7 +301,7 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
 
 def _stop_or_leave(stop: asyncio.Event) -> None:
     if stop.is_set():
-        # A second signal: a person waits at a terminal.
+        # On a second signal, exit at once: a person waits at a terminal.
         os._exit(1)
     stop.set()
 
@@ -409,8 +410,8 @@ class _Parent:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._context = multiprocessing.get_context("spawn")
-        # Workers hold one end. They stop when the other one closes, also by the end of this
-        # process.
+        # Workers hold one end of this pipe. They stop when the parent's end closes, which also
+        # happens if the parent dies.
         self._lifeline, self._lifeline_end = self._context.Pipe(duplex=False)
         self._wake, self._wake_end = os.pipe()
         self._signals = 0
@@ -425,7 +426,8 @@ class _Parent:
     def run(self) -> int:
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
-        # Start it now: if it started with the first worker, it would unblock the signals.
+        # Start the resource tracker before any worker: its start unblocks the signals that are
+        # blocked while a worker starts.
         resource_tracker.ensure_running()
         workers: dict[int, SpawnProcess] = {}
         hopeful = self._start_all(workers)
@@ -478,8 +480,8 @@ class _Parent:
         return worker
 
     def _restart_dead(self, workers: dict[int, SpawnProcess]) -> bool:
-        """Restart ended workers. Return false if that cannot help; set `_reason` unless a worker
-        has logged it.
+        """Restart ended workers. Return false if a restart cannot help, and set `_reason` unless a
+        worker has already logged the reason.
         """
         from prometheus_client import multiprocess
 

@@ -183,8 +183,9 @@ def chat_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], columns: Logprobs | None, top_n: int
 ) -> list[msgspec.Raw | None]:
-    """Render the `PromptLogprob`s of each prompt token, by token id: its own, and the `top_n`
-    likeliest there. The first token has None.
+    """Render the log-probabilities of each prompt token: an object that has, by token id, a
+    `PromptLogprob` of the token itself and of the `top_n` likeliest tokens at its position. The
+    first token has None instead.
     """
     parts = _tables(tokenizer, False).prompt_parts
     rows: list[msgspec.Raw | None] = [None]

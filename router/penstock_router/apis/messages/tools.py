@@ -158,7 +158,7 @@ def _in_own_form(where: str, given: JsonObject) -> JsonObject:
         return given
     if given.get("function") is not None:
         function = read_object(f"{where}.function", given["function"])
-        # Keys beside `function` say how to use it; they do not describe it.
+        # Keep the keys beside `function` that tell how to use it. `function` itself describes it.
         given = {key: given[key] for key in given if key not in _OF_FUNCTIONS} | function
         if given.get("parameters") is not None:
             given["input_schema"] = given["parameters"]
