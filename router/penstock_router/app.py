@@ -341,7 +341,6 @@ def _refusal_of_head(request: web.Request) -> BadRequest | None:
 
 
 def _from_http(error: web.HTTPException, request: web.Request) -> ApiError:
-    """Turn aiohttp's own errors into an `ApiError`."""
     where = f"{request.method} {request.path[:200]}"
     if isinstance(error, web.HTTPNotFound):
         return NotFound(f"no such route: {where}")

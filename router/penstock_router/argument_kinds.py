@@ -30,7 +30,7 @@ _MAX_PARTS = 2_000
 @dataclass(frozen=True, slots=True)
 class _Within:
     members: Mapping[str, Any]
-    # The schema of all other members; None if there is none.
+    # None if there is no schema for them.
     other_members: Any
     items: Any
 

@@ -241,8 +241,8 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _from_client(error: client_errors.PenstockError) -> ApiError:
-    """Turn an error of `penstock_client` into an `ApiError` with a fixed text. Only a shard's
-    refusal keeps its text, which is written for users.
+    """Turn the error into an `ApiError` with a fixed text. Only refusals keep their text, which
+    shards write for users.
     """
     match error:
         case client_errors.RequestRefused():

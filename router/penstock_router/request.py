@@ -64,8 +64,7 @@ class ImageSource:
 
     url: str
     param: str
-    # True if the image is in a tool's result, not in a user's message. Then a text replaces it if
-    # the model takes no images.
+    # True if the image is in a tool's result. If the model takes no images, a text replaces it.
     in_result: bool = False
 
 
@@ -157,8 +156,7 @@ class Options:
     exact: bool = False
     session: str = ""
     shard: str = ""
-    # The client's hint to retain KV blocks after the end. Without a hint, the reason for the end
-    # decides.
+    # The client's hint to retain KV blocks; None: the answer's end decides.
     retain: Retain | None = None
     # Warnings, for the answer's headers, about parts of the body that have no effect.
     warnings: tuple[str, ...] = ()

@@ -130,7 +130,7 @@ class Models:
         self._aliases = dict(config.model_aliases)
         self._shard_wait_s = config.shard_wait_s
         self._on_held = on_held
-        # Keys are a model and the hash of its tokenizer.
+        # Keys are models and tokenizer hashes.
         self._texts: dict[_Key, _Loading] = {}
         self._failed_at: dict[_Key, float] = {}
         # The model of each name and alias that was expected or ever served. Without shards, such a
@@ -224,12 +224,11 @@ class Models:
 
     def info(self, name: str) -> ShardInfo:
         """Return the info of the model that a request names, directly or by an adapter. Raise
-        `NotFound` for an unknown name, and `Unavailable` if no shard serves the model now.
+        `NotFound` if it is unknown, `Unavailable` if no shard serves it.
         """
         return self._resolve(name)[0]
 
     def _resolve(self, name: str) -> tuple[ShardInfo, str]:
-        """Return the model that `name` means, and the adapter ("" for none)."""
         self._note_names()
         infos = self.infos()
         name = self._meant(name, infos)
@@ -383,8 +382,7 @@ class Models:
         conventions = conventions_of(template, *self._parsers)
         tokenizer = load_tokenizer(files)
         images = load_image_tokens(files, tokenizer)
-        # If the operator chose "none", the format is not unknown: none is wanted. A template
-        # without tools has a format too.
+        # With "none", the operator wants no format. A template without tools has a format too.
         is_unknown = conventions.tool_format is None and self._parsers[0] == AUTO
         notes = () if template is None else _notes_of(template)
         notes = (_UNKNOWN_CALLS, *notes) if is_unknown else notes

@@ -1,8 +1,7 @@
 """Runs work that is too long for the event loop and releases the GIL, in a few threads.
 
-The queue of clients' work is bounded: work beyond the bound is refused immediately. One client's
-work occupies at most as many places in the queue as there are threads. Its other work waits until
-one of these places is free, so that other clients come first.
+The queue of clients' work is bounded: more work is refused immediately. One client occupies at most
+as many places as there are threads. Its other work waits, behind other clients' work.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 The port is bound first: if it is in use, the process exits immediately with one line. With several
 workers, the parent checks that the port is free (another router that shared it would get half of
-the requests), keeps it reserved and serves nothing itself. Only the parent handles signals, and it
-forwards none: a terminal signals the whole process group, so a forwarded signal would be the second
-signal for a worker.
+the requests), keeps it reserved and serves nothing itself. Only the parent handles signals: a
+terminal signals the whole process group, so a worker would get a forwarded signal twice.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ _MAX_FAILED_STARTS = 3
 _READY_S = 20.0
 _READY_POLL_S = 0.05
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A full garbage collection runs only after this many collections of the middle generation. The
-# middle generation is collected after every 7,000 new objects or so.
+# A full garbage collection runs only after this many collections of the middle generation, each of
+# which runs after about 7,000 new objects.
 _COLLECT_ALL_AFTER = 1000
 # Time after the shutdown timeout in which requests may still write their last events.
 _LAST_WORDS_S = 3.0
@@ -171,8 +170,8 @@ async def serve(
 ) -> int:
     """Serve on `listener` until a signal, or until `lifeline` closes.
 
-    The first worker listens immediately. Another worker listens when both it and the first worker
-    can serve, or after `_READY_S`. Then call `on_serving`.
+    If this is not the `first` worker, listen when both workers can serve, or after `_READY_S`. Then
+    call `on_serving`.
     """
     # Imported late: at import, metrics check whether this process is a worker, and the parent needs
     # no HTTP.
@@ -480,8 +479,8 @@ class _Parent:
         return worker
 
     def _restart_dead(self, workers: dict[int, SpawnProcess]) -> bool:
-        """Restart ended workers. Return false if a restart cannot help, and set `_reason` unless a
-        worker has already logged the reason.
+        """Restart ended workers. Return false if this cannot help; set `_reason`, unless a worker
+        has logged it.
         """
         from prometheus_client import multiprocess
 

@@ -177,8 +177,7 @@ class Ticket(Waiting):
         self.account = account
         self.limit = limit
         self.state: Literal["preparing", "waiting", "in flight", "gone"] = "preparing"
-        # For a ticket that waits: its prompt's length, and a future that is done when it gets its
-        # places.
+        # Only for a waiting ticket: `placed` is done when it gets its places.
         self.prompt_tokens = 0
         self.placed: asyncio.Future[None] | None = None
 

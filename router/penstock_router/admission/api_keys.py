@@ -96,8 +96,8 @@ class Keys:
             self._take(*await asyncio.to_thread(self._look, self._path))
 
     def _look(self, path: str) -> tuple[tuple[int, ...], Sequence[KeyEntry] | str | None]:
-        """Return the result of `stat`, and the file's keys. If the file cannot be read, return an
-        error text instead of the keys; if it is unchanged, None.
+        """Return the result of `stat`, and the file's keys. Instead of keys, return an error text,
+        or None for an unchanged file.
         """
         try:
             found = os.stat(path)
@@ -155,5 +155,5 @@ def _keys_of_flags(config: RouterConfig) -> dict[bytes, Key]:
         for name, key, is_admin in given
         if key is not None
     ]
-    # The later entry wins, so a key that is given both as API key and as admin key is an admin's.
+    # The later entry wins: a key given as both API key and admin key is an admin's.
     return {key.digest: key for key in keys}

@@ -7,8 +7,8 @@ many places, and the requests of one key, are served in order of arrival. A requ
 several places keeps its turn until they are free: smaller requests never overtake it. A key at its
 own bound is passed over.
 
-A choice costs a few microseconds, however many keys wait. The queue ignores the requests'
-priorities: shards apply them to sequences in flight.
+A choice costs a few microseconds, however many keys wait. Priorities play no role here: shards
+apply them.
 """
 
 from __future__ import annotations

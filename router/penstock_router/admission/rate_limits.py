@@ -103,15 +103,13 @@ class Charge:
         self._record: RequestRecord | None = None
 
     def take_request(self) -> None:
-        """Take 1 from the bucket of requests on arrival. Raises `TooManyRequests` if the bucket is
-        empty.
-        """
+        """Count one request on arrival. Raises `TooManyRequests` if the bucket is empty."""
         if self._rates is not None and self._rates.requests is not None:
             self._take(self._rates.requests, 1, "requests")
 
     def take_tokens(self, prompt_tokens: int, max_output_tokens: int) -> None:
-        """Take the request's tokens before it waits for places. Raises `TooManyRequests` if the
-        bucket has too few tokens.
+        """Take the request's tokens before it waits for places. Raises `TooManyRequests` if too few
+        are left.
         """
         if self._rates is None or self._rates.tokens is None:
             return

@@ -35,9 +35,8 @@ class SharedBudget:
         return Holding(self, client)
 
     def allows(self, client: str, more: int, own: int = 0) -> bool:
-        """Tell whether a holding of `own` may grow by `more`. If it is the client's only holding,
-        it may take all that is free. If no other client holds anything either, it may take any
-        amount.
+        """Tell whether a holding may grow by `more` from `own`. A client's only holding may take
+        all that is free. If no other holding exists, it may take any amount.
         """
         if self.held == own:
             return True

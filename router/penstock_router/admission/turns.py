@@ -39,9 +39,8 @@ class _Wish:
 
 
 class Turns:
-    """A number of places for work. While work in a place takes long, clients without long work get
-    an additional place, so that a very long task does not delay them. At most `spare` places are
-    added.
+    """A number of places. While work in a place takes long, there is one more, up to `spare`, for
+    clients without long work, so that a very long task does not delay them.
     """
 
     def __init__(self, places: int, spare: int = 0) -> None:
@@ -127,8 +126,8 @@ class Turns:
         return None if first is None else first[1:]
 
     def _note_present(self) -> None:
-        """Let new clients begin with `_now_s` as their spent time. Forget idle clients that have
-        spent no more than this.
+        """Start new clients at `_now_s`, and forget idle clients that have not spent more than
+        that.
         """
         spent_s = self._spent_s
         present = {client for wish in self._waiting.values() for client in wish.clients}

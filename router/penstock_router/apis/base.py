@@ -146,7 +146,7 @@ class Api(BodyKind, Generic[AnyRequest]):
     make_shape: Callable[[Job, Envelope], Shape]
     # (request id, whether the client chose it) -> answer id.
     name_answer: Callable[[str, bool], str]
-    # The types of answers and of stream events: TypedDicts, or None.
+    # Types of an answer and an event: TypedDicts or None.
     answer: Any
     event: Any
     framing: Framing = EVENTS

@@ -154,8 +154,8 @@ def _with_thoughts(name: str, message: JsonObject) -> JsonObject:
 
 
 def _thought(name: str, part: JsonObject) -> str:
-    """Read a reasoning part. The key of its text is the part's type, or `text`. Mistral's parts
-    contain a list of parts.
+    """Read a reasoning part. Its text, or Mistral's list of parts, is under its type's name or
+    `text`.
     """
     kind = part["type"]
     if kind == "redacted_thinking":
@@ -195,7 +195,7 @@ def read_parts(
 
 
 def _type_of_part(part: JsonObject) -> object:
-    """Return a part's type. If a client of vLLM omits the type, the part's keys tell it."""
+    """Return the type. If a vLLM client omits it, the keys tell it."""
     kind = part.get("type")
     if kind is not None:
         return kind
@@ -203,8 +203,8 @@ def _type_of_part(part: JsonObject) -> object:
 
 
 def joined(parts: list[Part]) -> Content:
-    """Return at most one text part as a string. Return several parts, or images, as a list, because
-    the chat template joins them.
+    """Turn at most one text part into a string. Leave several parts to the chat template, which
+    joins them.
     """
     if len(parts) > 1 or any(part["type"] == "image" for part in parts):
         return parts

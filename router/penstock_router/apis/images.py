@@ -18,7 +18,7 @@ from penstock_router.text.contents import Part
 # The detail has no effect: an image's token count depends only on its size.
 _DETAILS = ("auto", "low", "high", "original")
 _MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
-# TGI's form for an image in a text: a Markdown link without words, around the image's URL.
+# TGI marks an image in a text by a Markdown link without words.
 _LINK_BEGIN, _LINK_END = "![](", ")"
 
 
@@ -82,8 +82,8 @@ def data_part(name: str, data: Any) -> Part:
 
 
 def split_markdown(name: str, text: str) -> tuple[list[str], tuple[ImageSource, ...]]:
-    """Split TGI's inputs into texts and the images between them. If there are no images, the whole
-    input is one text.
+    """Split TGI's inputs into texts and the images between them. Without images, the result is one
+    text.
     """
     texts: list[str] = []
     urls: list[str] = []

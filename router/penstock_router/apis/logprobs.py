@@ -183,9 +183,8 @@ def chat_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], columns: Logprobs | None, top_n: int
 ) -> list[msgspec.Raw | None]:
-    """Render the log-probabilities of each prompt token: an object that has, by token id, a
-    `PromptLogprob` of the token itself and of the `top_n` likeliest tokens at its position. The
-    first token has None instead.
+    """Render a JSON object for each prompt token, or None for the first one. By token id, it has
+    the `PromptLogprob` of the token and of the `top_n` likeliest tokens in its place.
     """
     parts = _tables(tokenizer, False).prompt_parts
     rows: list[msgspec.Raw | None] = [None]

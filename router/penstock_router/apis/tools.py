@@ -132,7 +132,7 @@ class ParsedToolChoice:
     parallel: bool | None = None
 
 
-# The last word is Mistral's.
+# The last word, "any", is Mistral's.
 _MODES: Mapping[str, ToolChoice] = {
     "none": ToolChoice("none"),
     "auto": ToolChoice("auto"),
@@ -328,7 +328,7 @@ def allowed_schemas(tool: JsonObject) -> list[JsonObject]:
     ]
 
 
-# Chats: {"type": "function", "function": {"name": ...}}.
+# In chats: {"type": "function", "function": {"name": ...}}.
 TOOLS = Kind(_read_tools, array_form({"anyOf": [CHAT_TOOL, *_FLAT_TOOLS]}))
 CHOICE = Kind(
     _chat_choice,

@@ -48,7 +48,7 @@ class DecoderPool:
         self._work: set[asyncio.Task[Pixels]] = set()
 
     async def decode(self, encoded: Pieces) -> Pixels:
-        """Decode an image. Raises `ImageRefused`, `TooManyRequests` after too long, and
+        """Decode an image. Raises `ImageRefused`, `TooManyRequests` if decoding takes too long, and
         `Unavailable` if no process starts. If cancelled, still waits for the image: that is faster
         than a new process.
         """

@@ -65,7 +65,8 @@ class RequestRecord:
     # The client's name for the session; "" for none.
     session: str = ""
     stream: bool = False
-    # Choices of each prompt, and the most tokens of a choice. Known when the prompts are ready.
+    # The number of choices of each prompt, and a choice's maximum of tokens. Known when the prompts
+    # are ready.
     choices: int | None = None
     max_tokens: int | None = None
 
@@ -118,7 +119,7 @@ class RequestRecord:
         self.model = self.model or model
 
     def record_outcome(self, outcome: str, error: str = "") -> None:
-        """Only the first call counts."""
+        """Set the outcome, unless it is already set."""
         if not self.outcome:
             self.outcome, self.error = outcome, self.error or error
 

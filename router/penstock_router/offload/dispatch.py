@@ -124,7 +124,7 @@ class Bodies:
         self.programs = programs
         # Memory of bodies, by client, until their text work is done.
         self.memory = memory
-        # 1 for each body.
+        # Each body counts 1.
         self.queue = SharedBudget(MAX_BODIES)
         self._metrics = metrics
         self._numbers = itertools.count(1)
@@ -141,7 +141,9 @@ class Bodies:
         await self.programs.pool.close()
 
     async def take_turn(self) -> None:
-        """Wait before reading more of a long body, so that many do not occupy the event loop."""
+        """Wait before reading more of a long body, so that many long bodies do not block the event
+        loop.
+        """
         async with self._turns:
             await asyncio.sleep(0)
 
@@ -167,7 +169,7 @@ class Bodies:
             incoming.drop()
 
     def _arrive(self, num_bytes: int) -> Arrival:
-        """Return the body's arrival, now; a long body counts as arriving later."""
+        """Return a body's time of arrival and number. A long body counts as arriving later."""
         now_s = asyncio.get_running_loop().time()
         return now_s + SECONDS_A_BYTE * num_bytes, next(self._numbers)
 
@@ -212,7 +214,7 @@ def count_values(pieces: Iterable[bytes]) -> int:
 
 
 class Body:
-    """A parsed body. Its text work can be done once."""
+    """A parsed body. Its text work can be done only once."""
 
     def __init__(
         self,
@@ -269,7 +271,8 @@ class Body:
         if sources and model.text.image_tokens is None:
             if wanted := [source for source in sources if not source.in_result]:
                 raise takes_no_images(model.text, wanted[0].param)
-            # The prompt's text says that the model cannot see these images.
+            # These images are in tool results. The prompt's text says that the model cannot see
+            # them.
             return
         bodies = self._bodies
         self.images = await load_images(
@@ -292,7 +295,7 @@ class Body:
         return await bodies.threads.run(made, self._incoming.client)
 
     def _is_enforced(self, model: TextModel) -> bool:
-        """True if tools of many values constrain the answer."""
+        """True if the body has many values, and its tools constrain the answer."""
         asked = self.asked
         return (
             isinstance(asked, ChatRequest)

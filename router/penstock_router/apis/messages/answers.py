@@ -101,7 +101,7 @@ class MessageAnswer(TypedDict):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
-    # No edits are ever made: this server leaves out no turn.
+    # The edits are always empty: no turn is left out.
     context_management: ContextManagement
 
 
@@ -183,8 +183,8 @@ class MessageShape:
         elif isinstance(delta.stop_reason, str) and delta.finish_reason != "tool_calls":
             self._end = {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
         elif delta.finish_reason is not None:
-            # The reason is "tool_use" even if tool_choice named the tool. In this case, other APIs
-            # report an ordinary stop.
+            # Report "tool_use" even if tool_choice named the tool; other APIs then report an
+            # ordinary stop.
             reason = "tool_use" if self._calls_tools else "end_turn"
             self._end = {"stop_reason": reason, "stop_sequence": None}
 

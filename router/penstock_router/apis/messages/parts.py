@@ -1,6 +1,6 @@
 """Converts content blocks of users, systems and tool results into parts of a message.
 
-A block other than a text or an image becomes a text with everything in it that a model can read.
+Blocks other than text and images become a text with everything that a model can read.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def _reference(name: str, before: str = "") -> Part:
 
 
 def resolved(parts: list[Part], tools: OfferedTools, told: set[str]) -> list[Part]:
-    """Replace each reference to a tool by the tool's definition, or only by its name if the prompt
-    already shows the definition. Adds the names to `told`.
+    """Replace each reference by the tool's definition, or by its name if the prompt already shows
+    the definition. Adds names to `told`.
     """
     found = []
     for part in parts:

@@ -33,7 +33,7 @@ MAX_LOGIT_BIASES = 1024
 _ID_KEY = re.compile("[0-9]{1,9}")
 
 
-# Shards set the real bound, known only with the model.
+# The shard checks the real bound, which depends on the model.
 NUM_LOGPROBS = integer(WHOLE_VOCABULARY, INT32_MAX)
 
 
@@ -81,7 +81,7 @@ def _pairs(name: str, given: list[Any]) -> list[tuple[str, Any]]:
 
 
 def prompts(at_most: int, empty: str) -> Kind:
-    """Make the kind of a prompt's four forms, read as a tuple of strings and lists of ids; `empty`
+    """Make a kind that reads a prompt's four forms as a tuple of strings and lists of ids; `empty`
     is the error for an empty prompt.
     """
     forms = "a string, an array of token ids, or an array of either"
