@@ -310,8 +310,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return response
     try:
         answer = await handler(request)
-        # Send the answer here, so that the request counts until then, and errors of sending are
-        # handled below.
+        # Send the answer here, so that the request counts as running until it is sent, and errors
+        # are handled below.
         await send(request, answer)
         return answer
     except web.HTTPException as error:

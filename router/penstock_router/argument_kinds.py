@@ -30,7 +30,7 @@ _MAX_PARTS = 2_000
 @dataclass(frozen=True, slots=True)
 class _Within:
     members: Mapping[str, Any]
-    # None if there is no schema for them.
+    # The schema of members that are not in `members`, or None.
     other_members: Any
     items: Any
 

@@ -100,7 +100,7 @@ def label(name: str) -> Field:
 
 
 def renamed(name: str, of: Field) -> Field:
-    """Use another route's field under a new name; its value gets the original name."""
+    """Use another route's field under a new name; its value is stored under the original name."""
     return replace(of, name=name, stands_for=of.name)
 
 
@@ -176,7 +176,7 @@ def _put(values: JsonObject, entry: Field, parsed: Any) -> None:
 
 
 def _name_unknown(body: JsonObject, fields: Table) -> list[str]:
-    """Return a warning that names the unknown fields with a value, if any."""
+    """Return a warning that names unknown fields which have a value, if any."""
     unknown = sorted(name for name in body.keys() - fields.keys() if body[name] is not None)
     if not unknown:
         return []
@@ -267,7 +267,7 @@ def integer(low: int, high: int) -> Kind:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise refusal(name, "an integer", value)
-        # Tests of vLLM's clients look for pydantic's name of the bound (in parentheses).
+        # Tests of vLLM's clients look for pydantic's name of the bound, in the parentheses.
         if value < low:
             raise refusal(name, f"at least {low} (greater_than_equal)", value)
         if value > high:

@@ -156,7 +156,7 @@ class Options:
     exact: bool = False
     session: str = ""
     shard: str = ""
-    # The client's hint to retain KV blocks; None: the answer's end decides.
+    # The client's hint to retain KV blocks. None: no hint; the finish reason decides.
     retain: Retain | None = None
     # Warnings, for the answer's headers, about parts of the body that have no effect.
     warnings: tuple[str, ...] = ()
@@ -232,7 +232,7 @@ class ChatRequest(Options):
             documents=None,
             # Names and argument types are needed to read calls.
             tools=tuple(Tool(tool.name, outline(tool.parameters)) for tool in self.tools),
-            # Keep the information whether there is a template.
+            # Keep the information that there is a template.
             chat_template=None if self.chat_template is None else "",
             template_kwargs={},
             bad_words=(),

@@ -254,8 +254,8 @@ class Models:
         return name if is_own else self._aliases.get(name or _DEFAULT, name)
 
     def _served(self, name: str, infos: Sequence[ShardInfo]) -> tuple[ShardInfo, str] | None:
-        """Find a model by its name or alias, or a model with the adapter `name`. Return the model
-        and the adapter ("" for none).
+        """Find the model with this name, alias or adapter. Return the model and the adapter ("" for
+        none).
         """
         for info in infos:
             if name == info.model:

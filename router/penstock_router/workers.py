@@ -70,7 +70,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _COLLECT_ALL_AFTER = 1000
 # Time after the shutdown timeout in which requests may still write their last events.
 _LAST_WORDS_S = 3.0
-# Additional time until a worker is killed.
+# Time after `_LAST_WORDS_S` until a worker is killed.
 _GRACE_S = 5.0
 
 

@@ -177,7 +177,7 @@ class Ticket(Waiting):
         self.account = account
         self.limit = limit
         self.state: Literal["preparing", "waiting", "in flight", "gone"] = "preparing"
-        # Only for a waiting ticket: `placed` is done when it gets its places.
+        # The prompt's tokens, while the ticket waits. `placed` is done when it gets its places.
         self.prompt_tokens = 0
         self.placed: asyncio.Future[None] | None = None
 
@@ -204,8 +204,8 @@ class Ticket(Waiting):
 
 
 def _latest(account: _Account, amount: _Amount, excess: int) -> list[Ticket]:
-    """Return the account's latest queued requests that together hold at least `excess` of the
-    amount.
+    """Return the account's latest queued requests that together hold at least `excess` sequences or
+    tokens.
     """
     found: list[Ticket] = []
     for ticket in reversed(account.tickets):

@@ -31,7 +31,7 @@ _LOOK_EVERY_S = 0.25
 _TELL_EVERY_S = 1.0
 # A watcher this far behind is disconnected. It reconnects and gets the whole state again.
 _MAX_FRAMES_BEHIND = 16
-# The maximum numbers of running requests (the oldest) and ended requests shown.
+# At most this many running requests (the oldest) and ended requests are shown.
 _MAX_RUNNING = 200
 _MAX_ENDED = 200
 # A shard's rates are computed over this many polls: about a second.

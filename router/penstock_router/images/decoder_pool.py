@@ -1,4 +1,4 @@
-"""Processes that decode images: started with the first image, one image at a time each.
+"""Processes that start with the first image, and decode one image at a time each.
 
 An image that ends its process, or takes too long, is refused; the next one gets a new process.
 """

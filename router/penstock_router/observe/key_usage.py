@@ -147,8 +147,8 @@ def families_of(rows: Iterable[tuple[str, str, UsageRow]]) -> Iterator[Metric]:
     yield requests
 
 
-# These run in a thread. They encode a few rows at a time, so that they hold the GIL only for as
-# long as the event loop may wait.
+# These functions run in a thread. They encode a few rows at a time, so that they hold the GIL only
+# for as long as the event loop may wait.
 
 
 def _as_json(table: _Table) -> bytes:

@@ -138,7 +138,7 @@ def outcome_of(status: int) -> str:
 class Records:
     def __init__(self) -> None:
         self.running: dict[RequestRecord, None] = {}
-        # Called with every ended record. They must be quick.
+        # Listeners, called with every ended record. They must be quick.
         self.on_end: list[Callable[[RequestRecord], None]] = []
 
     @contextmanager

@@ -44,7 +44,7 @@ SHORT_BYTES = 2 * 1024
 LONG_BYTES = 16 * 1024
 # A body with more values is also long: Python takes up to 10 us for each value.
 MANY_VALUES = 256
-# The same for a body with enforced tools: their constraint may repeat each value.
+# With enforced tools, a body with more values is long: the constraint may repeat each value.
 MANY_ENFORCED_VALUES = 64
 # Connections with long bodies that are read in one turn of the event loop. Each gives about 256 kB,
 # which takes 0.2 ms.
@@ -124,7 +124,7 @@ class Bodies:
         self.programs = programs
         # Memory of bodies, by client, until their text work is done.
         self.memory = memory
-        # Each body counts 1.
+        # Each body counts as 1.
         self.queue = SharedBudget(MAX_BODIES)
         self._metrics = metrics
         self._numbers = itertools.count(1)
@@ -207,9 +207,7 @@ class Bodies:
 
 
 def count_values(pieces: Iterable[bytes]) -> int:
-    """Count the values in objects and lists of some JSON, and also commas and brackets in its
-    texts.
-    """
+    """Count the values in objects and lists of JSON. Commas and brackets in strings count too."""
     return sum(piece.count(mark) for piece in pieces for mark in (b",", b"[", b"{"))
 
 

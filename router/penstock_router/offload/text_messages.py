@@ -35,7 +35,7 @@ MAX_TASK_S = 60.0
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """Facts besides a model's files that text work needs; they identify the model."""
+    """Facts that text work needs besides a model's files; they identify the model."""
 
     name: str
     tokenizer_hash: str

@@ -49,8 +49,8 @@ _LINGER_S = 5.0
 _SEND_BUFFER_BYTES = 128 * 1024
 _HTTP: dict[str, Any] = {
     "access_log": None,
-    # aiohttp buffers this much of a body before the handler reads. Few bytes bound the work in one
-    # turn of the event loop, and reading is no slower.
+    # aiohttp buffers this much of a body before the handler reads. A small buffer bounds the work
+    # in one turn of the event loop, and reading is no slower.
     "read_bufsize": 32 * 1024,
     # Handlers inflate bodies while they read (`routes/base.py`); aiohttp would inflate every body.
     "auto_decompress": False,
@@ -141,8 +141,8 @@ def _head_bytes(request: web.Request) -> int:
 
 
 def _allowed(max_connections: int) -> int:
-    """Return `max_connections`, or fewer if the process cannot open enough files: it could then not
-    even refuse connections.
+    """Return `max_connections`, or fewer if the process cannot open enough files: without files, it
+    could not even refuse connections.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + _OTHER_FILES

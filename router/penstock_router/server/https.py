@@ -41,8 +41,8 @@ class HttpsFiles:
 async def https_context(
     cert_file: str | None, key_file: str | None, dates: CertificateDates
 ) -> AsyncGenerator[ssl.SSLContext | None, None]:
-    """Yield a context that follows its files within the scope; None without files. `dates` is told
-    when the certificate expires. Raise `TlsFilesUnusable` if loading fails.
+    """Yield a context that follows its files within the scope; None without files. `dates` gets the
+    certificate's date of expiry. Raise `TlsFilesUnusable` if loading fails.
     """
     if cert_file is None or key_file is None:
         yield None

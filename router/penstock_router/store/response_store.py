@@ -57,7 +57,7 @@ _WAL_TIMEOUT_S = 0.1
 # "pens"; with the version, it distinguishes our files from others.
 _APPLICATION_ID = 0x70656E73
 _VERSION = 2
-# A response's size for its key: the documents, and SQLite's overhead of a small row.
+# The bytes that a response counts for its key: the documents, and SQLite's overhead of a small row.
 _SIZE = "(512 + length({0}.response) + length({0}.messages))"
 # Ids are blobs, because an id that a client made up may be invalid text. The large columns are
 # last, so that small columns are read without them. Triggers keep each key's size, because a sum
@@ -485,9 +485,7 @@ class ResponseStore:
         return await self._call(self._change, (_REQUEST_CANCEL,), _key(response_id)) > 0
 
     async def cancel_requested(self, response_ids: Collection[str]) -> set[str]:
-        """Return the responses that must be cancelled, among the given ones, which this worker
-        generates.
-        """
+        """This worker generates the given responses. Return those that must be cancelled."""
         to_cancel = {*await self._call(self._select, _TO_CANCEL)}
         return {response_id for response_id in response_ids if (_key(response_id),) in to_cancel}
 

@@ -59,7 +59,7 @@ class CacheCreation(TypedDict):
 
 
 class MessageUsage(TypedDict):
-    """Token counts; `input_tokens` excludes those found in the prefix cache."""
+    """Token counts; `input_tokens` excludes tokens found in the prefix cache."""
 
     input_tokens: int
     cache_read_input_tokens: int

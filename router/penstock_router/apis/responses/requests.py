@@ -76,7 +76,7 @@ _ENTRIES = {
 _NAMED_ENTRIES = 16
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
-# Details of tools that OpenAI's servers run, and of images: there are none here.
+# Details of OpenAI's own tools and of images, which answers here never have.
 _NOTHING_TO_INCLUDE = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",

@@ -38,7 +38,7 @@ from penstock_router.request import Tool, ToolChoice
 
 @dataclass(frozen=True, slots=True)
 class AskedChoice:
-    """A body's tool_choice, and the form `shown` that answers repeat."""
+    """A body's tool_choice. Answers show it in the form `shown`."""
 
     mode: Literal["none", "auto", "required", "named"]
     shown: Any

@@ -87,7 +87,7 @@ class _Entry:
 
     served: ServedTool
     function: Tool
-    # The tool as answers repeat it. A namespace's first tool has the whole namespace.
+    # The tool's form in answers. The first tool of a namespace has the namespace's form.
     shown: JsonObject | None
     source: Source = Source.FIELD
 
