@@ -84,9 +84,9 @@ class PreviousNotFound(BadRequest):
 class ContextExceeded(BadRequest):
     """The prompt, or the prompt and its answer's tokens, do not fit the model's context.
 
-    The message is OpenAI's; other APIs make their own messages from the numbers. `prompt_tokens` is
-    the length of the prompt. It is None if the prompt was too long to count (then `prompt_chars` is
-    its length), or if the request asks to truncate it to more than the context.
+    The message is OpenAI's; other APIs make theirs from the numbers. `prompt_tokens` is the length
+    of the prompt. It is None if the prompt was too long to count (then `prompt_chars` is its
+    length), or if the request asks to truncate it to more than the context.
     """
 
     def __init__(
@@ -241,8 +241,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _from_client(error: client_errors.PenstockError) -> ApiError:
-    """Turn the error into an `ApiError` with a fixed text. Only refusals keep their text, which
-    shards write for users.
+    """Use a fixed text for each error. Only a refusal keeps its own, which shards write for users.
     """
     match error:
         case client_errors.RequestRefused():

@@ -120,16 +120,15 @@ def body_schema(fields: Table) -> JsonObject:
 
 # The key under which `read_fields` returns warnings.
 WARNINGS = "warnings"
-# A warning names at most `_NAMED_FIELDS` unknown fields. If the body has more than `_MAX_SOUGHT`
-# fields, the warning names none.
+# A warning names at most `_NAMED_FIELDS` unknown fields, and none if the body has more than
+# `_MAX_SOUGHT` fields.
 _NAMED_FIELDS = 16
 _MAX_SOUGHT = 1024
 
 
 def read_fields(fields: Table, body: JsonObject) -> JsonObject:
     """Return the values of honoured fields by name, and warnings under `WARNINGS`. Raise
-    `BadRequest` for the first wrong field: the first in the body or, if the body is huge, the first
-    in the table.
+    `BadRequest` for the first wrong field in the body or, if the body is huge, in the table.
     """
     values: JsonObject = {}
     warnings: list[str] = []

@@ -80,8 +80,8 @@ class ServedModel:
 
 
 def _notes_of(template: ChatTemplate) -> tuple[str, ...]:
-    """Return notes on what the template loses from requests with tools and without tools. This
-    takes milliseconds, so call it in a thread.
+    """Return notes on what the template loses from requests with and without tools. This takes
+    milliseconds: call it in a thread.
     """
     found = (template.traits(with_tools=with_tools).notes for with_tools in (False, True))
     return tuple(dict.fromkeys(note for notes in found for note in notes))
@@ -275,8 +275,8 @@ class Models:
         self._names |= {info.model: info.model for info in infos}
 
     def _away(self, name: str) -> str:
-        """Return the unavailable model that has this name, or whose absent shard has an adapter of
-        this name. Return "" if there is none.
+        """Return the unavailable model with this name, or whose absent shard has an adapter of this
+        name; "" if there is none.
         """
         if name in self._names or not name:
             return self._names.get(name, "")

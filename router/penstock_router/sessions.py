@@ -59,5 +59,5 @@ def session_of_metadata(name: str, metadata: Any) -> str:
 
 
 def _is_usable(session: str | None) -> bool:
-    """True if the session's name can be shown. Header bytes that are not UTF-8 cannot be shown."""
+    """True if the session can be shown: header bytes that are not UTF-8 cannot be."""
     return session is not None and 0 < len(session) <= MAX_SESSION_CHARS and session.isprintable()

@@ -425,8 +425,8 @@ class _Parent:
     def run(self) -> int:
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
-        # Start the resource tracker before any worker: its start unblocks the signals that are
-        # blocked while a worker starts.
+        # Start the tracker before any worker: its start unblocks signals, which must be blocked
+        # while a worker starts.
         resource_tracker.ensure_running()
         workers: dict[int, SpawnProcess] = {}
         hopeful = self._start_all(workers)

@@ -103,9 +103,8 @@ class ErrorForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyKind:
-    """Parses bodies of one kind, and does their text work, in the process that
-    `offload/dispatch.py` chooses. Between the two, the router finds the model and everything else
-    that a body refers to.
+    """Parses bodies of one kind and does their text work, in the process that `offload/dispatch.py`
+    chooses. In between, the router finds the model and everything else that a body refers to.
     """
 
     # The kind's name in messages to other processes.

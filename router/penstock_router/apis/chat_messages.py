@@ -154,8 +154,8 @@ def _with_thoughts(name: str, message: JsonObject) -> JsonObject:
 
 
 def _thought(name: str, part: JsonObject) -> str:
-    """Read a reasoning part. Its text, or Mistral's list of parts, is under the key `text` or the
-    type's name.
+    """Read a reasoning part. Its text or, from Mistral, its parts are under `text` or the type's
+    name.
     """
     kind = part["type"]
     if kind == "redacted_thinking":

@@ -183,8 +183,8 @@ def chat_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], columns: Logprobs | None, top_n: int
 ) -> list[msgspec.Raw | None]:
-    """Render a JSON object for each prompt token, or None for the first one. By token id, it has
-    the `PromptLogprob` of the token and of the `top_n` likeliest tokens in its place.
+    """Render, for each prompt token, the `PromptLogprob`s of the token and of the `top_n` likeliest
+    tokens in its place, by token id. The first token has None.
     """
     parts = _tables(tokenizer, False).prompt_parts
     rows: list[msgspec.Raw | None] = [None]

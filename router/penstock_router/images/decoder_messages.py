@@ -26,7 +26,7 @@ class Decoded(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The reason why an image is not decoded, in our words, not in Pillow's."""
+    """The reason why an image is not decoded, in our words, not Pillow's."""
 
     reason: str
 

@@ -51,8 +51,8 @@ class Images:
         metrics: Metrics,
         resolver: AbstractResolver | None = None,
     ) -> None:
-        """Start no process yet: the first image does. By default, host names are resolved by the
-        machine's `resolver`.
+        """Start no process before the first image. By default, the machine's `resolver` resolves
+        host names.
         """
         self._config = config
         self._threads = threads

@@ -1,5 +1,5 @@
-"""Shows the load of a model's shards in an answer header, with vLLM's names for the numbers.
-Gateways choose a server by this header (ORCA).
+"""Shows the load of a model's shards in an answer header, with vLLM's names. Gateways choose a
+server by this header (ORCA).
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ class KeyUsage:
         self._is_written = False
 
     def keep_keys(self, names: Collection[str]) -> None:
-        """Take the names of all valid keys, after a change. Keep the rows of the keys that were
-        removed last. Add the rows of keys removed earlier to the rows of `OTHER_KEYS`.
+        """Take the names of all valid keys, after a change. Keep the rows of the last removed keys.
+        Add the rows of earlier ones to `OTHER_KEYS`.
         """
         rows = self._table.rows
         for name in [name for name in self._removed if name in names]:

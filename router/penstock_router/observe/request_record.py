@@ -55,7 +55,6 @@ class RequestRecord:
     # The W3C trace context of this request's span, and its parent's id; "" without them.
     traceparent: str = ""
     parent_span_id: str = ""
-    # The API key's name.
     key_name: str = ""
     # The client's address; "" if it must not be logged.
     client: str = ""

@@ -265,7 +265,7 @@ class Connection(web.RequestHandler):
         self._header_timer: asyncio.TimerHandle | None = None
         # The number of requests with complete headers, now and when the timer was set.
         self._begun = self._begun_before = 0
-        # The last request until it is answered, and the number of its body's bytes counted so far.
+        # The last request until it is answered, and the counted number of its body's bytes.
         self._request: web.Request | None = None
         self._body_bytes = 0
         # The number of the request whose headers are incomplete.
@@ -335,7 +335,7 @@ class Connection(web.RequestHandler):
         self.force_close()
 
     def _time_head(self) -> None:
-        """Set the timer, because part of a request's headers has arrived. If all have arrived,
+        """Set the timer: part of a request's headers has arrived. If all have arrived,
         `request_begins` follows at once.
         """
         self._unfinished = self._begun + 1

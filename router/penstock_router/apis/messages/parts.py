@@ -25,7 +25,7 @@ _Reader = TypeVar("_Reader")
 
 @dataclass(slots=True)
 class Context:
-    """Tools that turns add, and warnings about fields of turns that have no effect."""
+    """Tools that turns add, and warnings about the turns' fields without effect."""
 
     added: list[Tool] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)

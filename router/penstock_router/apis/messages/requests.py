@@ -231,7 +231,7 @@ def _offered(values: JsonObject) -> OfferedTools:
 
 
 def _without_effect(values: JsonObject) -> list[str]:
-    """Return warnings for `context_management` and for the task budget, which have no effect."""
+    """Return warnings for `context_management` and `task_budget`, which have no effect."""
     found = []
     if values.get("context_management"):
         found.append(without_effect("context_management"))

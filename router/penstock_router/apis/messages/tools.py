@@ -200,8 +200,8 @@ def _read_tools(name: str, value: Any) -> OfferedTools:
     served = [(entry.tool, entry.is_deferred) for entry in entries if entry.tool is not None]
     shown = {tool.name for tool, is_deferred in served if not is_deferred}
     deferred: JsonObject = {}
-    # Defer none if no other tool is shown, or if Anthropic's servers would search for tools: the
-    # model could not find them here.
+    # Defer none if no other tool is shown, or if Anthropic's servers would search: the model could
+    # not find them.
     if shown and not any(entry.finds_others for entry in entries):
         deferred = {tool.name: tool.shown for tool, _ in served if tool.name not in shown}
     tools = [replace(tool, shown={}) if tool.name in deferred else tool for tool, _ in served]

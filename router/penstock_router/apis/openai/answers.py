@@ -254,7 +254,7 @@ class _OpenAIShape(ABC):
         return [b"%b%d%b" % (head, index, opens) for index in range(len(self._job.requests))]
 
     def _text_chunk(self, head: bytes, text: str, again: bytes = b"") -> bytes:
-        """Render a chunk with a text. If `again` is given, the text is also under this key."""
+        """Render a chunk with a text; with `again`, also under this key."""
         tail = self._tail
         if self._options.continuous_usage:
             usage = _encode(usage_object(self._usage))

@@ -51,8 +51,8 @@ def _read_stops(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _read_logit_bias(name: str, value: Any) -> dict[int, float]:
-    """Read biases by id, and cut them to -100..100. They are an object whose keys are ids as
-    strings or, as in llama.cpp, pairs of id and bias, where false bans a token.
+    """Read biases by id, cut to -100..100. They are an object whose keys are ids as strings or, as
+    in llama.cpp, pairs of id and bias, where false bans a token.
     """
     given = value if isinstance(value, list) else read_object(name, value)
     if len(given) > MAX_LOGIT_BIASES:

@@ -279,7 +279,6 @@ RESPONSES_FIELDS = with_fields_of_chats(
 
 
 def parse_response(body: JsonObject) -> ResponsesRequest:
-    """Parse a body of /v1/responses, without the previous response's conversation."""
     values = read_fields(RESPONSES_FIELDS, body)
     _name_unknown_entries(values, body)
     spread_thinking(values, ["thinking"])
