@@ -75,7 +75,7 @@ from penstock_router.thread_pool import Threads
 
 logger = logging.getLogger(__name__)
 
-# The maximum number of thread tasks that belong to no request, such as loading models.
+# The maximum of thread tasks that belong to no request, such as loading models.
 _THREAD_WORK_OF_ITS_OWN = 64
 
 _TRACES = web.AppKey("traces", RequestTraces)
@@ -107,8 +107,8 @@ def build_app(
         client_max_size=config.max_body_bytes,
     )
     responses = _response_store(config, metrics)
-    # `max_pending` has room for admitted requests, for work that abandoned requests left running,
-    # and for the router's own work.
+    # `max_pending` has room for admitted requests, for work left running by abandoned requests, and
+    # for the router's own work.
     let_in = config.max_concurrent_requests + config.max_queued_requests
     max_pending = let_in + config.tokenizer_threads + _THREAD_WORK_OF_ITS_OWN
     threads = Threads(executor, max_pending, config.tokenizer_threads)

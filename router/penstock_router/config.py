@@ -318,8 +318,8 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         "one",
     )
 
-    # `worker` is this worker's index. The workers share fleet changes by `changes_file`. The parent
-    # process sets both.
+    # This worker's index, and the file by which workers share fleet changes. The parent process
+    # sets both.
     worker: int = 0
     changes_file: str = ""
 

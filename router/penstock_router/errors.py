@@ -139,7 +139,7 @@ class NotFound(ApiError):
 
 
 class UnknownModel(NotFound):
-    """A model or adapter that no shard serves. Other APIs make their own messages from `name`."""
+    """A model or adapter that no shard serves. Other APIs put `name` in their own message."""
 
     def __init__(self, name: str) -> None:
         self.name = name[:200]
@@ -241,8 +241,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _from_client(error: client_errors.PenstockError) -> ApiError:
-    """Use a fixed text for each error. Only a refusal keeps its own, which shards write for users.
-    """
+    """Use a fixed text for each error, but keep a refusal's text, which shards write for users."""
     match error:
         case client_errors.RequestRefused():
             return BadRequest(str(error), param=error.field or None)

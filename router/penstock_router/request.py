@@ -129,7 +129,7 @@ class Options:
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream: bool = False
-    # The minimum number of tokens in each streamed event, except the first and the last event.
+    # The minimum of tokens in each streamed event except the first and the last.
     stream_interval: int = 1
     include_usage: bool = False
     continuous_usage: bool = False
@@ -201,7 +201,7 @@ class CompletionRequest(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(Options):
-    """Answers messages, which the model's chat template turns into a prompt."""
+    """Answers chat messages, which the model's chat template turns into a prompt."""
 
     messages: list[Message]
     add_generation_prompt: bool = True

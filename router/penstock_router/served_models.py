@@ -65,7 +65,7 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> str:
-        """The answer's system_fingerprint: equal for equal weights and version."""
+        """The answer's system_fingerprint, equal for equal weights and version."""
         adapter = f"-{self.adapter_hash[:12]}" if self.adapter else ""
         return f"penstock-{self.info.version}-{self.info.weights_hash[:12]}{adapter}"
 
@@ -224,7 +224,7 @@ class Models:
 
     def info(self, name: str) -> ShardInfo:
         """Return the info of the model that a request names, directly or by an adapter. Raise
-        `NotFound` if it is unknown, `Unavailable` if no shard serves it.
+        `NotFound` if it is unknown, `Unavailable` if nothing serves it.
         """
         return self._resolve(name)[0]
 

@@ -170,8 +170,8 @@ async def serve(
 ) -> int:
     """Serve on `listener` until a signal, or until `lifeline` closes.
 
-    If this is not the `first` worker, listen when both workers can serve, or after `_READY_S`. Then
-    call `on_serving`.
+    A worker that is not `first` listens when both can serve, or after `_READY_S`. Then call
+    `on_serving`.
     """
     # Imported late: at import, metrics check whether this process is a worker, and the parent needs
     # no HTTP.

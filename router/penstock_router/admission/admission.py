@@ -381,8 +381,8 @@ class Admission:
     def _make_room(
         self, account: _Account, amount: _Amount, excess: int, *, wanted: int = 0
     ) -> bool:
-        """Refuse the latest queued requests of the key with the most sequences. Return false, and
-        refuse none, if that key would then have fewer sequences than this key.
+        """Refuse the latest queued requests of the key with the most sequences. Return false,
+        refusing none, if that key would then have fewer than this key.
         """
         others = [each for each in self._accounts.values() if getattr(each, amount) >= excess]
         most = max(others, key=lambda each: each.sequences, default=account)

@@ -97,7 +97,7 @@ class Keys:
 
     def _look(self, path: str) -> tuple[tuple[int, ...], Sequence[KeyEntry] | str | None]:
         """Return the result of `stat`, and the file's keys. Instead of keys, return an error text,
-        or None for an unchanged file.
+        or None if unchanged.
         """
         try:
             found = os.stat(path)

@@ -64,8 +64,8 @@ class Turns:
         return len(self._waiting)
 
     async def take(self, clients: Collection[str], order: Any = 0) -> Place:
-        """Wait for a place in the turn of any of `clients`, a collection that may change meanwhile.
-        The caller must give the place back. Raises the error passed to `stop`.
+        """Wait for a place in the turn of any of `clients`, which may change meanwhile. Give the
+        place back later. Raises the error passed to `stop`.
         """
         if self._refusal is not None:
             raise self._refusal()

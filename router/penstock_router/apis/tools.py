@@ -28,7 +28,7 @@ from penstock_router.json_fields import (
 )
 from penstock_router.request import ChatRequest, Tool, ToolChoice
 
-# Reading more tools would take too long. The bound on a body's bytes bounds tools too.
+# Reading more tools would take too long. A body's maximum of bytes bounds tools too.
 MAX_TOOLS = 16_384
 # The Model Context Protocol's rule for tool names, which includes OpenAI's.
 MAX_NAME_CHARS = 128
@@ -159,7 +159,7 @@ def _chat_choice(name: str, value: Any) -> ParsedToolChoice:
 
 
 def _function_name(where: str, entry: JsonObject) -> str:
-    """Read a function's name, nested as in chats, or flat as in Responses."""
+    """Read a function's name: nested as in chats, or flat."""
     if "function" not in entry and "name" in entry:
         return read_name(f"{where}.name", entry["name"])
     function = read_object(f"{where}.function", entry.get("function"))

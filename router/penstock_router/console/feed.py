@@ -73,7 +73,7 @@ class Console:
     @contextmanager
     def watched(self) -> Iterator[Frames]:
         """Yield a queue of frames that begins with the present state; None ends the queue. Raise
-        `TooManyRequests` if too many watch.
+        `TooManyRequests` for too many watchers.
         """
         if len(self._watchers) >= MAX_WATCHERS:
             raise TooManyRequests(f"the console has {MAX_WATCHERS} watchers, which is all it takes")

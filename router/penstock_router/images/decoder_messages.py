@@ -1,6 +1,6 @@
 """Messages between a router and its process that decodes images.
 
-The router sends an encoded image, after its length. The process returns a message, and after
+The router sends the length of an image, and the image. The process returns a message, and after
 `Decoded` the rows and their digest.
 """
 

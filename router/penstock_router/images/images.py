@@ -1,6 +1,6 @@
 """Makes an `Image` from a URL or base64 text, and pixels from an `Image`.
 
-A repeated image is recognized by the hash of its encoded bytes, and is not decoded again. Encoded
+A repeated image is recognized by the hash of its encoded bytes, and not decoded again. Encoded
 images and pixels are charged to the client that caused them, in a shared budget: each client may
 hold at most as much as is still free. Images that are only cached are dropped if memory is needed.
 """

@@ -38,8 +38,8 @@ class Exposition:
         names: Sequence[str] = (),
         usage: KeyUsage | None = None,
     ) -> None:
-        """Combine this process's own `metrics`, the `usage` of API keys, and `others`, metrics that
-        belong to no process.
+        """Combine this process's own `metrics`, the `usage` of API keys, and `others`, which belong
+        to no process.
         """
         self._metrics = metrics
         self._usage = usage

@@ -64,8 +64,8 @@ class RequestRecord:
     # The client's name for the session; "" for none.
     session: str = ""
     stream: bool = False
-    # The number of choices of each prompt, and a choice's maximum of tokens. Known when the prompts
-    # are ready.
+    # The number of choices of each prompt, and a choice's maximum of tokens, once the prompts are
+    # ready.
     choices: int | None = None
     max_tokens: int | None = None
 

@@ -113,8 +113,7 @@ class _WasRead(msgspec.Struct, tag=True, frozen=True):
 
 
 class _WasPrepared(msgspec.Struct, tag=True, frozen=True):
-    # The prompts without their token ids. `ids` has a block of ids for each prompt, and one for the
-    # allowed ids.
+    # The prompts without token ids. `ids` has a block for each prompt, and one for the allowed ids.
     prepared: PreparedPrompts
     ids: list[memoryview]
 

@@ -38,8 +38,8 @@ _Result = TypeVar("_Result")
 logger = logging.getLogger(__name__)
 
 _MODULE = "penstock_router.offload.text_process"
-# Seconds per byte by which a body counts as arriving later, compared with its client's other
-# bodies: about twice the time of its text work.
+# Seconds per byte by which a body counts as arriving later than its client's other bodies: about
+# twice the time of its text work.
 SECONDS_A_BYTE = 5e-7
 # Maximum of models in a process: a tokenizer takes many MB. For one more, the process is replaced.
 MAX_MODELS = 8

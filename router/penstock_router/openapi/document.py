@@ -190,7 +190,7 @@ def _meaning(error: type[ApiError]) -> str:
 
 
 def _possible_errors(route: Route) -> Iterable[type[ApiError]]:
-    """Yield the route's possible errors, and perhaps some that only similar routes have."""
+    """Yield the route's possible errors, and some that only similar routes have."""
     if _has_body(route):
         yield from (errors.BadRequest, errors.BodyTooLarge, errors.TooManyRequests, errors.TimedOut)
         yield errors.GenerationFailed

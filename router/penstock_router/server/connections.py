@@ -141,8 +141,8 @@ def _head_bytes(request: web.Request) -> int:
 
 
 def _allowed(max_connections: int) -> int:
-    """Return `max_connections`, or fewer if the process cannot open enough files: without files, it
-    could not even refuse connections.
+    """Return `max_connections`, or fewer if the process cannot open enough files: it could then not
+    even refuse connections.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + _OTHER_FILES

@@ -424,7 +424,7 @@ class ResponseStore:
         deleted.
 
         `messages` is the conversation with this answer. Only the key `key_name` may read it; ""
-        allows any key. Raise `ResponseTooLarge`.
+        allows any. Raise `ResponseTooLarge`.
         """
         key = _key(response_id)
         size_bytes = len(key) + len(response) + len(messages)

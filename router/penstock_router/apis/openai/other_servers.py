@@ -30,7 +30,7 @@ from penstock_router.json_fields import (
 # ---- Other names of served fields --------------------------------------------------------------
 
 
-# Another server's name -> our name of the field. A route that has the field accepts both names.
+# Another server's name -> our name of the field. Routes with the field accept both.
 _NAMES: Mapping[str, str] = {
     "n_cmpl": "n",
     "random_seed": "seed",

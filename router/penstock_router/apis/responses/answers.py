@@ -311,8 +311,8 @@ class ResponseShape:
         self.answer["output"] = before + [item.as_item(last) for item in self._items[-1:]]
 
     def stored(self) -> tuple[bytes, bytes]:
-        """Return, both as JSON, the answer, and the conversation including it, which later
-        responses continue.
+        """Return, as JSON, the answer, and the conversation including it, which later responses
+        continue.
         """
         return json_in_thread.encode(self.answer), json_in_thread.join(self._all_items())
 

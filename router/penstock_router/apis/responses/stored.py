@@ -25,8 +25,8 @@ class Page:
 
 def read_stored(response: bytes, messages: bytes, page: Page | None) -> bytes:
     """Return a page of the conversation that the response answers. Without `page`, return the
-    response, which the store lists as failed. If its JSON has another status, mark it as lost: its
-    process is gone. Raises `BadRequest`.
+    response, which the store lists as failed: if its JSON has another status, its process is gone.
+    Raises `BadRequest`.
     """
     answer: dict[str, Any] = _decode(response)
     if page is not None:

@@ -64,7 +64,7 @@ def _part(name: str, role: str, part: JsonObject) -> Part:
 def read_plain_parts(
     name: str, kind: Literal["reasoning_text", "summary_text"], value: Any, *, also: str = ""
 ) -> list[Part]:
-    """Read parts of type `kind` or, if `also` is given, of that type. The list may be empty."""
+    """Read parts of type `kind` or, if given, of type `also`. The list may be empty."""
     kinds = (kind, also) if also else (kind,)
     parts: list[Part] = []
     for index, entry in enumerate([] if value is None else read_array(name, value)):

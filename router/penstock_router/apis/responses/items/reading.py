@@ -345,7 +345,7 @@ def _file_search(item: JsonObject) -> tuple[Any, Any, Any]:
     return None, {"queries": item.get("queries") or []}, item.get("results")
 
 
-# Readers that return a function's name (None: the item's type), its arguments and its output.
+# Readers of a function's name (None: the item's type), arguments and output.
 _HOSTED: Mapping[str, Callable[[JsonObject], tuple[Any, Any, Any]]] = {
     "mcp_call": _mcp,
     "code_interpreter_call": _code_interpreter,
