@@ -318,8 +318,7 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         "one",
     )
 
-    # This worker's index, and the file by which workers share fleet changes. The parent process
-    # sets both.
+    # This worker's index, and the file by which workers share fleet changes. The parent sets both.
     worker: int = 0
     changes_file: str = ""
 

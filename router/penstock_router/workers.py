@@ -300,7 +300,7 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
 
 def _stop_or_leave(stop: asyncio.Event) -> None:
     if stop.is_set():
-        # On a second signal, exit at once: a person waits at a terminal.
+        # On a second signal, exit: a person waits at a terminal.
         os._exit(1)
     stop.set()
 

@@ -129,7 +129,7 @@ class QueuePace:
     def seconds_until(self, places: int, now_s: float) -> float:
         age_s = max(1e-3, now_s - self._since_s)
         seen_s = _PACE_S * -math.expm1(-age_s / _PACE_S)
-        # Add 1, so that there is an estimate before any place became free.
+        # Add 1 for an estimate even before any place became free.
         return places * seen_s / (self._weight_at(now_s) + 1)
 
     def _weight_at(self, now_s: float) -> float:
