@@ -17,7 +17,7 @@ def main():  # type: () -> int
 
     quiet_grpc()
     try:
-        # Image processes import it later; check now.
+        # Image processes import Pillow later; check for it now.
         if importlib.util.find_spec("PIL") is None:
             raise ModuleNotFoundError(name="PIL")
         from penstock_router import workers

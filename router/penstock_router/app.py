@@ -75,7 +75,7 @@ from penstock_router.thread_pool import Threads
 
 logger = logging.getLogger(__name__)
 
-# The most thread tasks that belong to no request, such as loading models.
+# The maximum of thread tasks that belong to no request, such as loading models.
 _THREAD_WORK_OF_ITS_OWN = 64
 
 _TRACES = web.AppKey("traces", RequestTraces)
@@ -107,8 +107,8 @@ def build_app(
         client_max_size=config.max_body_bytes,
     )
     responses = _response_store(config, metrics)
-    # Room for admitted requests, for work that abandoned requests left running, and for the
-    # router's own work.
+    # `max_pending` has room for admitted requests, for work left running by abandoned requests, and
+    # for the router's own work.
     let_in = config.max_concurrent_requests + config.max_queued_requests
     max_pending = let_in + config.tokenizer_threads + _THREAD_WORK_OF_ITS_OWN
     threads = Threads(executor, max_pending, config.tokenizer_threads)
@@ -260,7 +260,7 @@ web_urldispatcher._default_expect_handler = _expect
 
 
 def error_of_http(reason: str) -> web.Response:
-    """Answer bytes that are not a request, in the usual error form."""
+    """Return the usual error response to bytes that are not an HTTP request."""
     error = BadRequest(f"not a request of HTTP/1.1: {reason}")
     response = json_response(ERRORS.body(error), status=ERRORS.status(error))
     response_headers.add(response.headers, uuid.uuid4().hex)
@@ -310,7 +310,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
         return response
     try:
         answer = await handler(request)
-        # Send here, so that the request counts until the answer is sent, and can still be refused.
+        # Send the answer here, so that the request counts as running until it is sent, and errors
+        # are handled below.
         await send(request, answer)
         return answer
     except web.HTTPException as error:
@@ -323,8 +324,8 @@ async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _refusal_of_head(request: web.Request) -> BadRequest | None:
-    """Return why to refuse a head that aiohttp accepts. A proxy may read the request's length
-    differently, which allows request smuggling.
+    """Return an error for a head whose length proxies may read differently, which allows request
+    smuggling. aiohttp accepts such heads.
     """
     version = request.version
     if version not in (HttpVersion10, HttpVersion11):
@@ -340,7 +341,6 @@ def _refusal_of_head(request: web.Request) -> BadRequest | None:
 
 
 def _from_http(error: web.HTTPException, request: web.Request) -> ApiError:
-    """Turn aiohttp's own errors into an `ApiError`."""
     where = f"{request.method} {request.path[:200]}"
     if isinstance(error, web.HTTPNotFound):
         return NotFound(f"no such route: {where}")

@@ -30,7 +30,7 @@ _MAX_PARTS = 2_000
 @dataclass(frozen=True, slots=True)
 class _Within:
     members: Mapping[str, Any]
-    # None: no schema.
+    # The schema of members that are not in `members`, or None.
     other_members: Any
     items: Any
 
@@ -46,8 +46,8 @@ _PLAIN = frozenset({"type", "title", "description", "default", "enum", "const"})
 
 
 class SchemaKinds:
-    """The types that schemas with one root allow, and the schemas within them. Each part is
-    examined only once.
+    """Finds the types that a schema within `root` allows, and the schemas of its members and items.
+    Each schema is examined only once.
     """
 
     def __init__(self, root: Schema) -> None:
@@ -57,8 +57,8 @@ class SchemaKinds:
         self._within: dict[int, tuple[Schema, _Within]] = {}
 
     def of_argument(self, name: str) -> Kinds:
-        """Return the types of a member of the root; string if the root does not describe the
-        member.
+        """Return the types of an argument, a member of the root schema; string if the schema does
+        not describe it.
         """
         return self.of(self.member(self._root, name)) or STRING
 
@@ -160,8 +160,8 @@ def _parts(schema: Any, root: Schema) -> Iterator[Schema]:
 def _held(
     part: Schema, root: Schema, is_whole: Callable[[Schema], bool] = lambda _: False
 ) -> list[Schema]:
-    """Return the schemas that `part` refers to and, unless `is_whole(part)`, those that it
-    combines.
+    """Return the schemas that `part` refers to. Unless `is_whole(part)`, also return the schemas
+    that it combines.
     """
     held = [_referred(part["$ref"], root)] if isinstance(part.get("$ref"), str) else []
     if not is_whole(part):

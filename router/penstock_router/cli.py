@@ -59,7 +59,9 @@ _PLACES = ("max_concurrent_requests", "max_concurrent_requests_per_key", "max_co
 
 
 def _check_shares(parser: OneLineParser, config: RouterConfig) -> None:
-    """Check that each worker gets a part of every bound, and no key's bound exceeds the total."""
+    """Check that each worker gets at least 1 of every shared bound, and that no key's bound exceeds
+    the total.
+    """
     for name in _PLACES:
         value = getattr(config, name)
         if value is not None and config.workers > value:

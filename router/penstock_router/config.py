@@ -45,7 +45,7 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         metavar="WHERE[,...]",
         gather=",".join,
     )
-    # None: use the API key.
+    # If None, `cli.py` sets it to `api_key`.
     shard_api_key: str | None = key(
         "PENSTOCK_SHARD_API_KEY",
         "key to send to shards (default: PENSTOCK_SHARD_API_KEY, or the API key)",
@@ -318,7 +318,7 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         "one",
     )
 
-    # This worker's index, and the file by which workers share fleet changes. Set by the parent.
+    # This worker's index, and the file by which workers share fleet changes. The parent sets both.
     worker: int = 0
     changes_file: str = ""
 

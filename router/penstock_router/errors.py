@@ -48,8 +48,8 @@ class ApiError(Exception):
     code: str | None = None
     # Whole seconds; None: retrying is useless.
     retry_after_s: int | None = None
-    # The unavailable model, as its shards name it. "" if the error has another cause, or if only
-    # the client knows the name.
+    # The unavailable model, by the name that shards use. "" if the error has another cause, or if
+    # the model is unknown here.
     model: str = ""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -84,7 +84,7 @@ class PreviousNotFound(BadRequest):
 class ContextExceeded(BadRequest):
     """The prompt, or the prompt and its answer's tokens, do not fit the model's context.
 
-    The message is OpenAI's; APIs with other messages use the numbers. `prompt_tokens` is the length
+    The message is OpenAI's; other APIs make theirs from the numbers. `prompt_tokens` is the length
     of the prompt. It is None if the prompt was too long to count (then `prompt_chars` is its
     length), or if the request asks to truncate it to more than the context.
     """
@@ -139,7 +139,7 @@ class NotFound(ApiError):
 
 
 class UnknownModel(NotFound):
-    """A model or adapter that no shard serves. APIs with other messages use its `name`."""
+    """A model or adapter that no shard serves. Other APIs put `name` in their own message."""
 
     def __init__(self, name: str) -> None:
         self.name = name[:200]
@@ -148,7 +148,7 @@ class UnknownModel(NotFound):
 
 
 class MethodNotAllowed(ApiError):
-    """The route exists, with other methods."""
+    """The route exists, but not with this method."""
 
     status = 405
     type = "MethodNotAllowedError"
@@ -172,7 +172,7 @@ class BodyTooLarge(ApiError):
 
 
 class TooManyRequests(ApiError):
-    """No room now."""
+    """No room for the request now."""
 
     status = 429
     type = "RateLimitError"
@@ -241,7 +241,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def _from_client(error: client_errors.PenstockError) -> ApiError:
-    """Use fixed texts, except for refusals, which shards word for the client."""
+    """Use a fixed text for each error, but keep a refusal's text, which shards write for users."""
     match error:
         case client_errors.RequestRefused():
             return BadRequest(str(error), param=error.field or None)

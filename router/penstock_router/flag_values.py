@@ -54,7 +54,7 @@ def networks(text: str) -> tuple[Network, ...]:
 
 
 def tool_call_parser(text: str) -> str:
-    """Accept hyphens too, because other servers use them."""
+    """Accept names with hyphens too, because other servers use them."""
     return one_of((AUTO, NONE, *FORMATS))(text.replace("-", "_"))
 
 

@@ -100,7 +100,7 @@ def model_of(shard: ShardState) -> str:
 
 
 def describe_shard(shard: ShardState) -> dict[str, Any]:
-    """Describe the shard for the API and the console. None: not known yet."""
+    """Describe the shard for the API and the console, with None for unknown values."""
     info, load = shard.info, shard.load
     return {
         "address": shard.address,

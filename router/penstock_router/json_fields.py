@@ -100,7 +100,7 @@ def label(name: str) -> Field:
 
 
 def renamed(name: str, of: Field) -> Field:
-    """Use another route's field under a new name; its value gets the original name."""
+    """Use another route's field under a new name; its value is stored under the original name."""
     return replace(of, name=name, stands_for=of.name)
 
 
@@ -120,7 +120,7 @@ def body_schema(fields: Table) -> JsonObject:
 
 # The key under which `read_fields` returns warnings.
 WARNINGS = "warnings"
-# A warning names at most `_NAMED_FIELDS` unknown fields, and none of a body with more than
+# A warning names at most `_NAMED_FIELDS` unknown fields, and none if the body has more than
 # `_MAX_SOUGHT` fields.
 _NAMED_FIELDS = 16
 _MAX_SOUGHT = 1024
@@ -128,8 +128,7 @@ _MAX_SOUGHT = 1024
 
 def read_fields(fields: Table, body: JsonObject) -> JsonObject:
     """Return the values of honoured fields by name, and warnings under `WARNINGS`. Raise
-    `BadRequest` for the first wrong field in the body's order; in a huge body, in the table's
-    order.
+    `BadRequest` for the first wrong field in the body or, if the body is huge, in the table.
     """
     values: JsonObject = {}
     warnings: list[str] = []
@@ -176,7 +175,7 @@ def _put(values: JsonObject, entry: Field, parsed: Any) -> None:
 
 
 def _name_unknown(body: JsonObject, fields: Table) -> list[str]:
-    """Return a warning that names the unknown fields with a value, if any."""
+    """Return a warning that names unknown fields which have a value, if any."""
     unknown = sorted(name for name in body.keys() - fields.keys() if body[name] is not None)
     if not unknown:
         return []
@@ -267,7 +266,7 @@ def integer(low: int, high: int) -> Kind:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise refusal(name, "an integer", value)
-        # Tests of vLLM's clients look for pydantic's name of the bound (in parentheses).
+        # Tests of vLLM's clients look for pydantic's name of the bound, in the parentheses.
         if value < low:
             raise refusal(name, f"at least {low} (greater_than_equal)", value)
         if value > high:
@@ -296,7 +295,7 @@ def number(low: float, high: float, *, above_low: bool = False, below_high: bool
 
 
 def within(allowed: Range) -> Kind:
-    """A number that a shard takes."""
+    """A number in the range that shards accept."""
     return number(allowed.low, allowed.high, above_low=allowed.above_low)
 
 

@@ -34,10 +34,11 @@ class Tool:
     parameters: dict[str, Any] | None = None
     # True if the schema is enforced even if tool calls are optional.
     strict: bool = False
-    # The tool as the chat template gets it. {}: a message shows the tool, or nothing does.
+    # The tool's definition for the chat template. Empty if a message shows the tool, or if nothing
+    # shows it.
     shown: dict[str, Any] = field(default_factory=dict)
-    # For a tool with one string argument that the model writes literally: the structural tag's
-    # format of that string.
+    # The structural tag's format for the tool's text, if the tool has one string argument that the
+    # model writes literally.
     text_format: dict[str, Any] | None = None
 
 
@@ -63,7 +64,7 @@ class ImageSource:
 
     url: str
     param: str
-    # True if the image is in a tool's result: the user did not choose the model for it.
+    # True if the image is in a tool's result. If the model takes no images, a text replaces it.
     in_result: bool = False
 
 
@@ -86,7 +87,7 @@ class Options:
     max_tokens_field: str = "max_tokens"
     # True: a `max_tokens` beyond the context is reduced. False: it is refused.
     bounds_max_tokens: bool = False
-    # The limit if `max_tokens` is None; None: up to the end of the context.
+    # The limit if `max_tokens` is None. If both are None, the answer may fill the context.
     default_max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -120,14 +121,15 @@ class Options:
     logprob_token_ids: tuple[int, ...] = ()
     echo: bool = False
     add_special_tokens: bool = True
-    # Truncate the prompt to this many tokens; -1: to as many as fit beside `max_tokens`.
+    # Truncate the prompt to this many tokens. -1 means as many as the context can hold besides
+    # `max_tokens`.
     truncate_prompt_tokens: int | None = None
     # The end to cut off: "left" or "right"; None: the tokenizer's default.
     truncation_side: str | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream: bool = False
-    # The fewest tokens in a streamed event, except the first and the last.
+    # The minimum of tokens in each streamed event except the first and the last.
     stream_interval: int = 1
     include_usage: bool = False
     continuous_usage: bool = False
@@ -136,7 +138,8 @@ class Options:
     seconds_between_tokens: float | None = None
     latency_sensitive: bool | None = None
     cache_salt: str = ""
-    # Images in the order of their places, and their sizes once they are loaded.
+    # `images` has the images in the order of their places. `image_sizes` is empty until they are
+    # loaded.
     images: tuple[ImageSource, ...] = ()
     image_sizes: ImageSizes = ()
     request_id: str | None = None
@@ -153,9 +156,9 @@ class Options:
     exact: bool = False
     session: str = ""
     shard: str = ""
-    # Retention of KV blocks after the end; None: the answer's end decides.
+    # The client's hint to retain KV blocks. None: no hint; the finish reason decides.
     retain: Retain | None = None
-    # Warnings about parts of the body without effect, for the answer's headers.
+    # Warnings, for the answer's headers, about parts of the body that have no effect.
     warnings: tuple[str, ...] = ()
 
     @property
@@ -198,7 +201,7 @@ class CompletionRequest(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(Options):
-    """Answers messages, which the model's chat template turns into a prompt."""
+    """Answers chat messages, which the model's chat template turns into a prompt."""
 
     messages: list[Message]
     add_generation_prompt: bool = True
@@ -207,7 +210,8 @@ class ChatRequest(Options):
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = NO_TOOLS
     parallel_tool_calls: bool = True
-    # True if reasoning is shown; and its most tokens (None: no bound).
+    # `include_reasoning`: true if reasoning is shown. `thinking_tokens`: the maximum of reasoning
+    # tokens; None: no bound.
     include_reasoning: bool = True
     thinking_tokens: int | None = None
     # If the model cannot bound its reasoning, true refuses the request, and false leaves it
@@ -228,7 +232,7 @@ class ChatRequest(Options):
             documents=None,
             # Names and argument types are needed to read calls.
             tools=tuple(Tool(tool.name, outline(tool.parameters)) for tool in self.tools),
-            # Keep the information whether there is a template.
+            # Keep the information that there is a template.
             chat_template=None if self.chat_template is None else "",
             template_kwargs={},
             bad_words=(),

@@ -65,7 +65,7 @@ class ServedModel:
 
     @property
     def fingerprint(self) -> str:
-        """The answer's system_fingerprint: equal for equal weights and version."""
+        """The answer's system_fingerprint, equal for equal weights and version."""
         adapter = f"-{self.adapter_hash[:12]}" if self.adapter else ""
         return f"penstock-{self.info.version}-{self.info.weights_hash[:12]}{adapter}"
 
@@ -75,13 +75,13 @@ class ServedModel:
 
     @property
     def adapter_hash(self) -> str:
-        """The hash of the adapter's content, at the shard of `info`."""
+        """The hash of the adapter's content, as reported by the shard of `info`."""
         return self.info.adapter_hash(self.adapter)
 
 
 def _notes_of(template: ChatTemplate) -> tuple[str, ...]:
-    """Return notes on what the template loses, with tools or without. This takes milliseconds: call
-    it in a thread.
+    """Return notes on what the template loses from requests with and without tools. This takes
+    milliseconds: call it in a thread.
     """
     found = (template.traits(with_tools=with_tools).notes for with_tools in (False, True))
     return tuple(dict.fromkeys(note for notes in found for note in notes))
@@ -130,13 +130,13 @@ class Models:
         self._aliases = dict(config.model_aliases)
         self._shard_wait_s = config.shard_wait_s
         self._on_held = on_held
-        # By model and tokenizer hash.
+        # Keys are models and tokenizer hashes.
         self._texts: dict[_Key, _Loading] = {}
         self._failed_at: dict[_Key, float] = {}
         # The model of each name and alias that was expected or ever served. Without shards, such a
         # model is unavailable, not unknown.
         self._names: dict[str, str] = {name: name for name in config.expected_models}
-        # Why each model does not load.
+        # The reason why each model cannot be loaded.
         self._troubles: dict[str, str] = {}
         self.started_at = int(time.time())
 
@@ -224,12 +224,11 @@ class Models:
 
     def info(self, name: str) -> ShardInfo:
         """Return the info of the model that a request names, directly or by an adapter. Raise
-        `NotFound` or `Unavailable`.
+        `NotFound` if it is unknown, `Unavailable` if nothing serves it.
         """
         return self._resolve(name)[0]
 
     def _resolve(self, name: str) -> tuple[ShardInfo, str]:
-        """Return the model that `name` means, and the adapter ("" for none)."""
         self._note_names()
         infos = self.infos()
         name = self._meant(name, infos)
@@ -255,8 +254,8 @@ class Models:
         return name if is_own else self._aliases.get(name or _DEFAULT, name)
 
     def _served(self, name: str, infos: Sequence[ShardInfo]) -> tuple[ShardInfo, str] | None:
-        """Find a model by its name or alias, or a model with the adapter `name`. Return the model
-        and the adapter ("" for none).
+        """Find the model with this name, alias or adapter. Return the model and the adapter ("" for
+        none).
         """
         for info in infos:
             if name == info.model:
@@ -276,8 +275,8 @@ class Models:
         self._names |= {info.model: info.model for info in infos}
 
     def _away(self, name: str) -> str:
-        """Return the unavailable model with this name, or with an adapter of this name at an absent
-        shard; "" if unknown.
+        """Return the unavailable model with this name, or whose absent shard has an adapter of this
+        name; "" if there is none.
         """
         if name in self._names or not name:
             return self._names.get(name, "")
@@ -383,7 +382,7 @@ class Models:
         conventions = conventions_of(template, *self._parsers)
         tokenizer = load_tokenizer(files)
         images = load_image_tokens(files, tokenizer)
-        # "none" means that the operator wants no format; a template without tools has a format.
+        # With "none", the operator wants no format. A template without tools has a format too.
         is_unknown = conventions.tool_format is None and self._parsers[0] == AUTO
         notes = () if template is None else _notes_of(template)
         notes = (_UNKNOWN_CALLS, *notes) if is_unknown else notes
@@ -415,8 +414,8 @@ class Models:
             self._troubles.pop(info.model, None)
 
     def _forget_replaced(self) -> None:
-        """Drop texts of models that now have another tokenizer. Keep texts of an absent model,
-        which usually returns with the same tokenizer.
+        """Drop the tokenizers and templates of models that now have another tokenizer. Keep those
+        of an absent model, which usually returns with the same tokenizer.
         """
         infos = [shard.info for shard in self._fleet.shards if shard.info is not None]
         used = {(info.model, info.tokenizer_hash) for info in infos}

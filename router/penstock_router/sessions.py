@@ -1,7 +1,7 @@
 """Finds a request's session by the names that clients give it.
 
-Header names as seen in November 2026 in Claude Code 2.1, Codex (a thread is one agent of a session;
-with underscores before 2026-06), vLLM 0.32, Dynamo 1.6 and opencode.
+The header names were seen in November 2026 in Claude Code 2.1, Codex (where a thread is one agent
+of a session, and names had underscores before 2026-06), vLLM 0.32, Dynamo 1.6 and opencode.
 """
 
 from __future__ import annotations
@@ -59,5 +59,5 @@ def session_of_metadata(name: str, metadata: Any) -> str:
 
 
 def _is_usable(session: str | None) -> bool:
-    """True if the name can be shown: header bytes that are not UTF-8 cannot."""
+    """True if the session can be shown: header bytes that are not UTF-8 cannot be."""
     return session is not None and 0 < len(session) <= MAX_SESSION_CHARS and session.isprintable()

@@ -1,7 +1,7 @@
 """Runs work that is too long for the event loop and releases the GIL, in a few threads.
 
 The queue of clients' work is bounded: more work is refused immediately. One client occupies at most
-as many places as there are threads. Its other work waits, and other clients are next.
+as many places as there are threads. Its other work waits, behind other clients' work.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _Result = TypeVar("_Result")
 
 class Threads:
     def __init__(self, executor: Executor, max_pending: int, num_threads: int = 1) -> None:
-        """Use an executor of the caller with `num_threads`. `max_pending` bounds running and
-        waiting work together.
+        """Use the caller's `executor`, which has `num_threads`. At most `max_pending` pieces of
+        work may run or wait.
         """
         self._executor = executor
         self._num_threads = num_threads
         self._max_pending = max_pending
         self._num_pending = 0
-        # By client, while the client's work runs or waits.
+        # The semaphore of each client whose work runs or waits.
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def run(self, work: Callable[[], _Result], client: str = "") -> _Result:
         """Return or raise what `work` does; raise `TooManyRequests` if too much work waits.
-        `client` owns the work; "": the router.
+        `client` owns the work; "" stands for the router.
         """
         if self._num_pending >= self._max_pending:
             raise TooManyRequests(
@@ -46,7 +46,7 @@ class Threads:
             await turn.acquire()
             scope.callback(turn.release)
             done = asyncio.wrap_future(self._executor.submit(work))
-            # Released when the work is done, even if its caller was cancelled.
+            # Release the client's turn when the work is done, even if its caller was cancelled.
             kept = scope.pop_all()
             done.add_done_callback(lambda _: kept.close())
         try:

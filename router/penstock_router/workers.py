@@ -3,7 +3,7 @@
 The port is bound first: if it is in use, the process exits immediately with one line. With several
 workers, the parent checks that the port is free (another router that shared it would get half of
 the requests), keeps it reserved and serves nothing itself. Only the parent handles signals: a
-terminal signals the whole process group, so a forwarded signal would be a worker's second.
+terminal signals the whole process group, so a worker would get a forwarded signal twice.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ _MAX_FAILED_STARTS = 3
 _READY_S = 20.0
 _READY_POLL_S = 0.05
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# A full garbage collection runs only after this many of the middle generation, each of which runs
-# after about 7,000 new objects.
+# A full garbage collection runs only after this many collections of the middle generation, each of
+# which runs after about 7,000 new objects.
 _COLLECT_ALL_AFTER = 1000
 # Time after the shutdown timeout in which requests may still write their last events.
 _LAST_WORDS_S = 3.0
-# Additional time until a worker is killed.
+# Time after `_LAST_WORDS_S` until a worker is killed.
 _GRACE_S = 5.0
 
 
@@ -170,7 +170,7 @@ async def serve(
 ) -> int:
     """Serve on `listener` until a signal, or until `lifeline` closes.
 
-    If this is not the `first` worker, listen when both can serve, or after `_READY_S`. Then call
+    A worker that is not `first` listens when both can serve, or after `_READY_S`. Then call
     `on_serving`.
     """
     # Imported late: at import, metrics check whether this process is a worker, and the parent needs
@@ -300,7 +300,7 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
 
 def _stop_or_leave(stop: asyncio.Event) -> None:
     if stop.is_set():
-        # A second signal: a person waits at a terminal.
+        # On a second signal, exit: a person waits at a terminal.
         os._exit(1)
     stop.set()
 
@@ -409,8 +409,8 @@ class _Parent:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._context = multiprocessing.get_context("spawn")
-        # Workers hold one end. They stop when the other one closes, also by the end of this
-        # process.
+        # Workers hold one end of this pipe. They stop when the parent's end closes, which also
+        # happens if the parent dies.
         self._lifeline, self._lifeline_end = self._context.Pipe(duplex=False)
         self._wake, self._wake_end = os.pipe()
         self._signals = 0
@@ -425,7 +425,8 @@ class _Parent:
     def run(self) -> int:
         for number in _SIGNALS:
             signal.signal(number, self._on_signal)
-        # Start it now: if it started with the first worker, it would unblock the signals.
+        # Start the tracker before any worker: its start unblocks signals, which must be blocked
+        # while a worker starts.
         resource_tracker.ensure_running()
         workers: dict[int, SpawnProcess] = {}
         hopeful = self._start_all(workers)
@@ -478,7 +479,7 @@ class _Parent:
         return worker
 
     def _restart_dead(self, workers: dict[int, SpawnProcess]) -> bool:
-        """Restart ended workers. Return false if that cannot help; set `_reason` unless a worker
+        """Restart ended workers. Return false if this cannot help; set `_reason`, unless a worker
         has logged it.
         """
         from prometheus_client import multiprocess

@@ -129,7 +129,7 @@ class QueuePace:
     def seconds_until(self, places: int, now_s: float) -> float:
         age_s = max(1e-3, now_s - self._since_s)
         seen_s = _PACE_S * -math.expm1(-age_s / _PACE_S)
-        # Add 1 for an estimate before any place became free.
+        # Add 1 for an estimate even before any place became free.
         return places * seen_s / (self._weight_at(now_s) + 1)
 
     def _weight_at(self, now_s: float) -> float:
@@ -138,7 +138,9 @@ class QueuePace:
 
 @dataclass(eq=False, slots=True)
 class _Account(Share):
-    """Sequences, and prompt tokens that wait for places, of a key or of all keys together."""
+    """The sequences of a key or of all keys together, and the prompt tokens of those that wait for
+    places.
+    """
 
     key: str = ""
     # True if the key has bounds of its own.
@@ -175,7 +177,7 @@ class Ticket(Waiting):
         self.account = account
         self.limit = limit
         self.state: Literal["preparing", "waiting", "in flight", "gone"] = "preparing"
-        # Used while the ticket waits; `placed` is set when it gets its places.
+        # The prompt's tokens, while the ticket waits. `placed` is done when it gets its places.
         self.prompt_tokens = 0
         self.placed: asyncio.Future[None] | None = None
 
@@ -185,7 +187,7 @@ class Ticket(Waiting):
         return self.state == "waiting"
 
     def queued_amount(self, amount: _Amount) -> int:
-        """Return how many of the queue's sequences or tokens are this request's."""
+        """Return how many of the queued sequences or tokens belong to this request."""
         return self.places if amount == "queued" else self.prompt_tokens
 
     async def start(self, prompt_tokens: int, max_output_tokens: int = 0) -> None:
@@ -202,8 +204,8 @@ class Ticket(Waiting):
 
 
 def _latest(account: _Account, amount: _Amount, excess: int) -> list[Ticket]:
-    """Return the account's latest queued requests that together hold at least `excess` of the
-    amount.
+    """Return the account's latest queued requests that together hold at least `excess` sequences or
+    tokens.
     """
     found: list[Ticket] = []
     for ticket in reversed(account.tickets):
@@ -235,17 +237,17 @@ class Admission:
 
     @property
     def in_flight(self) -> int:
-        """Sequences that have places."""
+        """The number of sequences that have places."""
         return self._all.in_flight
 
     @property
     def queued(self) -> int:
-        """Sequences that are being prepared or wait for places."""
+        """The number of sequences that are being prepared or wait for places."""
         return self._all.queued
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens of the prompts that wait for places."""
+        """The number of tokens in prompts that wait for places."""
         return self._all.queued_tokens
 
     @property
@@ -379,8 +381,8 @@ class Admission:
     def _make_room(
         self, account: _Account, amount: _Amount, excess: int, *, wanted: int = 0
     ) -> bool:
-        """Refuse the latest queued requests of the key with the most sequences here, if that key
-        keeps at least as many sequences as this key will have.
+        """Refuse the latest queued requests of the key with the most sequences. Return false,
+        refusing none, if that key would then have fewer than this key.
         """
         others = [each for each in self._accounts.values() if getattr(each, amount) >= excess]
         most = max(others, key=lambda each: each.sequences, default=account)

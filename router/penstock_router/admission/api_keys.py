@@ -67,8 +67,8 @@ class Keys:
         self._seen: tuple[int, ...] = ()
         self._is_refused = False
         if self._path is not None:
-            # `cli.py` refuses to start with a bad file. If the file became bad since, none of its
-            # keys is accepted.
+            # `cli.py` refuses to start with a bad file. If the file has become bad since then, none
+            # of its keys is accepted.
             self._take(*self._look(self._path))
 
     @property
@@ -96,8 +96,8 @@ class Keys:
             self._take(*await asyncio.to_thread(self._look, self._path))
 
     def _look(self, path: str) -> tuple[tuple[int, ...], Sequence[KeyEntry] | str | None]:
-        """Return the result of `stat`, and the file's keys, an error text, or None if it is
-        unchanged.
+        """Return the result of `stat`, and the file's keys. Instead of keys, return an error text,
+        or None if unchanged.
         """
         try:
             found = os.stat(path)
@@ -155,5 +155,5 @@ def _keys_of_flags(config: RouterConfig) -> dict[bytes, Key]:
         for name, key, is_admin in given
         if key is not None
     ]
-    # The later entry wins: a key given as both is an admin's.
+    # The later entry wins: a key given as both API key and admin key is an admin's.
     return {key.digest: key for key in keys}

@@ -7,8 +7,8 @@ many places, and the requests of one key, are served in order of arrival. A requ
 several places keeps its turn until they are free: smaller requests never overtake it. A key at its
 own bound is passed over.
 
-A choice costs a few microseconds, however many keys wait. Shards apply priorities, to sequences in
-flight.
+A choice costs a few microseconds, however many keys wait. Priorities play no role here: shards
+apply them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Waiting:
     number: int = 0
 
 
-# A share's places in flight at the push, its first request's number, and that request.
+# The share's places in flight when the entry was pushed, the number of its first request, and that
+# request.
 _Entry = tuple[int, int, Waiting]
 
 
@@ -85,8 +86,8 @@ class FairQueue:
             self._tidy_at = max(_FEW_ENTRIES, 2 * len(self._heap))
 
     def first(self) -> Waiting | None:
-        """Return the request whose turn it is, the same until it is removed; None if no key may get
-        places.
+        """Return the request whose turn it is; None if no key may get places. The turn stays with
+        this request until it is removed.
         """
         while self._turn is None and self._heap:
             entry = heapq.heappop(self._heap)

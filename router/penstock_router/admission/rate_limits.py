@@ -96,18 +96,21 @@ class Charge:
     def __init__(self, rates: Rates | None, metrics: Metrics) -> None:
         self._rates = rates
         self._metrics = metrics
-        # Tokens taken from the bucket, and prompt tokens once they count as used.
+        # `_taken`: tokens taken from the bucket. `_prompt_tokens`: the prompt's tokens, once they
+        # count as used.
         self._taken = 0
         self._prompt_tokens = 0
         self._record: RequestRecord | None = None
 
     def take_request(self) -> None:
-        """Take one request on arrival. Raises `TooManyRequests`."""
+        """Count one request on arrival. Raises `TooManyRequests` if the bucket is empty."""
         if self._rates is not None and self._rates.requests is not None:
             self._take(self._rates.requests, 1, "requests")
 
     def take_tokens(self, prompt_tokens: int, max_output_tokens: int) -> None:
-        """Take the request's tokens before it waits for places. Raises `TooManyRequests`."""
+        """Take the request's tokens before it waits for places. Raises `TooManyRequests` if too few
+        are left.
+        """
         if self._rates is None or self._rates.tokens is None:
             return
         bucket = self._rates.tokens

@@ -35,8 +35,8 @@ class SharedBudget:
         return Holding(self, client)
 
     def allows(self, client: str, more: int, own: int = 0) -> bool:
-        """Tell whether a client's holding may grow by `more` from `own`. A client's only holding
-        may take all that is free. The only holding of all clients may take any amount.
+        """Tell whether a holding may grow by `more` from `own`. A client's only holding may take
+        all that is free. If no other holding exists, it may take any amount.
         """
         if self.held == own:
             return True

@@ -22,7 +22,7 @@ LONG_S = 1.0
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """A place taken by work, in the turn of `client`."""
+    """A place where work runs, in the turn of `client`."""
 
     client: str
     began_s: float
@@ -39,8 +39,8 @@ class _Wish:
 
 
 class Turns:
-    """A number of places. Each place with long work adds one, up to `spare`, for clients without
-    long work, so that a very long task does not delay them.
+    """A number of places. While work in a place takes long, there is one more, up to `spare`, for
+    clients without long work, so that a very long task does not delay them.
     """
 
     def __init__(self, places: int, spare: int = 0) -> None:
@@ -64,8 +64,8 @@ class Turns:
         return len(self._waiting)
 
     async def take(self, clients: Collection[str], order: Any = 0) -> Place:
-        """Get a place in the turn of any of `clients`, which is read when places become free. The
-        place must be given back. Raises the error passed to `stop`.
+        """Wait for a place in the turn of any of `clients`, which may change meanwhile. Give the
+        place back later. Raises the error passed to `stop`.
         """
         if self._refusal is not None:
             raise self._refusal()
@@ -126,7 +126,9 @@ class Turns:
         return None if first is None else first[1:]
 
     def _note_present(self) -> None:
-        """Start new clients at the present spent time, and forget idle clients without debt."""
+        """Start new clients at `_now_s`, and forget idle clients that have not spent more than
+        that.
+        """
         spent_s = self._spent_s
         present = {client for wish in self._waiting.values() for client in wish.clients}
         present.update(place.client for place in self._working)

@@ -26,7 +26,7 @@ from penstock_router.text.prompts import TextModel, prepare_prompts
 INVALID_JSON = "INVALID_JSON"
 AnyRequest = TypeVar("AnyRequest", bound=Options)
 
-# penstock's own field, of /v1/embeddings and all routes that generate.
+# penstock's own field, on /v1/embeddings and all routes that generate tokens.
 TIMEOUT = Field(
     "timeout",
     number(MIN_TIMEOUT_S, MAX_TIMEOUT_S),
@@ -103,11 +103,11 @@ class ErrorForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyKind:
-    """Parses a body, then works on its text: in any process, as `offload/dispatch.py` chooses. In
-    between, the router finds the model and everything else that the body refers to.
+    """Parses bodies of one kind and does their text work, in the process that `offload/dispatch.py`
+    chooses. In between, the router finds the model and everything else that a body refers to.
     """
 
-    # Name in messages to other processes.
+    # The kind's name in messages to other processes.
     name: str
     # Result of `parse`: a dataclass with `model`, `brings_template`, `without_text`.
     request_type: type[Any]
@@ -145,7 +145,7 @@ class Api(BodyKind, Generic[AnyRequest]):
     make_shape: Callable[[Job, Envelope], Shape]
     # (request id, whether the client chose it) -> answer id.
     name_answer: Callable[[str, bool], str]
-    # TypedDicts or None.
+    # Types of an answer and an event: TypedDicts or None.
     answer: Any
     event: Any
     framing: Framing = EVENTS

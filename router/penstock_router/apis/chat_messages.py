@@ -1,4 +1,4 @@
-"""Turns messages of a chat, in OpenAI's form, into the form that chat templates expect.
+"""Converts messages of a chat, in OpenAI's form, into the form that chat templates expect.
 
 That form has no nulls and no empty lists of calls, and arguments of calls are objects.
 `text/template_fit` makes further changes for a model's own template.
@@ -154,7 +154,9 @@ def _with_thoughts(name: str, message: JsonObject) -> JsonObject:
 
 
 def _thought(name: str, part: JsonObject) -> str:
-    """Read a reasoning part, under its type's name or `text`. Mistral sends parts."""
+    """Read a reasoning part. Its text or, from Mistral, its parts are under `text` or the type's
+    name.
+    """
     kind = part["type"]
     if kind == "redacted_thinking":
         return ""
@@ -193,7 +195,7 @@ def read_parts(
 
 
 def _type_of_part(part: JsonObject) -> object:
-    """The keys tell the type if a client of vLLM omits it."""
+    """Return the type. If a vLLM client omits it, the keys tell it."""
     kind = part.get("type")
     if kind is not None:
         return kind
@@ -201,7 +203,9 @@ def _type_of_part(part: JsonObject) -> object:
 
 
 def joined(parts: list[Part]) -> Content:
-    """Turn at most one text part into a string. The chat template joins several parts."""
+    """Turn at most one text part into a string. Leave several parts to the chat template, which
+    joins them.
+    """
     if len(parts) > 1 or any(part["type"] == "image" for part in parts):
         return parts
     return "".join(part["text"] for part in parts)

@@ -36,7 +36,7 @@ MAX_INPUTS = 2048
 NORMALIZE = Field(
     "normalize", BOOLEAN, "Scale vectors to length 1, once they are cut; default true."
 )
-# Fields that would change the vectors, by other inputs or by text around the inputs.
+# Fields that would change the vectors, for example by other inputs or added text.
 _NOT_SERVED = (
     *(not_served(name, ANYTHING) for name in ("messages", "input_type", "prompt_name", "task")),
     *(not_served(name, ANYTHING) for name in ("mm_processor_kwargs", "cache_salt")),

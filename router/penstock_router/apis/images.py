@@ -15,10 +15,10 @@ from penstock_router.json_fields import STRING, JsonObject, read_object, shorten
 from penstock_router.request import ImageSource, Message
 from penstock_router.text.contents import Part
 
-# Without effect: an image's token count depends only on its size.
+# The detail has no effect: an image's token count depends only on its size.
 _DETAILS = ("auto", "low", "high", "original")
 _MEDIA_TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
-# TGI's images in texts: a Markdown link without words, around the URL.
+# TGI marks an image in a text by a Markdown link without words.
 _LINK_BEGIN, _LINK_END = "![](", ")"
 
 
@@ -82,7 +82,9 @@ def data_part(name: str, data: Any) -> Part:
 
 
 def split_markdown(name: str, text: str) -> tuple[list[str], tuple[ImageSource, ...]]:
-    """Split TGI's inputs into texts and the images between them: one text without images."""
+    """Split TGI's inputs into texts and the images between them. Without images, the result is one
+    text.
+    """
     texts: list[str] = []
     urls: list[str] = []
     at = 0

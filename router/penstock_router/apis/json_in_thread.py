@@ -15,7 +15,7 @@ _encode = msgspec.json.encode
 
 # Encoding a piece takes some tens of microseconds.
 PIECE_BYTES = 64 * 1024
-# Items of a list in a piece: numbers, or objects that describe a token.
+# The number of a list's items in one piece. Items are numbers, or objects that describe a token.
 _PIECE_ITEMS = 256
 # Sleep after this many bytes, so that the event loop gets the lock. After a sleep of 0 s this
 # thread would often win it back.
@@ -41,7 +41,9 @@ def join(pieces: Iterable[bytes]) -> bytes:
 
 
 def json_pieces(value: object) -> Iterator[bytes]:
-    """Yield the JSON of a value of JSON's types, with strings as keys, and `Raw`."""
+    """Yield a value's JSON in pieces. The value consists of `Raw` and of JSON's types, with strings
+    as keys.
+    """
     if isinstance(value, dict):
         yield from _frame(b"{", (_member(*member) for member in value.items()), b"}")
     elif isinstance(value, msgspec.Raw):

@@ -183,8 +183,8 @@ def chat_logprobs(
 def prompt_logprobs(
     tokenizer: Tokenizer, token_ids: Sequence[int], columns: Logprobs | None, top_n: int
 ) -> list[msgspec.Raw | None]:
-    """Render the `PromptLogprob`s of each prompt token, by token id: its own, and the `top_n`
-    likeliest there. The first token has None.
+    """Render, for each prompt token, the `PromptLogprob`s of the token and of the `top_n` likeliest
+    tokens in its place, by token id. The first token has None.
     """
     parts = _tables(tokenizer, False).prompt_parts
     rows: list[msgspec.Raw | None] = [None]

@@ -295,7 +295,7 @@ def wish_of_outputs(name: str, value: Any) -> Wish | None:
     if wish is not None and given.get("disable_additional_properties"):
         wish = _closed(f"{name}.disable_additional_properties", wish)
     writing = _read_writing(name, given)
-    # vLLM's clients always send false.
+    # vLLM's clients always send `disable_any_whitespace` false, so false contradicts nothing.
     if wish is None or writing is None or (writing[1] is _FLEXIBLE and not _leaves_writing(wish)):
         return wish
     return _add_writing(*writing, wish)

@@ -92,7 +92,7 @@ TOKENIZER_INFO_QUERY = table([_MODEL])
 class TokensRequest:
     model: str
     values: JsonObject
-    # As in requests that generate.
+    # The same fields as in requests that generate.
     images: tuple[ImageSource, ...] = ()
     image_sizes: ImageSizes = ()
 

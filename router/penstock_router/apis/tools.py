@@ -28,7 +28,7 @@ from penstock_router.json_fields import (
 )
 from penstock_router.request import ChatRequest, Tool, ToolChoice
 
-# Reading more tools would take too long. The bound of a body's bytes bounds tools too.
+# Reading more tools would take too long. A body's maximum of bytes bounds tools too.
 MAX_TOOLS = 16_384
 # The Model Context Protocol's rule for tool names, which includes OpenAI's.
 MAX_NAME_CHARS = 128
@@ -132,7 +132,7 @@ class ParsedToolChoice:
     parallel: bool | None = None
 
 
-# The last word is Mistral's.
+# The last word, "any", is Mistral's.
 _MODES: Mapping[str, ToolChoice] = {
     "none": ToolChoice("none"),
     "auto": ToolChoice("auto"),
@@ -159,7 +159,7 @@ def _chat_choice(name: str, value: Any) -> ParsedToolChoice:
 
 
 def _function_name(where: str, entry: JsonObject) -> str:
-    """Read a function's name, nested as in chats, or flat as in Responses."""
+    """Read a function's name: nested as in chats, or flat."""
     if "function" not in entry and "name" in entry:
         return read_name(f"{where}.name", entry["name"])
     function = read_object(f"{where}.function", entry.get("function"))
@@ -177,8 +177,8 @@ def _read_allowed(name: str, value: JsonObject) -> ParsedToolChoice:
 def read_allowed(
     name: str, value: JsonObject
 ) -> tuple[Literal["auto", "required"], dict[str, JsonObject]]:
-    """Read a choice among allowed tools: its mode, and the entries that name tools, by place. They
-    are nested under "allowed_tools" as in chats, or flat as in Responses.
+    """Read a choice among allowed tools: its mode and, by their place in the body, the entries that
+    name tools. They are nested under "allowed_tools" as in chats, or flat as in Responses.
     """
     key = "allowed_tools"
     held = value
@@ -328,7 +328,7 @@ def allowed_schemas(tool: JsonObject) -> list[JsonObject]:
     ]
 
 
-# Chats: {"type": "function", "function": {"name": ...}}.
+# The form in chats: {"type": "function", "function": {"name": ...}}.
 TOOLS = Kind(_read_tools, array_form({"anyOf": [CHAT_TOOL, *_FLAT_TOOLS]}))
 CHOICE = Kind(
     _chat_choice,

@@ -16,7 +16,7 @@ from penstock_router.errors import BadRequest
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """A float format of 16 or 8 bits, as IEEE 754 except for the meaning of the largest codes."""
+    """A float format of 16 or 8 bits: IEEE 754, except for the meaning of the largest codes."""
 
     exponent_bits: int
     fraction_bits: int
@@ -51,8 +51,8 @@ def encode(vector: Sequence[float], dtype: str, endianness: str) -> bytes:
 
 
 def _codes(vector: Sequence[float], dtype: str) -> array[int]:
-    """Round to the nearest numbers of a dtype; of two equally near, to the one whose last bit
-    is 0.
+    """Round each number to the nearest number of the dtype. If two are equally near, take the one
+    whose last bit is 0.
     """
     coded, sizes = _FORMATS[dtype], list(map(abs, vector))
     bound = coded.value(coded.largest)

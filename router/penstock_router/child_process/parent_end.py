@@ -17,7 +17,7 @@ from penstock_router.child_process.framing import HEADER, PIECE_BYTES
 class ChildProcess:
     def __init__(self, module: str, *arguments: str) -> None:
         """Start `python -m MODULE FD ARGUMENTS`. The child ends whenever this process ends. Raise
-        `OSError`.
+        `OSError` if it cannot start.
         """
         # The child imports from the same paths as this process, not from its working directory.
         environment = {**child_environment(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -31,7 +31,7 @@ _LOOK_EVERY_S = 0.25
 _TELL_EVERY_S = 1.0
 # A watcher this far behind is disconnected. It reconnects and gets the whole state again.
 _MAX_FRAMES_BEHIND = 16
-# The most running requests (the oldest) and ended requests shown.
+# At most this many running requests (the oldest) and ended requests are shown.
 _MAX_RUNNING = 200
 _MAX_ENDED = 200
 # A shard's rates are computed over this many polls: about a second.
@@ -64,7 +64,7 @@ class Console:
         self._task: asyncio.Task[None] | None = None
         self._ended: deque[RequestRecord] = deque(maxlen=_MAX_ENDED)
         self._ended_unsaid: deque[RequestRecord] = deque(maxlen=_MAX_ENDED)
-        # At the last poll: what was sent about the fleet, and each request's progress.
+        # The state at the last poll: what was sent about the fleet, and each request's progress.
         self._last_fleet: dict[str, Any] = {}
         self._last_told_s = 0.0
         self._progress: dict[RequestRecord, tuple[object, ...]] = {}
@@ -73,7 +73,7 @@ class Console:
     @contextmanager
     def watched(self) -> Iterator[Frames]:
         """Yield a queue of frames that begins with the present state; None ends the queue. Raise
-        `TooManyRequests`.
+        `TooManyRequests` for too many watchers.
         """
         if len(self._watchers) >= MAX_WATCHERS:
             raise TooManyRequests(f"the console has {MAX_WATCHERS} watchers, which is all it takes")
@@ -291,7 +291,6 @@ def _put(frames: Frames, frame: bytes) -> None:
 
 
 def _end(frames: Frames) -> None:
-    """End a queue and drop its frames."""
     while not frames.empty():
         frames.get_nowait()
     frames.put_nowait(None)

@@ -1,7 +1,7 @@
 """Messages between a router and its process that decodes images.
 
-To the process: the length of an encoded image, and the image. Back: a message, and after `Decoded`
-the rows and their digest.
+The router sends the length of an image, and the image. The process returns a message, and after
+`Decoded` the rows and their digest.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ MAX_DECODE_S = 10.0
 
 
 class Decoded(msgspec.Struct, tag=True, frozen=True):
-    """Followed by rows of `width` pixels, top to bottom, three bytes a pixel, and the digest."""
+    """The size of a decoded image. Its rows follow, top to bottom, three bytes a pixel, and then
+    the digest.
+    """
 
     width: int
     height: int
@@ -24,7 +26,7 @@ class Decoded(msgspec.Struct, tag=True, frozen=True):
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """The reason why an image is not decoded, in our words."""
+    """The reason why an image is not decoded, in our words, not Pillow's."""
 
     reason: str
 

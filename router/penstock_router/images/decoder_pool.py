@@ -1,4 +1,4 @@
-"""Processes that decode images: started with the first image, one image at a time each.
+"""Processes that start with the first image, and decode one image at a time each.
 
 An image that ends its process, or takes too long, is refused; the next one gets a new process.
 """
@@ -48,7 +48,7 @@ class DecoderPool:
         self._work: set[asyncio.Task[Pixels]] = set()
 
     async def decode(self, encoded: Pieces) -> Pixels:
-        """Decode an image. Raises `ImageRefused`, `TooManyRequests` after too long, and
+        """Decode an image. Raises `ImageRefused`, `TooManyRequests` if decoding takes too long, and
         `Unavailable` if no process starts. If cancelled, still waits for the image: that is faster
         than a new process.
         """

@@ -29,8 +29,8 @@ from penstock_router.images.pixels import decode, format_of, set_limits, strips
 
 logger = logging.getLogger("penstock.images")
 
-# Address space: bytes for Python and Pillow, most bytes per pixel (an animated WebP image: two
-# canvases, a frame, its copy, two images), and copies of the encoded image.
+# The limit of address space: bytes for Python and Pillow, bytes per pixel (most for an animated
+# WebP image: two canvases, a frame, its copy, two images), and copies of the encoded image.
 _BASE_BYTES = 384 * 1024 * 1024
 _BYTES_A_PIXEL = 24
 _ENCODED_COPIES = 4

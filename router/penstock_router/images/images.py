@@ -1,6 +1,6 @@
 """Makes an `Image` from a URL or base64 text, and pixels from an `Image`.
 
-The hash of its encoded bytes identifies a repeated image, which is not decoded again. Encoded
+A repeated image is recognized by the hash of its encoded bytes, and not decoded again. Encoded
 images and pixels are charged to the client that caused them, in a shared budget: each client may
 hold at most as much as is still free. Images that are only cached are dropped if memory is needed.
 """
@@ -51,20 +51,20 @@ class Images:
         metrics: Metrics,
         resolver: AbstractResolver | None = None,
     ) -> None:
-        """The first image starts a process. The default `resolver` of hosts' names is the
-        machine's.
+        """Start no process before the first image. By default, the machine's `resolver` resolves
+        host names.
         """
         self._config = config
         self._threads = threads
         self._metrics = metrics
         self._fetcher = Fetcher(config, resolver)
         self._decoders = DecoderPool(config)
-        # Taken by work on the event loop.
+        # Held while base64 text is decoded on the event loop.
         self._turn = asyncio.Lock()
         self._memory = SharedBudget(_MEMORY_BYTES, metrics.image_held_bytes)
-        # By SHA-256 of the encoded bytes.
+        # Images by the SHA-256 of their encoded bytes.
         self._images = Kept[Image](_KEPT_IMAGES_BYTES)
-        # By an image's digest.
+        # Pixels by the image's digest.
         self._pixels = Kept[mmap](_KEPT_PIXELS_BYTES)
         # Images to decode, by SHA-256 of the encoded bytes or by digest.
         self._line = Line(config.image_processes, "decoded")

@@ -72,7 +72,7 @@ class Line:
             except TooManyRequests:
                 if job.client in (None, client):
                     raise
-                # The refusal is for the other client; this client tries in its own turn.
+                # The job was refused in another client's turn. Try again in this client's own turn.
                 self._end(name, job)
             finally:
                 # Break a cycle: an error refers to this frame, and the job's task to the error.

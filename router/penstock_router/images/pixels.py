@@ -28,7 +28,7 @@ _FORMATS: tuple[tuple[bytes, str, _Open], ...] = (
     (b"GIF89a", "GIF", GifImagePlugin.GifImageFile),
     (b"RIFF", "WebP", WebPImagePlugin.WebPImageFile),
 )
-# Transpositions for EXIF's orientations; orientation 1 needs none.
+# EXIF's orientation tag, and a transposition for each orientation except 1.
 _ORIENTATION = 0x0112
 _TURNS = {
     2: Transpose.FLIP_LEFT_RIGHT,
@@ -134,5 +134,5 @@ def _to_rgb(image: Image) -> Image:
         white = PIL.Image.new("RGB", image.size, (255, 255, 255))
         white.paste(layer, mask=layer.getchannel("A"))
         return white
-    # Pillow would copy an image that is already in this mode.
+    # `convert` would copy an image that is already in this mode.
     return image if image.mode == "RGB" else image.convert("RGB")

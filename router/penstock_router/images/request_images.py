@@ -15,7 +15,9 @@ from penstock_router.request import ImageSource
 async def load_images(
     images: Images, sources: Sequence[ImageSource], client: str, max_images: int
 ) -> LoadedImages:
-    """Load all; raises the first error of `load`, and `ImageUnusable` for too many."""
+    """Load all images. Raises the first error of `load`, and `ImageUnusable` if there are too many
+    images.
+    """
     if not sources:
         return NO_IMAGES
     if len(sources) > max_images:

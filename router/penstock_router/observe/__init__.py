@@ -1,1 +1,1 @@
-"""Metrics, logs and traces. They decide nothing."""
+"""Metrics, logs and traces. The router makes no decisions by them."""

@@ -1,5 +1,5 @@
 """Shows the load of a model's shards in an answer header, with vLLM's names. Gateways choose a
-server by it (ORCA).
+server by this header (ORCA).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from penstock_router.fleet import ShardState
 
-# The request's header, which names a form; and the answer's header.
+# The request's header that names the form, and the answer's header.
 ASKED = "endpoint-load-metrics-format"
 ANSWERED = "endpoint-load-metrics"
 

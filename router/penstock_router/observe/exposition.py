@@ -1,8 +1,8 @@
 """Writes all metrics in Prometheus's text format, blocking the event loop for less than 1 ms.
 
-With several workers, a thread reads their files. This takes about 10 ms of Python; each time that
-the event loop has waited for sockets, it may wait 5 ms more for the GIL. So files are read no more
-often than workers write them.
+With several workers, a thread reads their files. The thread runs Python for about 10 ms, while the
+event loop may wait 5 ms for the GIL after each wait for sockets. So files are read no more often
+than workers write them.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Exposition:
         names: Sequence[str] = (),
         usage: KeyUsage | None = None,
     ) -> None:
-        """Combine this process's own `metrics`, `others` that belong to no process, and the `usage`
-        of API keys.
+        """Combine this process's own `metrics`, the `usage` of API keys, and `others`, which belong
+        to no process.
         """
         self._metrics = metrics
         self._usage = usage
         self._others = others
         self._names = names
         self._several_workers = MULTIPROCESS_DIR in os.environ
-        # The last reading of all workers' counts, and the time when it is outdated.
+        # The task that last read all workers' counts, and the time when its result is outdated.
         self._reading: asyncio.Task[list[Metric]] | None = None
         self._read_again_at_s = 0.0
 
@@ -96,7 +96,7 @@ class _Only(Collector):
 
 
 def _text(family: Metric, start: int) -> bytes:
-    """Write some of a family's samples. Help and type precede the first."""
+    """Write some of a family's samples, from `start` on. Help and type precede the first sample."""
     part = Metric(family.name, family.documentation, family.type)
     part.samples = family.samples[start : start + _SAMPLES_A_PIECE]
     text = generate_latest(_Only(part))

@@ -46,11 +46,11 @@ class UsageRow(msgspec.Struct):
 class _Table(msgspec.Struct):
     # Unix time.
     since: int
-    # By key and model.
+    # Rows by key and model.
     rows: dict[str, dict[str, UsageRow]] = {}
 
     def row(self, key: str, model: str) -> UsageRow:
-        """Return the row of a key and a model, also a new one."""
+        """Return the row of a key and a model; make the row if there is none."""
         if key not in self.rows and len(self.rows) >= MAX_KEYS:
             key = OTHER_KEYS
         return self.rows.setdefault(key, {}).setdefault(model, UsageRow())
@@ -93,8 +93,8 @@ class KeyUsage:
         self._is_written = False
 
     def keep_keys(self, names: Collection[str]) -> None:
-        """Take the names of all valid keys, after a change. Keep the rows of keys that were removed
-        last; sum the rows of earlier ones in one row.
+        """Take the names of all valid keys, after a change. Keep the rows of the last removed keys.
+        Add the rows of earlier ones to `OTHER_KEYS`.
         """
         rows = self._table.rows
         for name in [name for name in self._removed if name in names]:
@@ -147,8 +147,8 @@ def families_of(rows: Iterable[tuple[str, str, UsageRow]]) -> Iterator[Metric]:
     yield requests
 
 
-# These run in a thread. They encode a few rows at a time, so that they hold the GIL only for as
-# long as the event loop may wait.
+# These functions run in a thread. They encode a few rows at a time, so that they hold the GIL only
+# for as long as the event loop may wait.
 
 
 def _as_json(table: _Table) -> bytes:
@@ -160,7 +160,7 @@ def _as_json(table: _Table) -> bytes:
 
 
 def _sum(paths: Iterable[Path]) -> _Table | None:
-    """Sum these files, from the earliest start on; None if there are no files."""
+    """Sum these files. The sum has the earliest start; it is None without files."""
     total: _Table | None = None
     for table in itertools.chain.from_iterable(map(_read, paths)):
         total = total or _Table(table.since)

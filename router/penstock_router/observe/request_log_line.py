@@ -78,7 +78,7 @@ def _ms(begin_s: float | None, end_s: float | None) -> float | None:
 
 
 def _words(record: RequestRecord, fields: Fields) -> str:
-    """Write at most 160 columns, including the time before the words, unless names are long."""
+    """Write at most 160 columns with the time before them, unless names are long."""
     parts = [f"{fields['method']} {record.route} {record.status} {record.outcome}"]
     if record.error and record.outcome in ("refused", "error"):
         parts.append(f"({fields['error']})")

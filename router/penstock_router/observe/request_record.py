@@ -55,7 +55,6 @@ class RequestRecord:
     # The W3C trace context of this request's span, and its parent's id; "" without them.
     traceparent: str = ""
     parent_span_id: str = ""
-    # The API key's name.
     key_name: str = ""
     # The client's address; "" if it must not be logged.
     client: str = ""
@@ -65,7 +64,8 @@ class RequestRecord:
     # The client's name for the session; "" for none.
     session: str = ""
     stream: bool = False
-    # Choices of each prompt, and the most tokens of a choice. Known when the prompts are ready.
+    # The number of choices of each prompt, and a choice's maximum of tokens, once the prompts are
+    # ready.
     choices: int | None = None
     max_tokens: int | None = None
 
@@ -118,7 +118,7 @@ class RequestRecord:
         self.model = self.model or model
 
     def record_outcome(self, outcome: str, error: str = "") -> None:
-        """Only the first call counts."""
+        """Set the outcome, unless it is already set."""
         if not self.outcome:
             self.outcome, self.error = outcome, self.error or error
 
@@ -137,7 +137,7 @@ def outcome_of(status: int) -> str:
 class Records:
     def __init__(self) -> None:
         self.running: dict[RequestRecord, None] = {}
-        # Called with every ended record. They must be quick.
+        # Listeners, called with every ended record. They must be quick.
         self.on_end: list[Callable[[RequestRecord], None]] = []
 
     @contextmanager

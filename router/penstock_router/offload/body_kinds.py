@@ -1,4 +1,4 @@
-"""Lists the kinds of bodies by name, and parses a body or works on its text, in any process."""
+"""The kinds of bodies by name. Any process can parse a body or work on its text with these."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def work(
     earlier: bytes,
     image_sizes: ImageSizes = (),
 ) -> PreparedPrompts | bytes:
-    """Do a kind's text work on a request. `earlier` messages, as JSON or empty, precede its own.
+    """Do the text work for a kind of body. `earlier` is JSON of messages that precede the request's
+    own, or empty.
 
     Return prompts, or an answer as JSON. Raises `BadRequest`.
     """

@@ -44,7 +44,7 @@ SHORT_BYTES = 2 * 1024
 LONG_BYTES = 16 * 1024
 # A body with more values is also long: Python takes up to 10 us for each value.
 MANY_VALUES = 256
-# The same for a body with enforced tools: their constraint may repeat each value.
+# With enforced tools, a body with more values is long: the constraint may repeat each value.
 MANY_ENFORCED_VALUES = 64
 # Connections with long bodies that are read in one turn of the event loop. Each gives about 256 kB,
 # which takes 0.2 ms.
@@ -124,7 +124,7 @@ class Bodies:
         self.programs = programs
         # Memory of bodies, by client, until their text work is done.
         self.memory = memory
-        # 1 for each body.
+        # Each body counts as 1.
         self.queue = SharedBudget(MAX_BODIES)
         self._metrics = metrics
         self._numbers = itertools.count(1)
@@ -141,7 +141,9 @@ class Bodies:
         await self.programs.pool.close()
 
     async def take_turn(self) -> None:
-        """Wait before reading more of a long body, so that many do not occupy the event loop."""
+        """Wait before reading more of a long body, so that many long bodies do not block the event
+        loop.
+        """
         async with self._turns:
             await asyncio.sleep(0)
 
@@ -167,7 +169,7 @@ class Bodies:
             incoming.drop()
 
     def _arrive(self, num_bytes: int) -> Arrival:
-        """Return the body's arrival, now; a long body counts as arriving later."""
+        """Return a body's time of arrival and number. A long body counts as arriving later."""
         now_s = asyncio.get_running_loop().time()
         return now_s + SECONDS_A_BYTE * num_bytes, next(self._numbers)
 
@@ -205,14 +207,12 @@ class Bodies:
 
 
 def count_values(pieces: Iterable[bytes]) -> int:
-    """Count the values in objects and lists of some JSON, and also commas and brackets in its
-    texts.
-    """
+    """Count the values in objects and lists of JSON. Commas and brackets in strings count too."""
     return sum(piece.count(mark) for piece in pieces for mark in (b",", b"[", b"{"))
 
 
 class Body:
-    """A parsed body. Its text work can be done once."""
+    """A parsed body. Its text work can be done only once."""
 
     def __init__(
         self,
@@ -269,7 +269,8 @@ class Body:
         if sources and model.text.image_tokens is None:
             if wanted := [source for source in sources if not source.in_result]:
                 raise takes_no_images(model.text, wanted[0].param)
-            # The prompt's text says that the model cannot see these images.
+            # These images are in tool results. The prompt's text says that the model cannot see
+            # them.
             return
         bodies = self._bodies
         self.images = await load_images(
@@ -292,7 +293,7 @@ class Body:
         return await bodies.threads.run(made, self._incoming.client)
 
     def _is_enforced(self, model: TextModel) -> bool:
-        """True if tools of many values constrain the answer."""
+        """True if the body has many values, and its tools constrain the answer."""
         asked = self.asked
         return (
             isinstance(asked, ChatRequest)

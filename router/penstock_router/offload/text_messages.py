@@ -1,4 +1,4 @@
-"""Messages between a router and its text processes: a task there, and its outcome back.
+"""Messages between a router and its text processes: tasks, and their outcomes.
 
 A message is its length and MessagePack. A task's parts follow as plain bytes: a body, files.
 Messages are decoded by type, and an error travels as its name and fields: no received data is
@@ -35,7 +35,7 @@ MAX_TASK_S = 60.0
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """Facts besides a model's files that text work needs; they identify the model."""
+    """Facts that text work needs besides a model's files; they identify the model."""
 
     name: str
     tokenizer_hash: str
@@ -48,9 +48,11 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 class Read(msgspec.Struct, tag=True, frozen=True):
-    """Parse a body, the only part. The outcome is a `Reading`, whose request has no text."""
+    """Parse a body, which is the task's only part. The outcome is a `Reading` whose request has no
+    text.
+    """
 
-    # A `Work` with the same number may use what was parsed.
+    # A `Work` task with the same number may use the parsed body.
     number: int
     kind: str
     with_digest: bool
@@ -111,7 +113,7 @@ class _WasRead(msgspec.Struct, tag=True, frozen=True):
 
 
 class _WasPrepared(msgspec.Struct, tag=True, frozen=True):
-    # The prompts without ids. `ids` has a block for each prompt, and one for the allowed ids.
+    # The prompts without token ids. `ids` has a block for each prompt, and one for the allowed ids.
     prepared: PreparedPrompts
     ids: list[memoryview]
 

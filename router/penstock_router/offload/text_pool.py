@@ -38,8 +38,8 @@ _Result = TypeVar("_Result")
 logger = logging.getLogger(__name__)
 
 _MODULE = "penstock_router.offload.text_process"
-# Seconds per byte by which a body counts as arriving later, among its client's bodies: about twice
-# the time of its text work.
+# Seconds per byte by which a body counts as arriving later than its client's other bodies: about
+# twice the time of its text work.
 SECONDS_A_BYTE = 5e-7
 # Maximum of models in a process: a tokenizer takes many MB. For one more, the process is replaced.
 MAX_MODELS = 8
@@ -50,7 +50,7 @@ _HOLD_S = 0.005
 # Maximum of additional processes while tasks take long. Each has its models in memory.
 _SPARE_PROCESSES = 4
 
-# The data after a task: each part in pieces.
+# The data that follows a task. Each part is a list of pieces.
 Parts = Sequence[Sequence[bytes]]
 _NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 # The time when a body counts as arrived, and its number.
@@ -143,7 +143,9 @@ class TextPool:
         parts: Parts,
         files: Mapping[str, bytes] = _NO_FILES,
     ) -> Outcome:
-        """Run `TextProcess.do` in turn. Raises `Unavailable` also when the pool stops."""
+        """Run `TextProcess.do` when it is the client's turn. Raises `Unavailable` also if the pool
+        stops.
+        """
         lease = self._held.pop(arrival[1], None) or await self._lease(client, arrival)
         turn = self._spawn(self._run(lease, arrival[1], task, parts, files))
         try:

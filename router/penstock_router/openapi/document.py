@@ -161,7 +161,7 @@ def _any_of(schemas: list[JsonObject]) -> JsonObject:
 
 
 def _refusals(route: Route, types: TypeSchemas) -> JsonObject:
-    """Describe the errors by status, which depends on the form of the route's errors."""
+    """Describe the errors by status. Each form of errors has its own statuses."""
     found: dict[int, list[tuple[type[ApiError], ErrorForm]]] = {}
     for form in _forms(route):
         for error in _possible_errors(route):
@@ -190,7 +190,7 @@ def _meaning(error: type[ApiError]) -> str:
 
 
 def _possible_errors(route: Route) -> Iterable[type[ApiError]]:
-    """Yield the route's possible errors, including those of similar routes."""
+    """Yield the route's possible errors, and some that only similar routes have."""
     if _has_body(route):
         yield from (errors.BadRequest, errors.BodyTooLarge, errors.TooManyRequests, errors.TimedOut)
         yield errors.GenerationFailed
@@ -198,7 +198,7 @@ def _possible_errors(route: Route) -> Iterable[type[ApiError]]:
         yield from (errors.BadRequest, errors.TooManyRequests, errors.TimedOut)
     elif route.query or "{" in route.path:
         yield errors.BadRequest
-    # A page of another origin may send a body.
+    # A body may come from a page of another origin, which is forbidden.
     if route.is_admins or route.is_refused or _has_body(route):
         yield errors.Forbidden
     if not route.is_open:

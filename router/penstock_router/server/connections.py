@@ -30,16 +30,16 @@ from penstock_router.server.write_timeout import WriteTimeout
 
 logger = logging.getLogger(__name__)
 
-# For connections to shards, logs, libraries.
+# Files for connections to shards, logs and libraries.
 _OTHER_FILES = 512
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
 # Up to this size, a request's bytes are accepted even from a client that holds too much memory, so
-# that the client gets an error. Also the bound of bytes outside the body (trailers, further
-# requests) that arrive during an answer.
+# that the client gets an error. During an answer, this also bounds the arriving bytes outside the
+# body (trailers, further requests).
 _SHORT_HEAD_BYTES = 16 * 1024
 # The pause after the system refused to accept a connection, for example for lack of files.
 _ACCEPT_AGAIN_S = 0.1
-# Connections accepted in one turn of the event loop.
+# The maximum of connections accepted in one turn of the event loop.
 _ACCEPTS_A_TURN = 16
 _HANDSHAKES_A_CLIENT = 16
 # An unread body is discarded for this time, so that the client can read the answer.
@@ -49,8 +49,8 @@ _LINGER_S = 5.0
 _SEND_BUFFER_BYTES = 128 * 1024
 _HTTP: dict[str, Any] = {
     "access_log": None,
-    # aiohttp buffers this much of a body before the handler reads. Few bytes bound the work in one
-    # turn of the event loop, and reading is no slower.
+    # aiohttp buffers this much of a body before the handler reads. A small buffer bounds the work
+    # in one turn of the event loop, and reading is no slower.
     "read_bufsize": 32 * 1024,
     # Handlers inflate bodies while they read (`routes/base.py`); aiohttp would inflate every body.
     "auto_decompress": False,
@@ -182,7 +182,7 @@ class ConnectionFactory:
         self._handshakes: set[asyncio.Task[None]] = set()
         # Held by the handshake that begins in this turn of the event loop.
         self._beginning = asyncio.Lock()
-        # By client, while one of its handshakes runs or waits.
+        # The semaphore of each client with handshakes that run or wait.
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     def __call__(self) -> Connection:
@@ -265,7 +265,7 @@ class Connection(web.RequestHandler):
         self._header_timer: asyncio.TimerHandle | None = None
         # The number of requests with complete headers, now and when the timer was set.
         self._begun = self._begun_before = 0
-        # The last request until it is answered, and the counted bytes of its body.
+        # The last request until it is answered, and the counted number of its body's bytes.
         self._request: web.Request | None = None
         self._body_bytes = 0
         # The number of the request whose headers are incomplete.
@@ -335,8 +335,8 @@ class Connection(web.RequestHandler):
         self.force_close()
 
     def _time_head(self) -> None:
-        """Set the timer: part of a request's headers has arrived. If all have, `request_begins`
-        follows at once.
+        """Set the timer: part of a request's headers has arrived. If all have arrived,
+        `request_begins` follows at once.
         """
         self._unfinished = self._begun + 1
         if self._header_timer is None:
@@ -351,7 +351,7 @@ class Connection(web.RequestHandler):
         self._body_bytes = body.total_bytes
         self._take(taken_bytes)
         if taken_bytes and self._request.content_length is None and not body.is_eof():
-            # The remaining bytes delimit the body's chunks.
+            # The body is chunked: the remaining bytes only delimit its chunks.
             self._head.close()
         return taken_bytes > 0
 
@@ -372,7 +372,7 @@ class Connection(web.RequestHandler):
         if self._head is None:
             return
         if self._end_of_data == b"\r\n\r\n":
-            # No incomplete headers are left: these bytes end headers.
+            # The last bytes end headers, so no headers are incomplete.
             self._head.close()
         elif self._head.amount:
             self._time_head()
@@ -423,7 +423,7 @@ class Connection(web.RequestHandler):
         if self._begun == self._begun_before:
             self.force_close()
         elif self._begun < self._unfinished:
-            # The request began after the timer was set.
+            # The request with incomplete headers began after the timer was set.
             self._set_timer()
 
     def connection_lost(self, exc: BaseException | None) -> None:

@@ -20,7 +20,7 @@ class HttpsFiles:
     def __init__(
         self, cert_file: str, key_file: str, on_load: OnLoad = lambda contents: None
     ) -> None:
-        """Raise `TlsFilesUnusable`."""
+        """Load the files. Raise `TlsFilesUnusable` if this fails."""
         self._files = (cert_file, key_file)
         self.context = _server_context()
         self._loaded = FileReloader(self._files, self._load, on_load=on_load)
@@ -41,8 +41,8 @@ class HttpsFiles:
 async def https_context(
     cert_file: str | None, key_file: str | None, dates: CertificateDates
 ) -> AsyncGenerator[ssl.SSLContext | None, None]:
-    """Yield a context that follows its files within the scope; None without files. `dates` learns
-    when the certificate expires. Raise `TlsFilesUnusable`.
+    """Yield a context that follows its files within the scope; None without files. `dates` gets the
+    certificate's date of expiry. Raise `TlsFilesUnusable` if loading fails.
     """
     if cert_file is None or key_file is None:
         yield None

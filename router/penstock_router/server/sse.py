@@ -300,7 +300,7 @@ async def send_each(events: EventStream, deltas: Deltas, shape: Shape, threads: 
         await drain()
 
     async def drain() -> None:
-        # The closing frames need not wait until the last delta is read.
+        # The closing frames need not wait until the client has read the last delta.
         if not deltas.ended:
             await events.drain()
 

@@ -18,7 +18,7 @@ from typing import Protocol, cast
 from penstock_router.errors import SlowClient
 
 _BYTES_A_SECOND = 1024
-# Checks in each timeout.
+# The number of checks within one timeout.
 _LOOKS = 4
 
 
@@ -93,8 +93,8 @@ class WriteTimeout:
         self._transport.abort()
 
     def _note(self, sign: int) -> None:
-        """Update `_left_s`. `sign` is 1 after a time with unsent bytes, and -1 after a time
-        without.
+        """Update `_left_s`. `sign` is 1 if there were unsent bytes since the last update, and -1 if
+        there were none.
         """
         now_s, unsent_bytes = self._loop.time(), self._transport.get_write_buffer_size()
         taken_bytes = max(0, self._unsent_bytes - unsent_bytes)
@@ -108,7 +108,7 @@ class _Watched(Protocol):
 
 
 def write_timeout_of(transport: asyncio.Transport | None) -> WriteTimeout:
-    """Raise `ConnectionError` if the connection is closed."""
+    """Return the write timeout. Raise `ConnectionError` if the connection is closed."""
     watched = None if transport is None else cast(_Watched, transport.get_protocol())
     if watched is None or watched.write_timeout is None:
         raise ConnectionResetError("the client left")

@@ -89,8 +89,8 @@ class Background:
                 self.cancel(response_id)
 
     async def close(self) -> None:
-        """Wait a while until all ends are stored. The store marks responses without an end as
-        failed.
+        """Wait a while until the ends of all responses are stored. The store marks responses
+        without an end as failed.
         """
         if self._keeping:
             await asyncio.wait(self._keeping, timeout=_CLOSE_TIMEOUT_S)

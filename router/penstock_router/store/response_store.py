@@ -57,7 +57,7 @@ _WAL_TIMEOUT_S = 0.1
 # "pens"; with the version, it distinguishes our files from others.
 _APPLICATION_ID = 0x70656E73
 _VERSION = 2
-# A response's size for its key: the documents, and SQLite's overhead of a small row.
+# The bytes that a response counts for its key: the documents, and SQLite's overhead of a small row.
 _SIZE = "(512 + length({0}.response) + length({0}.messages))"
 # Ids are blobs, because an id that a client made up may be invalid text. The large columns are
 # last, so that small columns are read without them. Triggers keep each key's size, because a sum
@@ -99,7 +99,8 @@ PRAGMA user_version = {_VERSION};
 COMMIT;
 """
 
-# True if :reader may read a response. NULL may read all, and anyone a response without a key.
+# True if :reader may read a response. NULL may read all; any reader may read a response without a
+# key.
 _IS_THEIRS = "id = :id AND (:reader IS NULL OR key_name IN ('', :reader))"
 _IS_THERE = f"{_IS_THEIRS} AND status != '{_DELETED}' AND (running OR stored_s > :expired_s)"
 # A finished response drops its cancel request; an unfinished one keeps it.
@@ -227,7 +228,7 @@ def _check(path: str, max_bytes: int) -> None:
 
 
 def _connect(path: str) -> sqlite3.Connection:
-    """Raise `StoreUnusable`, `OSError` or `sqlite3.Error`."""
+    """Open the database. Raise `StoreUnusable`, `OSError` or `sqlite3.Error` if this fails."""
     # Absolute, so that no path has a special meaning to SQLite.
     path = os.path.abspath(path)
     _make_private(path)
@@ -353,7 +354,7 @@ class ResponseStore:
         self._owner = owner
         self._clock = clock
         self._on_failure = on_failure
-        # Only the thread uses these.
+        # Only the store's thread uses these two.
         self._connection: sqlite3.Connection
         self._files: OpenFiles
         self._thread = ThreadPoolExecutor(1, "response store")
@@ -370,7 +371,7 @@ class ResponseStore:
         await self.close()
 
     async def open(self) -> None:
-        """Raise `StoreUnusable`."""
+        """Open the file. Raise `StoreUnusable` if this fails."""
         try:
             await self._call(self._open)
         except StoreUnusable:
@@ -419,11 +420,11 @@ class ResponseStore:
         status: str,
         key_name: str = "",
     ) -> None:
-        """Store a response, or replace the response with the same id. Do nothing if that was
+        """Store a response, or replace the response with the same id. Do nothing if this id was
         deleted.
 
-        `messages` is the conversation with this answer. Only the key `key_name` may read it; "":
-        any key. Raise `ResponseTooLarge`.
+        `messages` is the conversation with this answer. Only the key `key_name` may read it; ""
+        allows any. Raise `ResponseTooLarge`.
         """
         key = _key(response_id)
         size_bytes = len(key) + len(response) + len(messages)
@@ -451,7 +452,7 @@ class ResponseStore:
         hold: Hold = lambda num_bytes: None,
     ) -> StoredResponse | None:
         """Return the response; None if it is unknown, deleted, expired, evicted or belongs to
-        another key than the reader's. None may read all. Raise what `hold` raises.
+        another key than the reader's. The reader None may read all. Raise what `hold` raises.
         """
         key = _key(response_id)
         async with self._turn_of(client):
@@ -484,7 +485,7 @@ class ResponseStore:
         return await self._call(self._change, (_REQUEST_CANCEL,), _key(response_id)) > 0
 
     async def cancel_requested(self, response_ids: Collection[str]) -> set[str]:
-        """Return the responses that must be cancelled, among these that this worker generates."""
+        """This worker generates the given responses. Return those that must be cancelled."""
         to_cancel = {*await self._call(self._select, _TO_CANCEL)}
         return {response_id for response_id in response_ids if (_key(response_id),) in to_cancel}
 
@@ -516,7 +517,7 @@ class ResponseStore:
                     logger.info("response store %s: works again", self._path)
                 trouble = ""
 
-    # Run in the thread:
+    # These methods run in the thread:
 
     def _select(self, statement: str, key: bytes = b"", reader: str | None = None) -> list[Any]:
         return self._connection.execute(statement, self._given(key, reader)).fetchall()

@@ -59,7 +59,7 @@ class CacheCreation(TypedDict):
 
 
 class MessageUsage(TypedDict):
-    """Token counts; `input_tokens` excludes those found in the prefix cache."""
+    """Token counts; `input_tokens` excludes tokens found in the prefix cache."""
 
     input_tokens: int
     cache_read_input_tokens: int
@@ -101,7 +101,7 @@ class MessageAnswer(TypedDict):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessageUsage
-    # No turn is ever left out.
+    # The edits are always empty: no turn is left out.
     context_management: ContextManagement
 
 
@@ -183,7 +183,8 @@ class MessageShape:
         elif isinstance(delta.stop_reason, str) and delta.finish_reason != "tool_calls":
             self._end = {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
         elif delta.finish_reason is not None:
-            # Also if tool_choice named the tool; other APIs then report an ordinary stop.
+            # Report "tool_use" even if tool_choice named the tool; other APIs then report an
+            # ordinary stop.
             reason = "tool_use" if self._calls_tools else "end_turn"
             self._end = {"stop_reason": reason, "stop_sequence": None}
 

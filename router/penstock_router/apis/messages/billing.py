@@ -11,7 +11,7 @@ _HEADER = "x-anthropic-billing-header:"
 
 
 def without_billing(parts: list[Part]) -> list[Part]:
-    """Drop the billing line, and texts with nothing else."""
+    """Drop the billing line, and texts that contain nothing else."""
     kept = []
     for part in parts:
         if str(part.get("text", "")).startswith(_HEADER):

@@ -45,7 +45,7 @@ def _error_answer(error: ApiError) -> JsonObject:
 
 
 def _words(error: ApiError) -> str:
-    """Return the message. Clients read in its words what to leave out when they retry."""
+    """Return the error's message. Its words tell clients what to leave out when they retry."""
     if isinstance(error, ImageUnusable):
         return f"Could not process image: {error.message}"
     if not isinstance(error, ContextExceeded):

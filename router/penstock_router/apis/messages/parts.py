@@ -1,4 +1,4 @@
-"""Turns content blocks of users, systems and tool results into parts of a message.
+"""Converts content blocks of users, systems and tool results into parts of a message.
 
 Blocks other than text and images become a text with everything that a model can read.
 """
@@ -25,7 +25,7 @@ _Reader = TypeVar("_Reader")
 
 @dataclass(slots=True)
 class Context:
-    """Tools that turns add, and warnings of their fields without effect."""
+    """Tools that turns add, and warnings about the turns' fields without effect."""
 
     added: list[Tool] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -39,8 +39,8 @@ def _reference(name: str, before: str = "") -> Part:
 
 
 def resolved(parts: list[Part], tools: OfferedTools, told: set[str]) -> list[Part]:
-    """Replace each reference by the tool's definition, unless the prompt already shows it. Adds
-    names to `told`.
+    """Replace each reference by the tool's definition, or by its name if the prompt already shows
+    the definition. Adds names to `told`.
     """
     found = []
     for part in parts:

@@ -193,7 +193,7 @@ def parse_count(body: JsonObject) -> ChatRequest:
 
 
 def _asking(values: JsonObject) -> JsonObject:
-    """Replace `output_config` by the answer's format in it."""
+    """Replace `output_config` by its entry `format`, the format of the answer."""
     return {**values, "output_config": values.get("output_config", {}).get("format")}
 
 
@@ -202,7 +202,7 @@ def _prompt(values: JsonObject) -> JsonObject:
     offered = _offered(values)
     turns: Turns = values["messages"]
     messages = turns.chat(offered)
-    # A turn shows the tools that it adds, but they also belong to the body's tools.
+    # The prompt shows these tools within a turn, but they also belong to the body's tools.
     values["tools"] = (*offered.tools, *turns.context.added)
     for warning in (*offered.warnings, *turns.context.warnings, *_without_effect(values)):
         add_warning(values, warning)
@@ -231,7 +231,7 @@ def _offered(values: JsonObject) -> OfferedTools:
 
 
 def _without_effect(values: JsonObject) -> list[str]:
-    """Warn of entries without effect in fields with an effect."""
+    """Return warnings for `context_management` and `task_budget`, which have no effect."""
     found = []
     if values.get("context_management"):
         found.append(without_effect("context_management"))

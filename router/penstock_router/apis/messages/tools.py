@@ -158,7 +158,7 @@ def _in_own_form(where: str, given: JsonObject) -> JsonObject:
         return given
     if given.get("function") is not None:
         function = read_object(f"{where}.function", given["function"])
-        # Keys beside `function` say how to use it; they do not describe it.
+        # Keep the keys beside `function` that tell how to use it. `function` itself describes it.
         given = {key: given[key] for key in given if key not in _OF_FUNCTIONS} | function
         if given.get("parameters") is not None:
             given["input_schema"] = given["parameters"]
@@ -200,7 +200,8 @@ def _read_tools(name: str, value: Any) -> OfferedTools:
     served = [(entry.tool, entry.is_deferred) for entry in entries if entry.tool is not None]
     shown = {tool.name for tool, is_deferred in served if not is_deferred}
     deferred: JsonObject = {}
-    # Without another tool or a search tool, the model could not find deferred ones.
+    # Defer none if no other tool is shown, or if Anthropic's servers would search: the model could
+    # not find them.
     if shown and not any(entry.finds_others for entry in entries):
         deferred = {tool.name: tool.shown for tool, _ in served if tool.name not in shown}
     tools = [replace(tool, shown={}) if tool.name in deferred else tool for tool, _ in served]

@@ -1,4 +1,4 @@
-"""Turns Anthropic's turns, made of content blocks, into messages of a chat.
+"""Converts Anthropic's turns, made of content blocks, into messages of a chat.
 
 A turn may become several messages, in order. Each tool result is a separate message, also one that
 Anthropic's servers added to an answer.
@@ -44,7 +44,7 @@ from penstock_router.json_fields import (
 from penstock_router.request import Message
 from penstock_router.text.contents import Content, Part, as_text, join_contents, text_part
 
-# Roles that clients send; the last two for the user are Claude Code's.
+# Roles that clients send. Only Claude Code sends the last two, for the user.
 _ROLES: Mapping[str, str] = {
     "user": "user",
     "assistant": "assistant",
@@ -55,7 +55,7 @@ _ROLES: Mapping[str, str] = {
 }
 # Names of tools and ids of calls.
 NAME = string(1, 256)
-# Chat messages have no flag for a failed tool call.
+# The mark of a failed tool call, for which chat messages have no flag.
 _ERROR_PREFIX = "Error: "
 # How long a system message is shown.
 _CLEAR_AT = one_of("next_user_message", "never")

@@ -128,7 +128,7 @@ class _Lines(ABC):
 
     @abstractmethod
     def _show(self, gain: Gain) -> JsonObject:
-        """Show a gain under the API's keys."""
+        """Show the text and calls under the API's keys."""
 
     def _line(self, gain: Gain, delta: Delta | None = None) -> JsonObject:
         line = {"model": self._job.model.name, "created_at": now(), **self._show(gain)}
@@ -305,7 +305,7 @@ class OllamaError(TypedDict):
 
 
 def _error_answer(error: ApiError) -> JsonObject:
-    """Render an error. Some clients look for these words."""
+    """Render an error. Some clients recognize it by these words."""
     if isinstance(error, UnknownModel):
         return {"error": f"model '{error.name}' not found"}
     if isinstance(error, ContextExceeded):

@@ -1,6 +1,7 @@
-"""Turns messages of Ollama's chats into the form that chat templates expect.
+"""Converts messages of Ollama's chats into the form that chat templates expect.
 
-Calls and results may lack ids. Then `tool_name`, or else the order, tells a result's call.
+Calls and results may lack ids. Then `tool_name`, or else the order, tells which call a result
+belongs to.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class _OpenCalls:
 
     def __init__(self, calls: Sequence[FunctionCall] = ()) -> None:
         self._left = dict(enumerate(calls))
-        # Places of calls, some already taken.
+        # Places of calls by id and by name; some of the calls may be taken.
         self._places: dict[tuple[str, str], deque[int]] = defaultdict(deque)
         for place, call in self._left.items():
             for key in (("id", call.call_id), ("name", call.name), _ANY_CALL):

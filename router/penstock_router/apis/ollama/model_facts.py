@@ -43,7 +43,7 @@ def parameter_size(info: ShardInfo) -> str:
 
 
 def digest(info: ShardInfo, adapter: str) -> str:
-    """Hash the weights, to Ollama's length; clients show its beginning."""
+    """Return a hash of the weights, as long as Ollama's. Clients show its beginning."""
     parts = (info.weights_hash, info.adapter_hash(adapter))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

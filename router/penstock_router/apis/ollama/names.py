@@ -14,8 +14,9 @@ _PLACES = (
 
 
 def served_name(given: str, served: Collection[str]) -> str:
-    """Return the served name that the client means. It may differ in the default version, the
-    place, or upper and lower case. If none fits, return the given name without version and place.
+    """Return the served name that the client means. It may differ in the default version, a
+    registry's prefix, or upper and lower case. If none fits, return the given name without version
+    and prefix.
     """
     forms = list(_forms(given))
     for form in forms:
@@ -29,7 +30,7 @@ def served_name(given: str, served: Collection[str]) -> str:
 
 
 def _forms(given: str) -> Iterator[str]:
-    """Yield the name as given, with the default version, without it, and without the place."""
+    """Yield the name as given, with the default version, without it, and without the prefix."""
     yield given
     short = given[: -len(_LATEST)] if given.lower().endswith(_LATEST) else given
     yield short + _LATEST

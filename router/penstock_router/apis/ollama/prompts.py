@@ -158,8 +158,8 @@ def _kept_tokens(request: OllamaRequest, model: TextModel) -> int:
 
 
 def _starts(messages: list[Message]) -> list[int]:
-    """Return where the chat may begin after the system messages: not at a result, nor after an
-    image, because the request has the image's pixels.
+    """Return where a shortened chat may begin after the system messages: not at a tool result, nor
+    after an image, because the request has the pixels of all images.
     """
     starts = []
     for index, message in enumerate(messages):

@@ -62,7 +62,7 @@ from penstock_router.json_fields import (
 from penstock_router.text.prompts import embedding_prompts
 
 _MAX_TOP_LOGPROBS = 20
-# More than any context has.
+# No context has more tokens.
 _MAX_CONTEXT_IDS = 10_000_000
 # With this `top_p`, only the likeliest token is kept.
 _LEAST_SHARE = 1e-9
@@ -152,7 +152,6 @@ _EFFORT = one_of("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def _read_think(name: str, value: Any) -> JsonObject:
-    """Read the field into template variables."""
     if isinstance(value, bool):
         return {"enable_thinking": value}
     effort = _EFFORT.read(name, value)
@@ -301,7 +300,7 @@ def _api(
         event=answer,
         framing=LINES,
         any_type=True,
-        # For the answer's `context`.
+        # The last event's `context` covers the whole answer.
         repeats_answer=shape is GenerateShape,
     )
 

@@ -1,8 +1,8 @@
 """Renders deltas as OpenAI's completions and chats, whole and in chunks.
 
-Almost every chunk is the same JSON around one escaped text, and rendered once per choice; only
-other chunks are built as objects. A delta is one chunk with its pieces of all kinds, because an
-event's id must identify one position in the answer. Clients read each kind from its own key.
+The JSON around the text is the same in almost every chunk of a choice, so it is rendered once. Only
+other chunks are built as objects. A delta becomes one chunk with its pieces of all kinds, because
+an event's id must identify one position in the answer. Clients read each kind from its own key.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class _OpenAIShape(ABC):
 
     object_name: ClassVar[str]
     chunk_name: ClassVar[str]
-    # JSON around the text in a chunk's choice, after the index.
+    # JSON before the text (after the choice's index), and JSON after the text.
     _text_opens: ClassVar[bytes]
     _text_closes: ClassVar[bytes]
 
@@ -254,7 +254,7 @@ class _OpenAIShape(ABC):
         return [b"%b%d%b" % (head, index, opens) for index in range(len(self._job.requests))]
 
     def _text_chunk(self, head: bytes, text: str, again: bytes = b"") -> bytes:
-        """Render a chunk with a text, also under the key `again`, if given."""
+        """Render a chunk with a text; with `again`, also under this key."""
         tail = self._tail
         if self._options.continuous_usage:
             usage = _encode(usage_object(self._usage))

@@ -29,8 +29,8 @@ _NOTHING: Mapping[str, tuple[Any, ...]] = {
 
 
 def with_fields_of_chats(fields: Sequence[Field]) -> Table:
-    """Return a route's own fields with their other names, and fields of chats, refused if they
-    would change an answer.
+    """Return a route's own fields with their other names, and fields of chats (refused if they
+    would change an answer).
     """
     own = with_other_servers(fields)
     others = [_elsewhere(entry) for name, entry in CHAT_FIELDS.items() if name not in own]

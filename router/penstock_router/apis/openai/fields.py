@@ -61,7 +61,7 @@ MAX_CHOICES = 16384
 MAX_WORD_CHARS = 1024
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 1024
-# More than any vocabulary has.
+# No vocabulary has more tokens.
 MAX_ALLOWED_TOKEN_IDS = 1_000_000
 DEFAULT_COMPLETION_TOKENS = 16
 NO_PROMPT = "Either prompt or prompt_embeds must be provided and non-empty."

@@ -1,4 +1,4 @@
-"""Kinds of fields of completions and chats that need more than a bound."""
+"""Kinds for fields of completions and chats that need more than a bound."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_LOGIT_BIASES = 1024
 _ID_KEY = re.compile("[0-9]{1,9}")
 
 
-# Shards set the real bound, known only with the model.
+# The shard checks the real bound, which depends on the model.
 NUM_LOGPROBS = integer(WHOLE_VOCABULARY, INT32_MAX)
 
 
@@ -51,8 +51,8 @@ def _read_stops(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _read_logit_bias(name: str, value: Any) -> dict[int, float]:
-    """Read biases by id, cut to -100..100: an object whose keys are ids as strings, or, as in
-    llama.cpp, pairs of id and bias, where false bans a token.
+    """Read biases by id, cut to -100..100. They are an object whose keys are ids as strings or, as
+    in llama.cpp, pairs of id and bias, where false bans a token.
     """
     given = value if isinstance(value, list) else read_object(name, value)
     if len(given) > MAX_LOGIT_BIASES:
@@ -81,7 +81,7 @@ def _pairs(name: str, given: list[Any]) -> list[tuple[str, Any]]:
 
 
 def prompts(at_most: int, empty: str) -> Kind:
-    """Make the kind of a prompt's four forms, read as a tuple of strings and lists of ids; `empty`
+    """Make a kind that reads a prompt's four forms as a tuple of strings and lists of ids; `empty`
     is the error for an empty prompt.
     """
     forms = "a string, an array of token ids, or an array of either"

@@ -30,7 +30,7 @@ from penstock_router.json_fields import (
 # ---- Other names of served fields --------------------------------------------------------------
 
 
-# Name -> our field. A route that has our field also has the name.
+# Another server's name -> our name of the field. Routes with the field accept both.
 _NAMES: Mapping[str, str] = {
     "n_cmpl": "n",
     "random_seed": "seed",
@@ -112,16 +112,16 @@ _NOT_SERVED: Sequence[Field] = (
     not_served("guidance_scale", ANY_NUMBER, 1.0),
     not_served("negative_prompt", STRING, ""),
     not_served("custom_logit_processor", ANYTHING),
-    # Ends of an answer.
+    # Fields about the end of an answer.
     not_served("stop_regex", ANYTHING, "", []),
     not_served("t_max_predict_ms", integer(-1, 2**63 - 1), 0, -1),
     not_served("t_max_prompt_ms", integer(-1, 2**63 - 1), 0, -1),
     not_served("n_indent", integer(0, INT32_MAX), 0),
-    # Constraints that begin within an answer.
+    # Fields about constraints that begin within an answer.
     not_served("grammar_lazy", BOOLEAN, False),
     not_served("grammar_triggers", ANYTHING, []),
     not_served("preserved_tokens", ANYTHING, []),
-    # Contents of the answer.
+    # Fields about the contents of the answer.
     not_served("separate_reasoning", BOOLEAN, True),
     not_served("stream_reasoning", BOOLEAN, True),
     not_served("reasoning_format", STRING, "auto", "deepseek"),
@@ -133,7 +133,7 @@ _NOT_SERVED: Sequence[Field] = (
     not_served("return_routed_experts", BOOLEAN, False),
     not_served("return_meta_info", BOOLEAN, False),
     not_served("return_prompt_token_ids", BOOLEAN, False),
-    # Contents of the prompt.
+    # Fields about the contents of the prompt.
     not_served("input_ids", ANYTHING),
     not_served("input_embeds", ANYTHING),
     not_served("image_data", ANYTHING, []),

@@ -41,7 +41,7 @@ def parse_completion(body: JsonObject) -> CompletionRequest:
         raise BadRequest(NO_PROMPT, param="prompt")
     values = read_fields(COMPLETION_FIELDS, body)
     common = common_options(values)
-    # -1 is read as None.
+    # -1 is read as None, and means no default.
     no_default = "max_tokens" in values and values["max_tokens"] is None
     request = CompletionRequest(
         prompts=values["prompt"],
@@ -153,7 +153,7 @@ def own_kwargs(values: JsonObject) -> JsonObject:
 
 
 def _name_completion(request_id: str, named_by_client: bool) -> str:
-    # A completion's choices are numbered requests; clients expect the first one's id.
+    # Choices of a completion have numbered request ids; clients expect the id of the first choice.
     return f"cmpl-{request_id}-0" if named_by_client else f"cmpl-{request_id}"
 
 

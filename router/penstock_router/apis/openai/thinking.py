@@ -1,7 +1,7 @@
 """Reads the fields by which clients of several hosted models ask for reasoning in chats.
 
-They become options of the request and variables of the chat template. When the template is known,
-the variables get its own names.
+They become options of the request and variables of the chat template. Once the template is known,
+the variables get the names that it uses.
 """
 
 from __future__ import annotations

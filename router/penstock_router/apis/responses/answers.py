@@ -1,6 +1,6 @@
 """Renders deltas in OpenAI's Responses API: a whole response, and the events of its stream.
 
-A text-only answer is one message. In other answers, each run of pieces of one kind is an item.
+A text-only answer is one message. In other answers, consecutive pieces of one kind form an item.
 Every event has a number.
 """
 
@@ -93,7 +93,7 @@ class ResponseAnswer(EchoedFields):
     output: list[Item]
     temperature: float | None
     top_p: float | None
-    # OpenAI's answers lack both, but Open Responses requires them.
+    # OpenAI's answers lack these two fields, but Open Responses requires them.
     presence_penalty: float
     frequency_penalty: float
     usage: ResponseUsage | None
@@ -178,7 +178,8 @@ class ResponseShape:
         # Log-probabilities of tokens whose text is not in a message yet.
         self._logprobs: list[msgspec.Raw] = []
         self._finish_reason: EndReason | None = None
-        # Frames not sent yet, whether there is a stream, and the next event's number.
+        # `_frames`: frames not sent yet. `_streams`: true if there is a stream. `_number`: the next
+        # event's number.
         self._frames: list[bytes] = []
         self._streams = False
         self._number = 0
@@ -310,8 +311,8 @@ class ResponseShape:
         self.answer["output"] = before + [item.as_item(last) for item in self._items[-1:]]
 
     def stored(self) -> tuple[bytes, bytes]:
-        """Return the answer, and the conversation with it, which later responses continue; both as
-        JSON.
+        """Return, as JSON, the answer, and the conversation including it, which later responses
+        continue.
         """
         return json_in_thread.encode(self.answer), json_in_thread.join(self._all_items())
 
@@ -350,7 +351,9 @@ class ResponseShape:
         return [*frames, self._event(f"response.{self.answer['status']}", response=self.answer)]
 
     def failure(self, error: ApiError) -> bytes:
-        """Render the failed response, after the stream's first event if not yet sent."""
+        """Render the failed response. If the stream has no event yet, put its first event before
+        it.
+        """
         frames = b""
         if self._number == 0:
             frames = self._event("response.created", response=self.answer)
@@ -371,7 +374,7 @@ def _without_logprobs(item: Item) -> Item:
 
 
 def _first_of(given: float | None, default: float | None, idle: float = 1.0) -> float:
-    """Return the value in use, or `idle`, which has no effect."""
+    """Return the request's value, the model's default, or `idle`, which has no effect."""
     return next((value for value in (given, default) if value is not None), idle)
 
 

@@ -1,4 +1,4 @@
-"""Errors in the form of OpenAI's Responses: with its types, and words as codes.
+"""Errors in the form of OpenAI's Responses, which has its own error types, and words as codes.
 
 At `context_length_exceeded`, Codex shortens the conversation. At a stream's `rate_limit_exceeded`,
 it waits as long as the message says.

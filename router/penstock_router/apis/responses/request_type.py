@@ -97,8 +97,8 @@ class ResponsesRequest(ChatRequest):
         )
 
     def after(self, earlier: Sequence[Any]) -> ResponsesRequest:
-        """Add stored items: `earlier` has the conversation before the request, and each answer that
-        its items refer to. Raises `BadRequest`.
+        """Add stored items. `earlier` has the conversation before the request, then each answer
+        that the request's items refer to. Raises `BadRequest` for unknown items or too many.
         """
         before, answers = list(earlier[0]), earlier[1:]
         known = {item["id"]: item for items in (before, *answers) for item in items}

@@ -76,7 +76,7 @@ _ENTRIES = {
 _NAMED_ENTRIES = 16
 LOGPROBS = "message.output_text.logprobs"
 SEALED_REASONING = "reasoning.encrypted_content"
-# Details of tools that OpenAI's servers run, and of images: there are none here.
+# Details of OpenAI's own tools and of images, which answers here never have.
 _NOTHING_TO_INCLUDE = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -279,7 +279,6 @@ RESPONSES_FIELDS = with_fields_of_chats(
 
 
 def parse_response(body: JsonObject) -> ResponsesRequest:
-    """Parse a body of /v1/responses, without the previous response's conversation."""
     values = read_fields(RESPONSES_FIELDS, body)
     _name_unknown_entries(values, body)
     spread_thinking(values, ["thinking"])
@@ -293,7 +292,7 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
         "logprobs": _logprobs(values),
         "session_id": values.get("session_id") or values.get("prompt_cache_key", ""),
         "truncate_prompt_tokens": -1 if truncates else None,
-        # Keep the last turns, which the answer must answer.
+        # Keep the last turns, because the answer must answer them.
         "truncation_side": "left",
     }
     given: ParsedInput = values["input"]
@@ -331,7 +330,7 @@ def parse_response(body: JsonObject) -> ResponsesRequest:
 
 
 def _name_unknown_entries(values: JsonObject, body: JsonObject) -> None:
-    """Warn of entries of `reasoning` and `text` without effect."""
+    """Warn about entries of `reasoning` and `text` that have no effect."""
     for name, known in _ENTRIES.items():
         given = [key for key, entry in (body.get(name) or {}).items() if entry is not None]
         if others := [key for key in given if key not in known]:
@@ -340,7 +339,6 @@ def _name_unknown_entries(values: JsonObject, body: JsonObject) -> None:
 
 
 def _all_tools(values: JsonObject, given: ParsedInput) -> ParsedTools:
-    """Return the tools of `tools`, and those given as items."""
     tools: ParsedTools = values.get("tools") or ParsedTools()
     for name, more in given.tools:
         tools.add(name, more, source=Source.ITEM)

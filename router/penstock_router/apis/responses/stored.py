@@ -24,9 +24,9 @@ class Page:
 
 
 def read_stored(response: bytes, messages: bytes, page: Page | None) -> bytes:
-    """Return a page of the conversation that the response answers, or without `page` the response.
-    The store lists it as failed: if its JSON has another status, its process is gone. Raises
-    `BadRequest`.
+    """Return a page of the conversation that the response answers. Without `page`, return the
+    response, which the store lists as failed: if its JSON has another status, its process is gone.
+    Raises `BadRequest`.
     """
     answer: dict[str, Any] = _decode(response)
     if page is not None:

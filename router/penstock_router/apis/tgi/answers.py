@@ -1,6 +1,7 @@
 """Renders text-generation-inference's answers, whole and as events, and its errors.
 
-Each token is shown with its own text. Only this API needs it, so it is decoded here from ids.
+Each token is shown with its own text. No other API needs these texts, so this module decodes them
+from the ids.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ PARAMETERS = table(
         Field("grammar", _GRAMMAR, "What the text must be: JSON by a schema, or by a regex."),
         Field("return_full_text", BOOLEAN, "Begin the text with the inputs."),
         Field("adapter_id", STRING, "The adapter to use; none is the model itself."),
-        # Not in TGI.
+        # TGI does not have this field.
         TIMEOUT,
     ]
 )
@@ -239,7 +239,7 @@ COMPAT_FIELDS = table(
 )
 
 
-# Each turns sampling on.
+# Each of these fields turns sampling on.
 _SAMPLERS = ("temperature", "top_k", "top_p", "typical_p")
 # This API ignores the model's sampling defaults.
 _NEUTRAL_SAMPLING = {

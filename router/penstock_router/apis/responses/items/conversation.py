@@ -109,7 +109,6 @@ class _AssistantTurn:
 
 
 def _call_of(item: Item, names: Mapping[ToolKey, str]) -> FunctionCall | None:
-    """Return the call of the function that stands for the tool, if the item is a call."""
     if item["type"] not in CALLS:
         return None
     called: AnyCallItem = item  # type: ignore[assignment]

@@ -23,9 +23,8 @@ from penstock_router.request import ImageSource
 from penstock_router.text.contents import Content, text_part
 
 TEXT_TYPES = ("text", "input_text", "output_text")
-# Tool outputs that models cannot be shown here. A text replaces them.
+# Types of tool output that models cannot see here. A text replaces such output.
 _UNSEEN = ("input_file", "input_audio", "audio", "encrypted_content")
-# The role of a tool's output.
 TOOL = "tool"
 
 
@@ -65,7 +64,7 @@ def _part(name: str, role: str, part: JsonObject) -> Part:
 def read_plain_parts(
     name: str, kind: Literal["reasoning_text", "summary_text"], value: Any, *, also: str = ""
 ) -> list[Part]:
-    """Read parts of type `kind` or, if given, `also`. The list may be empty."""
+    """Read parts of type `kind` or, if given, of type `also`. The list may be empty."""
     kinds = (kind, also) if also else (kind,)
     parts: list[Part] = []
     for index, entry in enumerate([] if value is None else read_array(name, value)):

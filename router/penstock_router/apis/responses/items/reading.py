@@ -70,9 +70,9 @@ class ParsedInput:
     items: list[Item] = field(default_factory=list)
     # Each item's index in the body.
     places: list[int] = field(default_factory=list)
-    # Tools given as items: the field, and the tools.
+    # Tools given as items: for each item, the field's name and the tools.
     tools: list[tuple[str, list[Any]]] = field(default_factory=list)
-    # The same for tools that a search found; the search's output shows them.
+    # Tools that searches found, in the same form. The output of a search shows its tools.
     found_tools: list[tuple[str, list[Any]]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -97,7 +97,7 @@ def check_items(name: str, items: Sequence[Any]) -> None:
 
 def read_input(name: str, value: Any) -> ParsedInput:
     """Read items, or a string, which becomes a user message."""
-    # All ids share one random stem: thousands would take time.
+    # All ids share one random stem, because thousands of random numbers would take time.
     stem = uuid.uuid4().hex
     parsed = ParsedInput()
     if isinstance(value, str):
@@ -310,7 +310,7 @@ _READERS: Mapping[str, Callable[[str, str, JsonObject], Item]] = {
 def _hosted(
     parsed: ParsedInput, name: str, stem: str, kind: str, item: JsonObject
 ) -> Sequence[Item]:
-    """Read a call that a server ran, and its output; nothing without output."""
+    """Return a call that a server ran and its output; nothing without output."""
     function, arguments, output = _HOSTED[kind](item)
     if not output:
         parsed.warnings.append(f"{name}: an item of type {kind} without output is left out")
@@ -345,7 +345,7 @@ def _file_search(item: JsonObject) -> tuple[Any, Any, Any]:
     return None, {"queries": item.get("queries") or []}, item.get("results")
 
 
-# Function name (None: the item's type), arguments, and output.
+# Readers of a function's name (None: the item's type), arguments and output.
 _HOSTED: Mapping[str, Callable[[JsonObject], tuple[Any, Any, Any]]] = {
     "mcp_call": _mcp,
     "code_interpreter_call": _code_interpreter,
@@ -392,7 +392,7 @@ INPUT = Kind(
                 "type": "array",
                 "minItems": 1,
                 "items": {"anyOf": [*_FIRST_SCHEMAS, *_OTHER_SCHEMAS]},
-                # Reasoning and items that are left out make no prompt.
+                # A prompt needs an item that is neither reasoning nor left out.
                 "contains": {"anyOf": _FIRST_SCHEMAS},
             },
         ]

@@ -54,7 +54,6 @@ class CallItem(TypedDict):
     id: str
     call_id: str
     name: str
-    # Namespace of the function, if any.
     namespace: NotRequired[str]
     # JSON; incomplete if the call was cut off.
     arguments: str

@@ -123,7 +123,7 @@ class _ClientsCall(_CallOf):
         # Arguments that were cut off are not an object.
         fields = self._shown(object_in("".join(self._texts)) or {})
         if self._tool.type == APPLY_PATCH and status == "incomplete":
-            # The published type lacks this status.
+            # The published type of this item has no status "incomplete".
             status = "completed"
         return cast(AnyCallItem, {**shown, **fields, "status": status})
 
@@ -174,7 +174,7 @@ def _tool_search(given: JsonObject) -> JsonObject:
     return {"execution": "client", "arguments": given}
 
 
-# The prefix of ids, and the item's fields.
+# The prefix of a call's id, and the function that makes its fields.
 _CLIENTS: Mapping[str, tuple[str, Callable[[JsonObject], JsonObject]]] = {
     LOCAL_SHELL: ("lsh", _local_shell),
     SHELL: ("sh", _shell),

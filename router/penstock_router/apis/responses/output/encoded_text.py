@@ -14,7 +14,7 @@ import msgspec
 from penstock_router.apis.responses.tools.functions import INPUT
 
 _OPENS = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
-# A possible beginning of `_OPENS` is shorter, except for long whitespace.
+# A match of `_OPENS` is shorter, unless it has much whitespace.
 _MAX_SOUGHT = 4096
 _PLAIN = re.compile(r'[^"\\]+')
 _ESCAPES: Mapping[str, str] = {
@@ -27,7 +27,7 @@ _REPLACEMENT = "\ufffd"
 
 class EncodedText:
     def __init__(self) -> None:
-        # The JSON before the string begins; then `_rest` is the unread part of the string.
+        # The JSON before the string begins. After that, `_rest` is the unread part of the string.
         self._held: list[str] = []
         self._num_held = 0
         self._rest: str | None = None
@@ -50,7 +50,7 @@ class EncodedText:
         return added
 
     def _behind_opening(self, piece: str) -> str | None:
-        """Return the JSON after the string's opening quote, if already there."""
+        """Return the JSON after the string's opening quote; None before the quote has arrived."""
         self._held.append(piece)
         if self._num_held > _MAX_SOUGHT:
             return None
@@ -92,7 +92,7 @@ def _escaped(text: str, at: int) -> tuple[str, int]:
     """Return an escape's character, and the escape's length: 0 if incomplete."""
     kind = text[at + 1 : at + 2]
     if kind != "u":
-        # An escape unknown to JSON stands for the escaped character.
+        # If JSON has no such escape, show the escaped character.
         return (_ESCAPES.get(kind, kind), 2) if kind else ("", 0)
     first = text[at + 2 : at + 6]
     if len(first) < 4 and _is_unit_begun(first):
@@ -116,7 +116,9 @@ def _is_unit_begun(digits: str) -> bool:
 
 
 def _text_in(arguments: str, *, was_cut: bool) -> str:
-    """Find the text in other JSON: the argument, the only string, or the whole JSON."""
+    """Find the text in JSON of another form: the argument `INPUT`, the only string, or the whole
+    JSON.
+    """
     try:
         given = msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, UnicodeError, RecursionError):

@@ -38,7 +38,7 @@ from penstock_router.request import Tool, ToolChoice
 
 @dataclass(frozen=True, slots=True)
 class AskedChoice:
-    """A body's tool_choice; answers repeat `shown`."""
+    """A body's tool_choice. Answers show it in the form `shown`."""
 
     mode: Literal["none", "auto", "required", "named"]
     shown: Any
@@ -141,7 +141,9 @@ class _Index:
             self._members[tool.namespace].append(name)
 
     def names_of(self, key: ToolKey) -> list[str]:
-        """Return the function, or all of the namespace. Raises `BadRequest`."""
+        """Return the function's name, or all names in the namespace. Raises `BadRequest` if there
+        is none.
+        """
         kind, namespace, _ = key
         if kind == NAMESPACE:
             found = self._members.get(namespace, [])

@@ -87,7 +87,7 @@ class _Entry:
 
     served: ServedTool
     function: Tool
-    # The form that answers repeat: of the whole namespace for its first tool.
+    # The tool's form in answers. The first tool of a namespace has the namespace's form.
     shown: JsonObject | None
     source: Source = Source.FIELD
 
@@ -195,7 +195,7 @@ def _free_name(key: ToolKey, taken: set[str]) -> str:
 
 
 def _marked(key: ToolKey, name: str) -> str:
-    """Mark the tool's name, in the same way in every request."""
+    """Make the name unique by a hash of the key, the same in every request."""
     mark = hashlib.blake2b(repr(key).encode(), digest_size=5).hexdigest()
     return f"{name[: MAX_NAME_CHARS - len(mark) - 1]}_{mark}"
 
@@ -328,8 +328,8 @@ _ABOUT_SEARCH: JsonObject = {
 def hold_to_grammars(
     tools: tuple[Tool, ...], served: Mapping[str, ServedTool], tool_format: CallFormat | None
 ) -> tuple[tuple[Tool, ...], tuple[str, ...]]:
-    """Return the tools, and the names of those whose grammar is shown to the model but not
-    enforced. If the model writes text in calls literally, the tools have grammars for their texts.
+    """Return the tools, and the names of tools whose grammar is shown to the model but not
+    enforced. A grammar is enforced if the model writes the text in its calls literally.
     """
     bound = {name: tool for name, tool in served.items() if tool.syntax}
     if not bound:
