@@ -75,7 +75,7 @@ def did_you_mean(typed: Iterable[str], known: Collection[str]) -> str:
 
 
 class FlagOptions(TypedDict, total=False):
-    # Begins a group in --help, up to the next flag with a group.
+    # The heading in --help of this flag, and of those after it up to the next heading.
     group: str
     # Replaces the field's name.
     name: str
@@ -154,7 +154,9 @@ def read_flags(config: type[Any], parser: OneLineParser, argv: Sequence[str]) ->
 
 
 def words_of(config: Any, declared: type[Any]) -> list[str]:
-    """Return the command line with the flags that `declared` has, and their values in `config`."""
+    """Return command-line words for the flags that `declared` has, with their values in
+    `config`.
+    """
     values = ((field, getattr(config, field.name)) for field in flags_of(declared))
     given = ((_names(field)[0], str(value)) for field, value in values if value is not None)
     return [word for pair in given for word in pair]

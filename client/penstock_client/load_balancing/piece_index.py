@@ -59,8 +59,8 @@ class PieceIndex:
             self._split()
 
     def _bucket_of(self, entry: int) -> array[int]:
-        """Use the low bits of the name, as if there were twice as many buckets. Drop the top bit if
-        that bucket does not exist yet.
+        """Return the bucket of a name. Its number is the name's low bits, as if there were twice as
+        many buckets; without the top bit if that bucket does not exist yet.
         """
         buckets = self._buckets
         mask = (1 << len(buckets).bit_length()) - 1
