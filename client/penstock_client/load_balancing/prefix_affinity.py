@@ -32,7 +32,7 @@ _WORTH_OF_HELD = 2
 _WORTH_OF_TIER: dict[int, float] = {Tier.DEVICE: 1.0, Tier.HOST: 0.9, Tier.DISK: 0.7}
 
 
-# What the names of pieces depend on, besides tokens: weights hash, adapter hash, block size.
+# The names of pieces depend on tokens and on these: weights hash, adapter hash, block size.
 _Key = tuple[str, str, int]
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# The number before any copies were timed.
+# The number of blocks to copy in a turn before copies were timed.
 _FIRST_BLOCKS = 8
-# The weight of the latest turn.
+# Weight of the latest turn in the mean.
 _LATEST = 0.25
 
 

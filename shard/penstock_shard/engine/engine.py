@@ -104,7 +104,7 @@ class Engine:
 
     @property
     def due_s(self) -> float | None:
-        """Seconds until there is work without a message; None if there will be none."""
+        """Seconds until work begins even if no message comes; None if it does not."""
         parts = [part.due_s for part in (self._moves, self._images) if part is not None]
         if self._next_turns.due_at_s is not None:
             parts.append(max(0.0, self._next_turns.due_at_s - self._clock()))
@@ -245,7 +245,9 @@ class Engine:
             self._begin(sequence)
 
     def _begin(self, sequence: Sequence) -> None:
-        """Queue a sequence, once its images are encoded; or load the copies if it only fetches."""
+        """Queue a sequence once its images are encoded. A sequence that only fetches begins its
+        loads.
+        """
         if not sequence.request.only_fetches:
             if self._images is None or not self._images.hold(sequence):
                 self._scheduler.add(sequence, self._clock())
@@ -317,7 +319,7 @@ class Engine:
         return True
 
     def _copy_between_steps(self) -> None:
-        """Make the copies that usually go with a step, because no step runs."""
+        """Make copies that otherwise go with a step, because no step runs."""
         if self._blocks.has_state_copies:
             # Copy states before loading blocks.
             self._runner.copy_states(self._blocks.take_state_copies())
@@ -335,8 +337,8 @@ class Engine:
         self.step_expected_s = max(worst_s, self._scheduler.predict_s()) if worst_s else 0.0
 
     def _give_back(self) -> None:
-        """Hand back preempted sequences, for another shard to continue, if their requests ask
-        so.
+        """End preempted sequences whose requests ask for it, so that another shard continues
+        them.
         """
         for sequence, reason in self._scheduler.take_preempted():
             if sequence.request.hand_back and sequence.state is SequenceState.WAITING:

@@ -42,12 +42,12 @@ class EngineLoop:
 
     @property
     def is_idle(self) -> bool:
-        """True if there is nothing to do until a message comes."""
+        """True if only a message can bring something to do."""
         return not self._engine.has_work and not self._engine.has_changed_pieces
 
     @property
     def due_s(self) -> float | None:
-        """Seconds until there is something to do without a message; None if never."""
+        """Seconds until there is something to do even if no message comes; None if never."""
         return self._engine.due_s
 
     @property

@@ -18,7 +18,7 @@ _Wanted = tuple[str | None, PromptImage]
 
 
 class PendingImages:
-    """Has images encoded, in the order of their sequences."""
+    """Sequences whose images are being encoded, in order of arrival."""
 
     def __init__(self, encoder: ImageEncoder, blocks: BlockManager) -> None:
         self._encoder = encoder

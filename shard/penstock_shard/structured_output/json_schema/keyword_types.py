@@ -1,6 +1,6 @@
 """Checks the JSON type of each keyword's value; other modules rely on it.
 
-The code that handles a keyword not listed here checks it.
+Keywords that are not listed here are checked where they are handled.
 """
 
 from __future__ import annotations
