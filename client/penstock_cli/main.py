@@ -1,7 +1,7 @@
 """The `penstock` command: starts processes, or runs a small tool of this package.
 
-Router and shard are not imported but started as `python -m ...`, and a subcommand's module is
-imported at its use, so that each process loads only the modules that it needs.
+Router and shard are started as `python -m ...`, and a subcommand's module is imported at its use,
+so that each process loads only the modules that it needs.
 """
 
 from __future__ import annotations

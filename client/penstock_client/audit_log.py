@@ -78,8 +78,7 @@ class AuditRecord:
     """A request and its outcome.
 
     The request should be as sent: with a seed, even if the user gave none. `output_token_ids` has
-    only the new tokens, not the request's own `output_token_ids`. After an error there is no
-    `finish_reason`.
+    only new tokens, not the request's own. After an error there is no `finish_reason`.
     """
 
     request_id: str
@@ -90,8 +89,7 @@ class AuditRecord:
     # The shard's name for the model; the request may have used an alias or none.
     model: str = ""
     weights_hash: str = ""
-    # Fingerprints of the shards' numerics, in the order of use; "" for a shard that does not
-    # promise reproducible bits.
+    # Fingerprints of the shards' numerics, in order of use; "" if bits are not reproducible.
     numerics_fingerprints: Sequence[str] = ()
     # True if the request continued under other numerics, so its tokens may not be reproducible.
     approximate: bool = False

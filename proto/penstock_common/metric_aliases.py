@@ -216,7 +216,7 @@ def _translated(name: Name, families: list[Metric], labels: Mapping[str, str]) -
 
 
 def _family(theirs: str, ours: Metric) -> Metric:
-    """Make an empty metric with their name. A counter's name must end with _total."""
+    """Make an empty metric. A counter's name must end with _total."""
     kind, base = ours.type, theirs
     if kind == "counter":
         base = theirs.removesuffix("_total")

@@ -98,9 +98,7 @@ SERVING = "serving"
 # Of several base classes, only one may have slots.
 @dataclass(frozen=True, kw_only=True)
 class ListeningConfig:
-    """Flags for a router's address and shutdown. `penstock serve` has them too, and passes them to
-    its router.
-    """
+    """Flags for a router's address and shutdown, which `penstock serve` passes on to its router."""
 
     host: str = flag("127.0.0.1", "address to listen on", group=SERVING)
     port: int = flag(8000, "0 takes a free one", at_least=0, at_most=65535)

@@ -118,7 +118,7 @@ class FileReloader(Generic[T]):
         clock: Callable[[], float] = time.monotonic,
         on_load: OnLoad = _ignore,
     ) -> None:
-        """Make the first object. Raise `TlsFilesUnusable` if the files are unusable."""
+        """Raise `TlsFilesUnusable` if the files are unusable."""
         self._files = files
         self._make = make
         self._on_load = on_load

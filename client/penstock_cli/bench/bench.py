@@ -251,7 +251,6 @@ def _show(summary: dict[str, Any], as_json: bool) -> None:
 
 
 def _write_files(summaries: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
-    """Raise OSError if a file cannot be written."""
     if args.output:
         lengths = _lengths(args)
         settings = {

@@ -258,7 +258,7 @@ def _too_few_gpus(num_shards: int, size: int) -> str:
 
 
 def _groups(gpus: list[str], size: int) -> list[list[str]]:
-    """Split the GPUs into groups of `size`. The rest of the GPUs is not used."""
+    """Split the GPUs into groups of `size`; the rest is not used."""
     count = len(gpus) // size
     return [gpus[index * size : (index + 1) * size] for index in range(count)]
 

@@ -28,9 +28,9 @@ class Part(Enum):
     SHARD = "shards"
     ROUTER = "the router"
     BOTH = "shards and the router"
-    # If several flags of this kind are given, their values are multiplied.
+    # Values of several such flags are multiplied.
     COPIES = "how many shards"
-    # If several flags of this kind are given, their values are multiplied.
+    # Values of several such flags are multiplied.
     DEVICES = "how many GPUs of a shard"
     ENVIRONMENT = "the environment"
 

@@ -105,7 +105,7 @@ class Policy(Protocol):
     def peek(
         self, candidates: Sequence[Candidate], request: GenerationRequest, session: str
     ) -> Decision | None:
-        """Choose, but do not remember the choice; None if the policy does not use prefixes."""
+        """Choose, but do not remember it; None if the policy does not use prefixes."""
         return None
 
     def held_tokens(self, candidate: Candidate, request: GenerationRequest) -> int:

@@ -22,9 +22,7 @@ class SessionTurns:
         self._last: OrderedDict[str, _Turn] = OrderedDict()
 
     def note(self, session: str, chosen: Candidate, tokens: int) -> None:
-        """Note a turn and the token count of its prompt. Without a session ("") there is nothing to
-        note.
-        """
+        """Note a turn and its prompt's token count; without a session (""), do nothing."""
         if not session:
             return
         self._last[session] = _Turn(chosen.instance_id, tokens)

@@ -17,8 +17,8 @@ from penstock_shard.kv_transfer.host_tier import HostTier
 from penstock_shard.scheduler.scheduler import Scheduler
 from penstock_shard.sequence import Sequence
 
-# Part of a step's time in which each turn may copy blocks that a sequence or peer waits for; below,
-# the part for other blocks.
+# Part of a step's time for a turn's copies of blocks that a sequence or peer waits for; below, for
+# other blocks.
 _WAITED_FOR = 0.5
 _AHEAD = 1 / 16
 # Seconds for a turn's copies if no sequence runs.
@@ -55,9 +55,7 @@ class BlockMoves:
 
     @property
     def has_work(self) -> bool:
-        """True if blocks wait to be saved or exported, or sequences to be queued. Sequences that
-        wait for loads are the scheduler's work.
-        """
+        """True if blocks wait to be saved or exported, or sequences to be queued."""
         asked = self.exports is not None and self.exports.num_waiting > 0
         return asked or bool(self._ready) or self._blocks.prefixes.has_wishes
 
@@ -194,7 +192,6 @@ class BlockMoves:
 
     @property
     def is_saved(self) -> bool:
-        """True if `save_all` has written everything."""
         return self._final is not None and self._final.is_over
 
     def counts(self) -> dict[str, int]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-# The number of blocks to copy in a turn before copies were timed.
+# The number of blocks to copy before any copies were timed.
 _FIRST_BLOCKS = 8
 # Weight of the latest turn in the mean.
 _LATEST = 0.25

@@ -151,7 +151,6 @@ class Engine:
             self._end(sequence, finish=FinishReason.ABORTED)
 
     def find(self, request_id: str) -> Sequence | None:
-        """Find the live sequence of a request."""
         return self._live.get(request_id)
 
     def step(self) -> list[Output]:
@@ -289,7 +288,6 @@ class Engine:
             del self._live[sequence.request.request_id]
 
     def _launch(self) -> bool:
-        """Launch the next step, if there is anything to run."""
         now_s = starts_s = self._clock()
         if self.step_started_s is not None:
             ends_s = self.step_started_s + self._scheduler.predict_s()

@@ -38,7 +38,6 @@ def add_prompt_logprobs(output: Output, sequence: Sequence, logprobs: Logprobs) 
 
 
 def error_of(sequence: Sequence, result: RowResult) -> Error:
-    """The error of a row that failed."""
     if sequence.constraint is not None and sequence.constraint.may_be_others_failure:
         # Another sequence may be at fault: the request's retry at another shard will tell.
         return Error(Code.UNAVAILABLE, f"{result.error}; the request is given back")

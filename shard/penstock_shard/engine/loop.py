@@ -64,7 +64,6 @@ class EngineLoop:
         return self._engine.step_expected_s
 
     def take(self, message: Inbox) -> None:
-        """Handle a message from the server."""
         self._turn_started_s = self._clock()
         self._engine.take_images(message)
         for request in message.requests:

@@ -87,7 +87,6 @@ class NextTurns:
         return True
 
     def close(self) -> None:
-        """Drop all hints and loads."""
         self._hints.clear()
         self._expected.clear()
 

@@ -86,7 +86,7 @@ def _own_lane(lanes: list[socket.socket]) -> socket.socket:
 
 
 def _serve(lane: socket.socket, compiler: Compiler, memory_bytes: int) -> None:
-    """Answer checks until the server is gone, which raises `ServerGone` or `ConnectionError`."""
+    """Answer checks until `ServerGone` or `ConnectionError` is raised."""
     while True:
         check = _receive(lane, _CHECKS)
         reading, writing = os.pipe()
@@ -105,7 +105,7 @@ def _serve(lane: socket.socket, compiler: Compiler, memory_bytes: int) -> None:
 
 
 def _receive(lane: socket.socket, decoder: msgspec.msgpack.Decoder[_Message]) -> _Message:
-    """Receive a message. Raises `ServerGone` at the end of the connection."""
+    """Raises `ServerGone` at the end of the connection."""
     body = receive_frame(exactly(lane))
     if body is None:
         raise ServerGone
@@ -143,9 +143,7 @@ def _lower(kind: int, most: int) -> None:
 
 
 def _address_space_bytes() -> int | None:
-    """Return the size of this process's address space; None on macOS, which does not report it and
-    enforces no limit.
-    """
+    """Return None on macOS, which neither reports the size nor enforces a limit."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * resource.getpagesize()

@@ -1,10 +1,9 @@
 """Asks a separate process whether constraints can be honoured. Runs in the server.
 
-Two checks run at once, and callers take turns. Equal constraints share one check, which begins when
-any of their callers has its turn. Verdicts are cached by content. Constraints that need more than a
-short time are checked again, one at a time, so that they delay only each other. The process starts
-as soon as the tokenizer is known, because reading it may take seconds. If the process is lost, the
-next check starts another.
+Two checks run at once; callers take turns. Equal constraints share one check, which begins at the
+first turn of any of their callers. Verdicts are cached by content. Slow constraints are checked
+again, one at a time, so that they delay only each other. The process starts once the tokenizer is
+known, because reading it may take seconds; after a loss, the next check starts another.
 """
 
 from __future__ import annotations
@@ -122,7 +121,6 @@ class ConstraintChecker:
                 pending.task.cancel()
 
     async def close(self) -> None:
-        """End the process. Cancel pending checks."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -175,9 +173,7 @@ class ConstraintChecker:
         return verdict
 
     async def _verdict_on(self, pending: _Pending) -> str:
-        """Check the constraint, with more time if the first time did not suffice. Raises
-        `NotChecked` if the machine is too busy.
-        """
+        """Check, if needed again with more time. Raises `NotChecked` if the machine is too busy."""
         longest_s = self._limits.timeout_s
         first_s = min(_FIRST_S, longest_s)
         answer = await self._ask(pending, pending.callers, first_s)
@@ -194,7 +190,7 @@ class ConstraintChecker:
     async def _ask(
         self, pending: _Pending, callers: Collection[Hashable], timeout_s: float
     ) -> Answer:
-        """Have a lane check the constraint. Raises `NotChecked` if the check process fails."""
+        """Raises `NotChecked` if the check process fails."""
         async with self._lanes.place(callers) as lane:
             pending.is_running = True
             try:

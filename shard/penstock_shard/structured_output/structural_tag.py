@@ -23,7 +23,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 _NotEmpty = msgspec.Meta(min_length=1)
 _Text = Annotated[str, _NotEmpty]
 _End = str | Annotated[tuple[str, ...], _NotEmpty]
-# An error's place if the `type` of a format is wrong.
+# The place of an error about a wrong `type` of a format.
 _OF_TYPE = re.compile(r"(format|content|elements\[\d+\])\.type`$")
 
 

@@ -80,7 +80,7 @@ class Distinct:
         text, begins = self._vocabulary.texts[token_id], False
         for name, captured in matcher.get_captures()[num_captures:]:
             if not self._position.is_over:
-                # This capture is of the JSON itself, and shows that it has ended.
+                # This capture contains the JSON, which has ended.
                 self._begin(None)
             elif name in self._watched:
                 begins = True
