@@ -62,7 +62,7 @@ def _greeting(url: str, model: str) -> str:
 
 
 def _names(url: str, key: str | None) -> dict[str, str]:
-    """Return served name -> model ("" for an adapter). Raise the errors of `_deltas`."""
+    """Return served name -> model ("" for an adapter). Raise the same errors as `_deltas`."""
     with open_url(url + "/v1/models", key, timeout_s=_LIST_TIMEOUT_S) as response:
         try:
             listed = json.loads(response.read())["data"]

@@ -195,7 +195,7 @@ def _state(load: LoadReport) -> str:
 
 
 def _router_blocks(url: str, key: str | None) -> list[_Rows]:
-    """Return the router's own rows, then each model's. Raise the errors of `open_url`, and
+    """Return the router's own rows, then each model's. Raise the same errors as `open_url`, and
     ValueError if the answer is not a router's.
     """
     listed = _body(url + "/v1/models", key)

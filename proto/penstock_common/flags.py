@@ -58,7 +58,7 @@ UNKNOWN_FLAGS = "unrecognized arguments: "
 
 
 def did_you_mean(typed: Iterable[str], known: Collection[str]) -> str:
-    """Return an error's end: the known flag that the first unknown one resembles; "" if
+    """Return the end of an error, with the known flag that the first unknown one resembles; "" if
     none does.
     """
     flags = (word.partition("=")[0] for word in typed if word.startswith("--"))

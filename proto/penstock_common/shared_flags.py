@@ -88,14 +88,14 @@ def _metrics_names(text: str) -> tuple[str, ...]:
     return tuple(map(one_of(METRIC_NAMES), (name.strip() for name in text.split(","))))
 
 
-# Larger numbers would overflow. The most seconds are a year.
+# Larger numbers would overflow. The limit of seconds is a year.
 processes = functools.partial(flag, at_least=1, at_most=1024)
 seconds = functools.partial(flag, at_least=0.001, at_most=31_536_000)
 
 SERVING = "serving"
 
 
-# Of several base classes, only one may have slots.
+# Without slots, because only one of several base classes may have them.
 @dataclass(frozen=True, kw_only=True)
 class ListeningConfig:
     """Flags for a router's address and shutdown, which `penstock serve` passes on to its router."""

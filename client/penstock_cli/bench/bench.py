@@ -158,7 +158,7 @@ def _fields(text: str) -> dict[str, Any]:
 
 
 def _new_file(text: str) -> Path:
-    """Refuse a path that cannot be a new file, before the load runs."""
+    """Refuse a path that cannot be a new file."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, not {text!r}")

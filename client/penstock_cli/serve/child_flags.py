@@ -38,7 +38,7 @@ class Typed:
     """The command line of a process to start."""
 
     flags: Sequence[str]
-    # Names of our variables that the process gets; below, its additional variables.
+    # Names of our environment variables that the process gets; below, additional variables.
     variables: Sequence[str]
     environment: Mapping[str, str]
 

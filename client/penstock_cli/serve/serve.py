@@ -93,8 +93,8 @@ class ServeConfig(ListeningConfig):
 class _Child:
     name: str
     command: list[str]
-    # Names of our variables that the child gets; below, additional ones, such as secrets, which
-    # process lists would show if they were arguments.
+    # Names of our environment variables that the child gets; below, additional ones, such as
+    # secrets, which process lists would show among arguments.
     variables: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
     stop_timeout_s: float = _STOP_TIMEOUT_S
@@ -269,8 +269,8 @@ def _usual_ports(config: ServeConfig, count: int) -> list[int]:
 
 
 def _shard_ports(config: ServeConfig, count: int) -> list[int]:
-    """Return free ports: from --shard-port on, or else the next free ones, with a message. Raise
-    `Unusable` if too few ports are free.
+    """Return the ports from --shard-port on; without it, the next free ports, with a message if
+    these are unusual. Raise `Unusable` if too few ports are free.
     """
     usual = _usual_ports(config, count)
     if config.shard_port is not None:

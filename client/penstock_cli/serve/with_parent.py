@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def with_parent(command: Sequence[str]) -> list[str]:
-    """Return a command line for a child of this process. On systems other than Linux, it is
+    """Return a command line for a child of this process. On systems other than Linux, return
     `command`.
     """
     if sys.platform != "linux":

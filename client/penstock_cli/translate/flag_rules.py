@@ -75,7 +75,7 @@ class Rule:
     joins: bool = False
 
 
-# Rules by name. A name of variables may have *, which stands for any letters: a family.
+# Rules by name. In the name of a family of variables, * stands for any letters.
 Table = dict[str, Rule]
 
 
@@ -181,7 +181,7 @@ log_level = one_of(
     },
     "levels are debug, info, warning and error, for the whole router",
 )
-# A checkpoint's files show its own format.
+# A checkpoint's files state its quantization.
 quantization = one_of(
     {
         "fp8": "fp8",
@@ -195,7 +195,7 @@ quantization = one_of(
 
 
 def otlp_over_http(text: str) -> str:
-    """Refuse the port of OTLP over gRPC, which other servers use: penstock sends over HTTP."""
+    """Refuse the port of OTLP over gRPC: penstock sends over HTTP."""
     if text.rstrip("/").endswith(":4317"):
         raise NotTranslatable(
             f"{text}: spans are sent by HTTP; name the collector's port for that (4318)",

@@ -132,7 +132,7 @@ def translate(
     """Translate the words after a server's name.
 
     `variables` were given with the command. `ambient` is the rest of the environment: it stays set,
-    so only its losses are reported.
+    so only variables that lose their effect are reported.
     """
     # Keep existing dashboards and autoscalers working.
     result = Translation(router=["--metrics-names", peer.metrics_names])

@@ -194,7 +194,7 @@ def _max_loras(text: str) -> str | None:
 
 
 def _max_images(text: str) -> str | None:
-    # The value is a number, not an object, for --limit-mm-per-prompt.image.
+    # With --limit-mm-per-prompt.image, the value is a number, not an object.
     limits = json.loads(text)
     limit = limits.get("image") if isinstance(limits, dict) else limits
     count = limit.get("count") if isinstance(limit, dict) else limit

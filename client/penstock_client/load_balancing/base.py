@@ -29,12 +29,12 @@ Reason = Literal["only", "least_load", "round_robin", "prefix", "session", "imba
 
 
 def load_tokens(num_requests: int, prompt_tokens: int) -> int:
-    """Return the work, in prompt tokens, of these requests."""
+    """Return the work in prompt tokens."""
     return num_requests * _TOKENS_OF_A_REQUEST + prompt_tokens
 
 
 def work_ahead(classes: Iterable[ClassLoad], priority: int) -> tuple[int, int]:
-    """Measure the work at a shard before a new request of this priority: all tokens, and prompt
+    """Measure the work at a shard ahead of a new request of this priority: all tokens, and prompt
     tokens alone. Less urgent requests wait for the new one or are preempted, so only running ones
     count, with a lower weight.
     """
@@ -88,7 +88,7 @@ class Decision:
 
 
 class Policy(Protocol):
-    """A way to choose shards. One object serves all requests of a fleet, and may remember them."""
+    """One policy serves all requests of a fleet, and may remember them."""
 
     name: ClassVar[str]
     # True if shards must report the pieces of prefixes that they hold.

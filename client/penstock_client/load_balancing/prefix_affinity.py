@@ -149,8 +149,8 @@ def prompt_pieces(
     """Return the names of the pieces that a shard could find cached. The last token is always
     computed.
 
-    Empty if the prompt's log-probabilities are requested, because they must be computed, and for
-    invalid token ids, which sending refuses.
+    Empty if the prompt's log-probabilities are requested (they must be computed), or if token ids
+    are invalid (sending refuses them).
     """
     if request.prompt_logprobs is not None:
         return []

@@ -17,8 +17,8 @@ from penstock_shard.kv_transfer.host_tier import HostTier
 from penstock_shard.scheduler.scheduler import Scheduler
 from penstock_shard.sequence import Sequence
 
-# Part of a step's time for a turn's copies of blocks that a sequence or peer waits for; below, for
-# other blocks.
+# A turn may copy for this part of a step's time if a sequence or peer waits for the blocks; below,
+# if not.
 _WAITED_FOR = 0.5
 _AHEAD = 1 / 16
 # Seconds for a turn's copies if no sequence runs.
@@ -41,13 +41,13 @@ class BlockMoves:
         self.step_s = 0.0
         self._load_pace = CopyPace()
         self._save_pace = CopyPace()
-        # Reads from disk; below, fetches from other shards and exports to them. None if unused.
+        # Reads from disk; below, fetches from other shards and exports. None if unused.
         self.reads: PendingReads | None = None
         self.fetches: PendingFetches | None = None
         self.exports: Exports | None = None
         self.send: Callable[[FromBlocks], None] = lambda message: None
         # Sequences that need not wait any more; below, those that only load blocks, and now have
-        # all.
+        # all blocks.
         self._ready: list[Sequence] = []
         self._fetched: list[Sequence] = []
         # Set when the shard begins to end.

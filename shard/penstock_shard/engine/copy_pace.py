@@ -1,6 +1,4 @@
-"""Predicts how many blocks a turn can copy in some share of a step's time, because steps wait for
-copies.
-"""
+"""Predicts how many blocks can be copied in a share of a step's time: steps wait for copies."""
 
 from __future__ import annotations
 

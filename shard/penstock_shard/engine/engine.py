@@ -104,7 +104,7 @@ class Engine:
 
     @property
     def due_s(self) -> float | None:
-        """Seconds until work begins even if no message comes; None if it does not."""
+        """Seconds until there is work even if no message comes; None if there will be none."""
         parts = [part.due_s for part in (self._moves, self._images) if part is not None]
         if self._next_turns.due_at_s is not None:
             parts.append(max(0.0, self._next_turns.due_at_s - self._clock()))

@@ -47,8 +47,8 @@ def error_of(sequence: Sequence, result: RowResult) -> Error:
 
 
 def work_of(sequence: Sequence) -> Work:
-    """Count a sequence's steps and preemptions. A step with accepted drafts gave these and 1 more
-    token.
+    """Count a sequence's steps and preemptions. A step with accepted drafts gave the drafts and 1
+    more token.
     """
     num_sampled = sequence.num_output_tokens - sequence.num_delivered - sequence.num_accepted_drafts
     return Work(sequence.num_partial_steps + num_sampled, sequence.preemptions)

@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 _NUM_LANES = 2
 # Processor time of a first check; ordinary constraints need a tenth of it.
 _FIRST_S = 0.1
-# The most constraints without a verdict. A caller may have at most as many of them as places are
-# free: half, if it is alone.
+# The most constraints without a verdict. A caller may have at most as many as places are free:
+# half, if it is alone.
 _MAX_PENDING = 512
 _MAX_VERDICTS = 8192
 # Enough to read the largest tokenizers on a busy machine.
@@ -203,9 +203,7 @@ class ConstraintChecker:
                 pending.is_running = False
 
     def _judge(self, kind: str, answer: Answer) -> str:
-        """Turn an answer into a verdict. Raises `NotChecked` if the machine was too busy to
-        tell.
-        """
+        """Turn an answer into a verdict. Raises `NotChecked` if the machine was too busy."""
         match -answer.exit_code:
             case 0:
                 return answer.reason

@@ -123,7 +123,7 @@ class Compiler:
 
     def _watched(self, constraint: Constraint) -> dict[str, Watched]:
         """Return the watched parts of a constraint. Refuse it if it has some and a sign of JSON is
-        not one token; no such vocabulary is known.
+        not one token.
         """
         found = watched_of(constraint, self.special_tokens)
         lacking = [sign for sign in '[]{},:"' if len(self.tokenizer.greedy_tokenize(sign)) != 1]

@@ -16,7 +16,7 @@ from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 _CODE_POINT = re.compile(r"(?<!\\)((?:\\\\)*)\\U([0-9A-Fa-f]{8})")
 _EBNF = re.compile(r"^\s*([A-Za-z_][A-Za-z0-9_-]*)\s*::=", re.MULTILINE)
 _RULE = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-# Text that is not a rule's name: strings, character classes, tokens and comments.
+# Text without rules' names: strings, character classes, tokens and comments.
 _NO_RULE = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|<[^<>\n]*>|#.*')
 
 

@@ -118,8 +118,7 @@ class _Older(_Fields, tag="structural_tag"):
     triggers: Annotated[tuple[_Text, ...], _NotEmpty]
 
 
-# msgspec builds its type information at first use. Threads must not do that at once: do it at
-# import.
+# Threads must not build msgspec's type information at once: build it at import.
 _READ_ONCE = msgspec.json.Decoder(_Newer), msgspec.json.Decoder(_Older)
 
 

@@ -26,7 +26,7 @@ def wait_for_memory(
     patience_s: float = _PATIENCE_S,
 ) -> None:
     """Wait until this share of each device is free, at most `patience_s`: drivers free an engine's
-    memory some time after its processes are gone. If too little is free, vLLM says so.
+    memory some time after its processes are gone. vLLM itself reports too little memory.
     """
     end_s = time.monotonic() + patience_s
     was_told = False
@@ -38,9 +38,9 @@ def wait_for_memory(
 
 
 def give_way_on_processors() -> None:
-    """If vLLM computes on CPUs, lower the priority of this session, which has the core and its
-    workers. While they wait, they spin on cores that requests need. Does nothing if the kernel
-    shares time by container.
+    """If vLLM computes on CPUs, lower the priority of this session, with the core and its workers.
+    While they wait, they spin on cores that requests need. Does nothing if the kernel shares time
+    by container.
     """
     from vllm.platforms import current_platform
 

@@ -64,7 +64,7 @@ def read_output(progress: Progress, given: Any) -> Output:
 def _end(output: Output, reason: str, stop_reason: Any) -> None:
     output.finish = _FINISH.get(reason)
     if output.finish is None:
-        # Drop the last tokens, because they may, for example, break the constraint.
+        # Drop these tokens: they may break the constraint, for example.
         output.token_ids = []
         output.logprobs = None
         # A text is always an error from `grammars.py` in the core.
@@ -77,7 +77,7 @@ def _end(output: Output, reason: str, stop_reason: Any) -> None:
 
 
 def _logprobs(ids: Any, logprobs: Any, ranks: Any, *, top_n: int) -> Logprobs:
-    """Make columns from rows with the chosen token, then the best ones."""
+    """Make columns from rows that have the chosen token first, then the best ones."""
     best = slice(1, 1 + top_n)
     return Logprobs(
         chosen=logprobs[:, 0].tolist(),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 
-# In seconds: twice as long as any device takes for a step with only decodes.
+# In seconds: twice the longest step with only decodes, on any device.
 BASE_S = 30.0
 # Seconds for a step of a new size, which may first compile kernels.
 FIRST_S = 300.0
@@ -32,7 +32,7 @@ class Silence:
 
     def begin(self, waiting_tokens: int) -> None:
         """Record a new request; `waiting_tokens` counts prompt tokens that are not computed yet. If
-        the running step began before, it does not have them.
+        the running step began before, it does not compute these.
         """
         now_s = time.monotonic()
         if not self._is_busy:

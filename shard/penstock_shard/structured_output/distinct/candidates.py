@@ -74,7 +74,7 @@ def _inside(position: Position, level: int, value: Value) -> list[bytes]:
 
 
 def _left(position: Position, level: int, left: Value) -> list[bytes]:
-    """Texts that continue a container that still lacks the items or names in `left`."""
+    """Texts by which a container may go on to get the items or names in `left`."""
     is_object = position.containers[level].is_object
     is_inner = level == len(position.containers) - 1
     end = b"}" if is_object else b"]"

@@ -60,8 +60,7 @@ _Shapes = msgspec.defstruct(
     ],
     rename={f"field_{index}": keyword for index, keyword in enumerate(_SHAPES)},
 )
-# msgspec builds its type information at first use. Threads must not do that at once: do it at
-# import.
+# Threads must not build msgspec's type information at once: build it at import.
 _READ_ONCE = msgspec.json.Decoder(_Shapes)
 _KEYWORD = re.compile(r"at `\$\.(\$?\w+)")
 

@@ -1,7 +1,7 @@
 """Constraints in vLLM's core: penstock's compiler and matchers, so that any engine has the same
 syntax, ends and limits.
 
-vLLM passes on, as a grammar, a text with the request's constraint, stop ids and earlier output.
+As a grammar, vLLM passes on a text with the request's constraint, stop ids and earlier output.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The supported values of `format`, in keywords that llguidance handles correctly.
 
 A pattern may allow less than the standard: no leap seconds, no years before 1000, only internet
-addresses in ASCII, only regular expressions in the syntax that all dialects share. Formats that no
+addresses in ASCII, only regular expressions in a syntax that all dialects share. Formats that no
 standard defines are annotations.
 """
 

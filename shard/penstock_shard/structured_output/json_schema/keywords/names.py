@@ -245,8 +245,7 @@ class _Texts:
     """Computes the language of the texts that meet a schema. Methods raise ValueError if they
     cannot.
 
-    Unless `exactly`, some texts may be missing: the patterns of formats are narrower than the
-    formats.
+    Unless `exactly`, some texts may be missing: patterns of formats are narrower.
     """
 
     def __init__(self, place: Place, languages: Languages, *, exactly: bool) -> None:

@@ -20,8 +20,8 @@ _MOST_CASES = 256
 
 
 def least_properties(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    """Require listed names, because unlisted ones count only if watched: an output may write one
-    twice.
+    """Require listed names: an output may write an unlisted name twice, unless names are
+    watched.
     """
     least, (optional, needed, is_closed) = int(schema["minProperties"]), _members(schema)
     missing = least - needed
