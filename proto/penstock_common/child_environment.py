@@ -47,7 +47,7 @@ def child_environment(*needed: str) -> dict[str, str]:
 
 
 def reduce_environment(*needed: str) -> None:
-    """Remove other variables from this process's own environment, which children of
+    """Keep only common and `needed` variables in this process's own environment, which children of
     `multiprocessing` get whole.
     """
     kept = child_environment(*needed)

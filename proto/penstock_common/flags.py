@@ -75,7 +75,7 @@ def did_you_mean(typed: Iterable[str], known: Collection[str]) -> str:
 
 
 class FlagOptions(TypedDict, total=False):
-    # The heading in --help of this flag, and of those after it up to the next heading.
+    # Heading in --help for this flag and those up to the next heading.
     group: str
     # Replaces the field's name.
     name: str
