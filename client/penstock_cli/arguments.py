@@ -77,7 +77,7 @@ def http_url(text: str) -> str:
         parts = urlsplit(text)
         usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
-        # Invalid brackets or port.
+        # The brackets or the port are invalid.
         usable = False
     if not usable or not text.isprintable() or " " in text:
         raise argparse.ArgumentTypeError(
@@ -89,7 +89,7 @@ def http_url(text: str) -> str:
 def open_url(
     url: str, key: str | None, body: bytes | None = None, timeout_s: float | None = None
 ) -> Any:
-    """Send a GET, or a POST with a JSON body. Raise like `urllib.request.urlopen`."""
+    """Send a GET, or a POST with a JSON body. Raise the same errors as `urllib.request.urlopen`."""
     headers = {} if body is None else {"Content-Type": "application/json"}
     if key:
         headers["Authorization"] = f"Bearer {key}"

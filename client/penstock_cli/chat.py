@@ -1,6 +1,6 @@
 """`penstock chat`: a conversation in the terminal, over the router's HTTP API.
 
-Reasoning is shown dimmed, and each tool call on its own line. Later turns send neither back.
+Reasoning is shown dimmed, and each tool call on its own line. Later turns do not send them back.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from penstock_common.flags import number
 from penstock_common.logs import escape
 
 _LIST_TIMEOUT_S = 10.0
-# Control characters that answers may have: new lines, tabs, joiners of scripts and emoji.
+# Control characters that are printed unchanged: new lines, tabs, joiners of scripts and emoji.
 _SHOWN_AS_THEY_ARE = "\n\t\u200c\u200d"
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
-# Kinds of pieces; a call begins with its function's name.
+# Kinds of pieces of an answer. "call" is the name of the called function.
 _Kind = Literal["reasoning", "content", "call", "arguments"]
 
 
@@ -62,11 +62,11 @@ def _greeting(url: str, model: str) -> str:
 
 
 def _names(url: str, key: str | None) -> dict[str, str]:
-    """Return the served names: name -> model, or "" for an adapter. Raise like `_deltas`."""
+    """Return served name -> model ("" for an adapter). Raise the same errors as `_deltas`."""
     with open_url(url + "/v1/models", key, timeout_s=_LIST_TIMEOUT_S) as response:
         try:
             listed = json.loads(response.read())["data"]
-            # Without `root`, each name is a model.
+            # Without `root`, each name counts as a model of its own.
             return {
                 str(model["id"]): "" if model.get("parent") else str(model.get("root", model["id"]))
                 for model in listed
@@ -76,7 +76,7 @@ def _names(url: str, key: str | None) -> dict[str, str]:
 
 
 def _only(names: dict[str, str]) -> str:
-    """Return a name of the only model. Raise ValueError if not exactly one model is served."""
+    """Return the only model's first name. Raise ValueError if not exactly one model is served."""
     # A model may have several names; take the first.
     models: dict[str, str] = {}
     for name, model in names.items():
@@ -153,7 +153,7 @@ def _events(lines: Iterable[bytes]) -> Iterator[bytes]:
                 yield line.removeprefix(b"data: ").strip()
     except (ConnectionError, http.client.HTTPException) as error:
         raise ConnectionError(CUT_OFF) from error
-    # A connection lost between two chunks looks like the end of the body.
+    # If the connection is lost between two chunks, this looks like the end of the body.
     raise ConnectionError(CUT_OFF)
 
 

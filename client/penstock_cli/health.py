@@ -1,4 +1,4 @@
-"""`penstock health`: checks a shard or router once, for probes. Exit status 0 is healthy."""
+"""`penstock health`: checks a shard or router once, for probes. Exit status 0 means healthy."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from penstock_common.tls import Tls
 # for the whole server; SERVING is field 1 with value 1.
 _CHECK = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"
-# Asks for the service `live`, which is SERVING while the server answers.
+# Request for the service `live`, which is SERVING while the server answers.
 _LIVE = b"\x0a\x04live"
 
-# Bytes read of an error's body, because any server may answer.
+# Limit for reading an error's body, because any server may answer.
 _MAX_TOLD_BYTES = 4096
 
 

@@ -195,8 +195,8 @@ def _state(load: LoadReport) -> str:
 
 
 def _router_blocks(url: str, key: str | None) -> list[_Rows]:
-    """Return the router's own rows, then each model's. Raise like `open_url`, and ValueError if the
-    answer is not a router's.
+    """Return the router's own rows, then each model's. Raise the same errors as `open_url`, and
+    ValueError if the answer is not a router's.
     """
     listed = _body(url + "/v1/models", key)
     try:
@@ -228,7 +228,7 @@ def _router_state(url: str, key: str | None) -> str:
 
 
 def _model_rows(cards: Sequence[dict[str, Any]]) -> _Rows:
-    """Return a model's rows, from the cards of its names (first) and of its adapters."""
+    """Return a model's rows. `cards`: its names, then its adapters."""
     card = cards[0]
     names = [each["id"] for each in cards if each["parent"] is None]
     adapters = [each["id"] for each in cards if each["parent"] is not None]

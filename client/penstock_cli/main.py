@@ -1,7 +1,7 @@
 """The `penstock` command: starts processes, or runs a small tool of this package.
 
-Router and shard are not imported but started as `python -m ...`, and a subcommand's module is
-imported at its use, so that each process loads only the modules that it needs.
+Router and shard are started as `python -m ...`, and a subcommand's module is imported at its use,
+so that each process loads only the modules that it needs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
         status = run(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader, such as `head`, has closed the pipe, and Python writes the rest at exit.
+        # The reader, such as `head`, has closed the pipe. Python's flush at exit must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     sys.exit(status)

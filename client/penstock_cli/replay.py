@@ -42,15 +42,15 @@ _PROGRESS_EVERY_S = 5.0
 
 
 class NotComparable(Exception):
-    """The record cannot be generated again here. The text is the reason, which similar records
-    share.
+    """The record cannot be generated again here. The text is the reason, which is equal for similar
+    records.
     """
 
 
 @dataclass(slots=True)
 class Tally:
     equal: int = 0
-    # Compared records, equal or different, that other numerics generated.
+    # Compared records, equal or different, that were recorded with other numerics.
     other_numerics: int = 0
     different: int = 0
     failed: int = 0
@@ -182,7 +182,7 @@ async def _show_progress(tally: Tally) -> None:
 
 
 async def _compare_all(records: Iterator[AuditRecord], fleet: Fleet, tally: Tally) -> None:
-    """Several tasks share the iterator."""
+    """Compare records until none is left. Several tasks share the iterator."""
     for record in records:
         try:
             await _compare(record, fleet, tally)
@@ -195,7 +195,7 @@ async def _compare_all(records: Iterator[AuditRecord], fleet: Fleet, tally: Tall
 
 async def _compare(record: AuditRecord, fleet: Fleet, tally: Tally) -> None:
     if _ended_early(record) and not record.output_token_ids:
-        tally.equal += 1  # the request gave no tokens
+        tally.equal += 1  # the recorded request gave no tokens
         return
     check_recorded_whole(record)
     shard, info = choose_shard(record, fleet.shards)
@@ -239,7 +239,7 @@ def choose_shard(record: AuditRecord, shards: Sequence[ShardState]) -> tuple[Sha
 
 
 def numerics_remark(record: AuditRecord, info: ShardInfo) -> str:
-    """Return "" if tokens should be equal."""
+    """Return a remark if tokens may differ because the numerics do; else ""."""
     recorded = ", ".join(name or "none" for name in record.numerics_fingerprints) or "none"
     here = info.numerics_fingerprint
     if recorded == here:
@@ -254,7 +254,7 @@ def replay_request(record: AuditRecord, shard: str) -> GenerationRequest:
     if _ended_early(record):
         max_tokens = max(recorded_tokens, request.min_tokens or 0)
     elif max_tokens is None and record.finish_reason is FinishReason.LENGTH:
-        max_tokens = recorded_tokens  # the context was full; this shard's may be longer
+        max_tokens = recorded_tokens  # the context was full; this shard's context may be longer
     return replace(
         request,
         max_tokens=max_tokens,

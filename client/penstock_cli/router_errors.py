@@ -71,7 +71,7 @@ def message_of(body: bytes) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """The other side may have sent any bytes."""
+    """Return an error's text in one line. The other side may have sent any bytes."""
     # This error's text is what came instead of a status line: usually HTTP/2 frames.
     if isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError):
         return NOT_HTTP

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from penstock_common.tls import TlsFilesUnusable as TlsFilesUnusable
     from penstock_proto.types import *  # noqa: F403
 else:
-    # Names outside `types` -> their modules.
+    # Modules of the names that are not in `types`.
     _HOMES = {
         "Patience": "penstock_client.fleet.failover",
         "Fleet": "penstock_client.fleet.fleet",

@@ -53,11 +53,11 @@ _NO_CHAIN = "0" * 64
 _LINE = re.compile(rb'(\{.*),"chain":"([0-9a-f]{64})"\}', re.DOTALL)
 _TAIL_BYTES = 64 * 1024
 
-# A waiting token id takes about 36 bytes of memory.
+# Memory is bounded too: a waiting token id takes about 36 bytes.
 _MAX_QUEUED_RECORDS = 4096
 _MAX_QUEUED_TOKENS = 4_000_000
 _SAME_TROUBLE_S = 60.0
-# A gap ends when a later record is written and no record was dropped for this time.
+# Seconds without a dropped record after which the next written record ends the gap.
 _OVER_S = 1.0
 
 
@@ -77,8 +77,8 @@ class WithheldPrompt:
 class AuditRecord:
     """A request and its outcome.
 
-    The request should be as sent: with a seed, even if the user gave none. `output_token_ids` came
-    after the request's own `output_token_ids`. After an error there is no `finish_reason`.
+    The request should be as sent: with a seed, even if the user gave none. `output_token_ids` has
+    only new tokens, not the request's own. After an error there is no `finish_reason`.
     """
 
     request_id: str
@@ -89,7 +89,7 @@ class AuditRecord:
     # The shard's name for the model; the request may have used an alias or none.
     model: str = ""
     weights_hash: str = ""
-    # Numerics of the shards, in order; "" for a shard that promises no equal bits.
+    # Fingerprints of the shards' numerics, in order of use; "" if bits are not reproducible.
     numerics_fingerprints: Sequence[str] = ()
     # True if the request continued under other numerics, so its tokens may not be reproducible.
     approximate: bool = False
@@ -101,7 +101,7 @@ class AuditRecord:
 
 
 def prompt_hash(prompt_token_ids: Sequence[int], key: bytes) -> str:
-    """Return the hash that a log with this key writes for a prompt: over the ids as compact
+    """Return the hash that a log with this key writes for a prompt. It hashes the ids as compact
     JSON.
     """
     text = compact_json(plain_ids(prompt_token_ids))
@@ -175,7 +175,7 @@ class AuditLog:
         self._queued_tokens = 0
         self._dropped_total = 0
         self._told_at_s = -math.inf
-        # Numbers of records dropped since the last reported gap, and the time of the last drop.
+        # Numbers of records dropped since the last reported gap; below, the time of the last drop.
         self._missing: list[int] = []
         self._dropped_at_s = -math.inf
         self._closed = False
@@ -236,7 +236,7 @@ class AuditLog:
             )
 
     def _tell_of_end(self) -> None:
-        """Log that the last records are missing: no missing number will show it."""
+        """Log that the last records are missing, because no gap in the numbers shows it."""
         with self._changed:
             lost = sum(number > self._written for number in self._missing)
         if lost:
@@ -254,7 +254,7 @@ class AuditLog:
         self._file.close()
 
     def _take(self) -> tuple[int, AuditRecord] | None:
-        """Return None if the log is closed and the queue is empty."""
+        """Take the next record and its number; None if the log is closed and the queue is empty."""
         with self._changed:
             while not self._queue and not self._closed:
                 self._changed.wait()
@@ -317,7 +317,7 @@ def _tokens(record: AuditRecord) -> int:
     try:
         return sum(map(len, ids))
     except TypeError:
-        return 0  # not sequences: writing the record will fail later
+        return 0  # ids are no sequences: writing the record will fail later
 
 
 def _chain(body: bytes, key: bytes) -> str:
@@ -466,7 +466,7 @@ def _last_mark(fd: int, size: int) -> tuple[int, str] | None:
     span = _TAIL_BYTES
     while True:
         lines = os.pread(fd, span, max(0, size - span)).split(b"\n")
-        for line in reversed(lines):  # the first may be part of a line, which does not parse
+        for line in reversed(lines):  # the first may be a part of a line, which is not parsed
             with contextlib.suppress(ValueError):
                 _, entry, chain = _take_apart(line)
                 return entry["sequence"], chain
@@ -481,10 +481,10 @@ def _last_mark(fd: int, size: int) -> tuple[int, str] | None:
 def read_audit(
     path: str | os.PathLike[str], report: Callable[[str], None], *, key: bytes | None = None
 ) -> Iterator[AuditRecord]:
-    """Yield a file's records in order, without damaged ones.
+    """Yield a file's records in order, without damaged ones. Raise `OSError` if it cannot be read.
 
     `report` gets one line for each fault, with file and line number. Edits of a keyed log cannot be
-    found without its key; this is reported once. Raise `OSError`.
+    found without its key; this is reported once.
     """
     follow = _Follower()
     key_missing = False
@@ -551,7 +551,9 @@ def _take_apart(line: bytes) -> tuple[bytes, dict[str, Any], str]:
 
 
 def _parse(raw: bytes, key: bytes | None) -> _Line:
-    """Parse a line and check it by itself. Raise `ValueError` that says what is wrong."""
+    """Parse a line and check it, without other lines. Raise `ValueError` that says what is
+    wrong.
+    """
     if not raw.endswith(b"\n"):
         raise ValueError("is cut off")
     body, entry, chain = _take_apart(raw[:-1])

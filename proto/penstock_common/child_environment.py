@@ -26,13 +26,13 @@ _PREFIXES = (
     *("NCCL_", "GLOO_", "UCX_", "FI_", "IBV_", "RDMAV_", "MLX5_", "NVSHMEM_"),
 )
 
-# More variables for some children. A name that ends with "_" is a prefix.
+# Groups of variables that only some children need. A name that ends with "_" is a prefix.
 _PROXY_NAMES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "grpc_proxy", "no_grpc_proxy")
 # Proxy addresses may have passwords.
 PROXIES = (*_PROXY_NAMES, *map(str.upper, _PROXY_NAMES))
 HUB = (*PROXIES, "HF_ENDPOINT", "HF_TOKEN", "HF_TOKEN_PATH", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_")
 VLLM = ("VLLM_", "RAY_", "FLASHINFER_", "TVM_")
-# The headers may have a collector's key.
+# OTLP headers may have a collector's key.
 TRACES = (*PROXIES, "OTEL_")
 
 
@@ -47,7 +47,9 @@ def child_environment(*needed: str) -> dict[str, str]:
 
 
 def reduce_environment(*needed: str) -> None:
-    """Children of `multiprocessing` get all of this process's own environment, so reduce it."""
+    """Keep only common and `needed` variables in this process's own environment, which children of
+    `multiprocessing` get whole.
+    """
     kept = child_environment(*needed)
     for name in set(os.environ) - set(kept):
         del os.environ[name]

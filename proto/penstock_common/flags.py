@@ -58,7 +58,7 @@ UNKNOWN_FLAGS = "unrecognized arguments: "
 
 
 def did_you_mean(typed: Iterable[str], known: Collection[str]) -> str:
-    """Return an error's end: the known flag that the first unknown one resembles; "" if
+    """Return the end of an error, with the known flag that the first unknown one resembles; "" if
     none does.
     """
     flags = (word.partition("=")[0] for word in typed if word.startswith("--"))
@@ -75,7 +75,7 @@ def did_you_mean(typed: Iterable[str], known: Collection[str]) -> str:
 
 
 class FlagOptions(TypedDict, total=False):
-    # Begins a group in --help, up to the next flag with a group.
+    # Heading in --help for this flag and those up to the next heading.
     group: str
     # Replaces the field's name.
     name: str
@@ -154,7 +154,9 @@ def read_flags(config: type[Any], parser: OneLineParser, argv: Sequence[str]) ->
 
 
 def words_of(config: Any, declared: type[Any]) -> list[str]:
-    """Return the command line with the flags that `declared` has, and their values in `config`."""
+    """Return command-line words for the flags that `declared` has, with their values in
+    `config`.
+    """
     values = ((field, getattr(config, field.name)) for field in flags_of(declared))
     given = ((_names(field)[0], str(value)) for field, value in values if value is not None)
     return [word for pair in given for word in pair]

@@ -7,7 +7,7 @@ import struct
 from typing import Protocol
 
 DIGEST_BYTES = 32
-# Must change with the format of the hashed data.
+# Change this whenever the format of the hashed data changes.
 _PREFIX = b"penstock image, RGB8\0"
 _SIZE = struct.Struct("<II")
 

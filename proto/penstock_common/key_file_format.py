@@ -218,7 +218,8 @@ def entry_text(entry: KeyEntry) -> str:
 
 def add_entry(text: str, entry: KeyEntry, *, another: bool = False) -> str:
     """Add an entry to the file's text. With `another`, copy the scopes and limits of an existing
-    entry of its name. Raise `KeyFileError` if the name is taken; with `another`, if it is not.
+    entry of its name. Raise `KeyFileError` if the name exists, or with `another`, if it does not
+    exist.
     """
     there = next((one for one in parse(text) if one.name == entry.name), None)
     if another and there is None:
@@ -236,10 +237,10 @@ def add_entry(text: str, entry: KeyEntry, *, another: bool = False) -> str:
 
 
 def remove_entries(text: str, name: str, *, older: bool = False) -> str:
-    """Remove a name's entries from the text; with `older`, all except the last one. Keep the other
-    comments.
+    """Remove a name's entries from the text; with `older`, all except the last one. Keep other
+    entries' comments.
 
-    Raise `KeyFileError` if there is none, or if one is written in an unusual way.
+    Raise `KeyFileError` if there is no such entry, or if it must be removed by hand.
     """
     numbers = [number for number, entry in enumerate(parse(text)) if entry.name == name]
     if not numbers:
@@ -270,7 +271,9 @@ def _without_entry(text: str, number: int) -> str:
 
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[str]:
-    """Yield the file's real path, locked against our other processes. Raise `OSError`."""
+    """Yield the file's real path, locked against our other processes. Raise `OSError` if it cannot
+    be locked.
+    """
     real = os.path.realpath(path)
     folder = os.open(os.path.dirname(real), os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -20,7 +20,8 @@ def is_for_this_machine(host: str) -> bool:
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """Return a socket on the port. Raise OSError; `socket.gaierror` for an invalid host.
+    """Return a socket on the port. Raise OSError if that fails; `socket.gaierror` for an invalid
+    host.
 
     An unshared socket listens at once, because the system lets several sockets bind until one
     listens.

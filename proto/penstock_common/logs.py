@@ -34,7 +34,7 @@ _TEXT = "%(asctime)s %(levelname)s %(message)s"
 _TEXT_DATE = "%m-%d %H:%M:%S"
 _ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
-# About a megabyte.
+# About 1 MB of lines.
 _MAX_WAITING_LINES = 5_000
 _GATHER_S = 0.02
 _LAST_WORDS_S = 1.0
@@ -66,7 +66,7 @@ def set_up_logging(log_format: str = "auto", level: str = "info", *, shard: str 
 
 
 def end_log(line: str) -> None:
-    """Write the waiting lines, then `line` as this process's last."""
+    """Write the waiting lines, then `line` as the last line of this process."""
     logging.shutdown()
     print(line, file=sys.stderr, flush=True)
 
@@ -87,7 +87,7 @@ def _written(character: str) -> str:
 
 
 class TextFormatter(logging.Formatter):
-    """A traceback follows on its own lines."""
+    """Writes a text line; a traceback follows on its own lines."""
 
     def __init__(self, shard: str = "") -> None:
         super().__init__(_TEXT, _TEXT_DATE)
@@ -156,7 +156,9 @@ class _Writer(logging.Handler):
             self.handleError(record)
 
     def close(self) -> None:
-        """Write the waiting lines, if somebody reads them. `logging` calls this at exit."""
+        """Write the waiting lines, but do not wait long for a reader. `logging` calls this at
+        exit.
+        """
         self._lines.put(None)
         self._thread.join(_LAST_WORDS_S)
         super().close()

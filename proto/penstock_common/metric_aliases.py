@@ -60,7 +60,7 @@ _QUEUE_BOUNDS = {
 }
 _CUT_SHORT = ("disconnect", "slow_reader", "timeout", "shutdown", "abandoned", "aborted")
 _FINISHED = {"stop": "stop", "length": "length", **dict.fromkeys(_CUT_SHORT, "abort")}
-# Outcomes that count as requests: not those of pages and probes.
+# Outcomes that count as requests; pages and probes have other outcomes.
 _ASKED = dict.fromkeys((*_FINISHED, "refused", "error"), "")
 _SUCCESS = {"outcome": {"stop": "", "length": ""}}
 _FAILURES = {
@@ -69,7 +69,7 @@ _FAILURES = {
     **dict.fromkeys(("424", "500", "502", "503", "504"), "generation"),
     "499": "dropped",
 }
-# Probes and questions about models do not count as requests.
+# Routes that generate. Others, such as probes, do not count as requests.
 _GENERATE_ROUTES = dict.fromkeys(
     (
         *("/", "/generate", "/generate_stream", "/invocations"),
@@ -216,7 +216,7 @@ def _translated(name: Name, families: list[Metric], labels: Mapping[str, str]) -
 
 
 def _family(theirs: str, ours: Metric) -> Metric:
-    """A counter's name must end with _total."""
+    """Make an empty metric. A counter's name must end with _total."""
     kind, base = ours.type, theirs
     if kind == "counter":
         base = theirs.removesuffix("_total")

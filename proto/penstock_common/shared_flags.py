@@ -88,17 +88,17 @@ def _metrics_names(text: str) -> tuple[str, ...]:
     return tuple(map(one_of(METRIC_NAMES), (name.strip() for name in text.split(","))))
 
 
-# More processes or seconds (a year) would overflow.
+# Larger numbers would overflow. The limit of seconds is a year.
 processes = functools.partial(flag, at_least=1, at_most=1024)
 seconds = functools.partial(flag, at_least=0.001, at_most=31_536_000)
 
 SERVING = "serving"
 
 
-# Without slots: only one base class may have them.
+# Without slots, because only one of several base classes may have them.
 @dataclass(frozen=True, kw_only=True)
 class ListeningConfig:
-    """Flags for a router's address and shutdown; `penstock serve` passes them on."""
+    """Flags for a router's address and shutdown, which `penstock serve` passes on to its router."""
 
     host: str = flag("127.0.0.1", "address to listen on", group=SERVING)
     port: int = flag(8000, "0 takes a free one", at_least=0, at_most=65535)

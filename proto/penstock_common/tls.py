@@ -29,7 +29,7 @@ class TlsFilesUnusable(Exception):
 @dataclass(frozen=True, slots=True)
 class Tls:
     """The authorities that a client trusts, and its own certificate for mutual TLS. Raise
-    `ValueError` for a certificate without its key, or a key without its certificate.
+    `ValueError` if a certificate is given without its key, or a key without its certificate.
     """
 
     # The authorities of shards' certificates; all files are PEM.
@@ -49,14 +49,14 @@ class Tls:
         return [path for path in (self.ca_file, self.cert_file, self.key_file) if path is not None]
 
     def check(self) -> None:
-        """Raise `TlsFilesUnusable`."""
+        """Raise `TlsFilesUnusable` if one of the files is unusable."""
         check_authorities(self.ca_file)
         if self.cert_file is not None and self.key_file is not None:
             load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), self.cert_file, self.key_file)
 
 
 def check_authorities(ca_file: str) -> None:
-    """Raise `TlsFilesUnusable` if a file has no certificate."""
+    """Raise `TlsFilesUnusable` if the file has no certificate, or cannot be read."""
     read_file(ca_file)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(ca_file)
@@ -65,7 +65,9 @@ def check_authorities(ca_file: str) -> None:
 
 
 def check_server_files(cert_file: str, key_file: str, client_ca_file: str | None) -> None:
-    """Check a server's certificate and key, and its clients' CA. Raise `TlsFilesUnusable`."""
+    """Raise `TlsFilesUnusable` if a server's certificate and key, or its clients' CA, are
+    unusable.
+    """
     load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), cert_file, key_file)
     if client_ca_file is not None:
         check_authorities(client_ca_file)
@@ -94,7 +96,7 @@ def load_pair(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
 
 
 def read_file(path: str) -> bytes:
-    """Raise `TlsFilesUnusable`."""
+    """Return a file's content. Raise `TlsFilesUnusable` if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -116,7 +118,7 @@ class FileReloader(Generic[T]):
         clock: Callable[[], float] = time.monotonic,
         on_load: OnLoad = _ignore,
     ) -> None:
-        """Raise `TlsFilesUnusable`, like `make`."""
+        """Raise `TlsFilesUnusable` if the files are unusable."""
         self._files = files
         self._make = make
         self._on_load = on_load

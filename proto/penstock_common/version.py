@@ -36,7 +36,7 @@ def how_to_install(extra: str) -> str:
 
 
 def why_not_imported(error: ImportError, extra: str) -> str:
-    """Name the package that is missing or unusable, and the extra that brings it."""
+    """Say which package is missing or unusable, and how to install the extra that brings it."""
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed; {how_to_install(extra)}"
     reason = " ".join(str(error).split())[:_LONGEST_REASON]

@@ -1,4 +1,4 @@
-"""The command line of `penstock bench`. `load.py` sends, `report.py` summarizes.
+"""The command line of `penstock bench`. `load.py` sends requests, `report.py` summarizes.
 
 Works with any server that has `/v1/completions` or `/v1/chat/completions`.
 """
@@ -34,7 +34,7 @@ from penstock_common.version import how_to_install
 
 _DEFAULT_STREAMS = 16
 _DEFAULT_REQUESTS = 64
-# Median prompt words and output tokens (exact values with "fixed"), by --lengths.
+# Default prompt words and output tokens, by --lengths; "sharegpt" takes them as medians.
 _DEFAULT_LENGTHS = {"fixed": (128, 64), "sharegpt": (64, 128)}
 _PROGRESS_PERIOD_S = 0.25
 _positive = number(float, above=0)
@@ -59,7 +59,8 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("argument --rate: inf sends all at once and needs --requests, not --duration")
     if args.plot and not importlib.util.find_spec("matplotlib"):
         parser.error(f"argument --plot: needs matplotlib; {how_to_install('bench')}")
-    # All loads share a random sequence, so no prompt is in the server's prefix cache.
+    # All loads draw from one generator, so no prompt repeats and none is in the server's prefix
+    # cache.
     rng = random.Random(args.seed)
     summaries = []
     for load in _loads(args):
@@ -157,7 +158,7 @@ def _fields(text: str) -> dict[str, Any]:
 
 
 def _new_file(text: str) -> Path:
-    """Check the file's place before the load runs."""
+    """Refuse a path that cannot be a new file."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file in a folder that exists, not {text!r}")
@@ -250,7 +251,6 @@ def _show(summary: dict[str, Any], as_json: bool) -> None:
 
 
 def _write_files(summaries: Sequence[dict[str, Any]], args: argparse.Namespace) -> None:
-    """Raise OSError if a file cannot be written."""
     if args.output:
         lengths = _lengths(args)
         settings = {

@@ -117,7 +117,7 @@ class Server:
 
 @dataclass(slots=True)
 class Answer:
-    """A request as its client sees it. Times are `time.perf_counter`'s."""
+    """A request and its answer, as the client sees them. Times are from `time.perf_counter`."""
 
     # Times count from the due time: a late load generator must not flatter the server.
     due_s: float
@@ -151,7 +151,9 @@ class Answer:
         self.error_kind, self.error = kind, error
 
     def take(self, data: bytes) -> None:
-        """Take an event of the answer. Raise ValueError if `data` is no such event."""
+        """Record an event of the answer. Raise ValueError if `data` is not an event of a
+        completion.
+        """
         if data == b"[DONE]":
             self.missing.discard("[DONE]")
             return
@@ -185,7 +187,7 @@ class Answer:
 
 
 def _says(choice: dict[str, Any]) -> bool:
-    """True for text of a completion or a chat."""
+    """True if the choice, of a completion or a chat, has generated text."""
     delta = choice.get("delta") or {}
     return bool(choice.get("text")) or any(delta.get(name) for name in _SAID)
 
@@ -285,13 +287,13 @@ def _cause(error: Exception) -> Exception:
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return http.client.RemoteDisconnected(str(error))
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-    # TLS errors have their own numbers, not errno values; failed name lookups have negative ones.
+    # TLS errors have their own numbers, failed name lookups negative ones: neither is an errno.
     if (
         isinstance(cause, OSError)
         and not isinstance(cause, ssl.SSLError)
         and (cause.errno or 0) > 0
     ):
-        # Use the system's words, because asyncio's are about the call.
+        # Use the system's words: asyncio's text only names the failed call.
         return OSError(cause.errno, os.strerror(cause.errno or 0))
     return cause
 
@@ -314,7 +316,7 @@ async def _stream(
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Events that arrive together cost one wake-up."""
+    """Yield the data of events. Events that arrive together wake this task once."""
     rest = b""
     async for piece in content.iter_any():
         *lines, rest = (rest + piece).split(b"\n")

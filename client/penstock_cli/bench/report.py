@@ -123,7 +123,7 @@ def plot(summaries: Sequence[dict[str, Any]], path: Path) -> None:
     figure = importlib.import_module("matplotlib.figure").Figure(
         figsize=(12, 4), layout="constrained"
     )
-    # Evenly spaced loads, not to scale: "all at once" may be one of them.
+    # The loads are evenly spaced, not to scale, because "all at once" may be one of them.
     names = ["all at once" if s["level"] is None else f"{s['level']:g}" for s in summaries]
     first, gaps, throughput = figure.subplots(1, 3)
     for axes, key, title in (

@@ -1,7 +1,7 @@
 """Checks that the router and the shards of `penstock serve` accept their flags.
 
-Before anything starts, separate processes run their parsers. Errors are rewritten for the typed
-command.
+Before anything starts, separate processes parse the flags. Errors are rewritten for the command
+that the user typed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Typed:
     """The command line of a process to start."""
 
     flags: Sequence[str]
-    # Names of our environment's variables that the process gets, and additional variables.
+    # Names of our environment variables that the process gets; below, additional variables.
     variables: Sequence[str]
     environment: Mapping[str, str]
 
@@ -59,13 +59,14 @@ class _Reading:
 
     @property
     def resembled(self) -> list[str]:
-        """The known flag that the first unknown one resembles, if any."""
+        """The known flags that the error suggests for unknown ones."""
         return re.findall(r"; did you mean (\S+)\?", self.said)
 
 
 def check(router: Typed, shards: Sequence[Typed], own: Sequence[str]) -> bool:
     """True if all processes would run; false if one printed its help. `own`: the flags of `penstock
-    serve` itself, which users type among shards' flags. Raise `Unusable`.
+    serve` itself, which users type among shards' flags. Raise `Unusable` if a process would not
+    start.
     """
     would_run = True
     checks = [*((_SHARD, shard, router) for shard in shards), (_ROUTER, router, shards[0])]

@@ -60,9 +60,7 @@ def _chat(url: str, model: str) -> str:
 
 
 def _command() -> str:
-    """Return the command as a user can type it, with its path if another terminal may lack this
-    environment.
-    """
+    """Return the command as a user can type it. It has a path if `penstock` is not on the PATH."""
     started = sys.argv[0]
     is_unknown = shutil.which("penstock") is None and os.path.basename(started) == "penstock"
     return started if is_unknown else "penstock"

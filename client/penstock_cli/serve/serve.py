@@ -46,10 +46,10 @@ _MAX_BACK_OFF_S = 10.0
 # A child that ran for this time has recovered: its count of deaths starts again.
 _STEADY_S = 30.0
 _MAX_DEATHS = 5
-# Ports tried for shards if none is given, from the usual port on.
+# Without --shard-port, the number of ports to try for shards, from SHARD_PORT on.
 _MOST_PORTS = 1000
 _MAX_PORT = 65535
-# `_HERE` replaces the addresses that mean all addresses.
+# `_HERE` maps a listening address that means all addresses to one for connecting.
 _LOOPBACK = "127.0.0.1"
 _HERE = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -93,7 +93,7 @@ class ServeConfig(ListeningConfig):
 class _Child:
     name: str
     command: list[str]
-    # Names of our environment's variables that the child gets; and additional ones, such as
+    # Names of our environment variables that the child gets; below, additional ones, such as
     # secrets, which process lists would show among arguments.
     variables: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
@@ -187,7 +187,7 @@ def _children(
     router_flags: Sequence[str],
     shard_ports: Sequence[int],
 ) -> list[_Child]:
-    # The same key for all: otherwise a shard would use the one in our own environment.
+    # Give all children the same key: otherwise a shard would use the key in our own environment.
     key = {} if config.api_key is None else {"PENSTOCK_API_KEY": config.api_key}
     size = config.tensor_parallel_size
     gpus = itertools.cycle(
@@ -218,7 +218,7 @@ def _children(
 def _shards(
     ports: Sequence[int], flags: Sequence[str], environments: Iterator[dict[str, str]]
 ) -> Iterator[_Child]:
-    """The shards of one model are peers if they copy KV blocks."""
+    """Yield the shards of one model. If they copy KV blocks, they are each other's peers."""
     addresses = [f"{_LOOPBACK}:{port}" for port in ports]
     is_peer = len(addresses) > 1 and _copies_blocks(flags)
     peer_key = {"PENSTOCK_KV_PEER_KEY": secrets.token_hex(32)} if is_peer else {}
@@ -258,7 +258,7 @@ def _too_few_gpus(num_shards: int, size: int) -> str:
 
 
 def _groups(gpus: list[str], size: int) -> list[list[str]]:
-    """Remaining GPUs are not used."""
+    """Split the GPUs into groups of `size`; the rest is not used."""
     count = len(gpus) // size
     return [gpus[index * size : (index + 1) * size] for index in range(count)]
 
@@ -269,8 +269,8 @@ def _usual_ports(config: ServeConfig, count: int) -> list[int]:
 
 
 def _shard_ports(config: ServeConfig, count: int) -> list[int]:
-    """Return free ports: the given ones, else the next free ones, with a message. Raise
-    `Unusable`.
+    """Return the ports from --shard-port on; without it, the next free ports, with a message if
+    these are unusual. Raise `Unusable` if too few ports are free.
     """
     usual = _usual_ports(config, count)
     if config.shard_port is not None:
@@ -311,7 +311,7 @@ def _first_taken(host: str, port: int, flag: str, *, count: int = 1) -> str:
 
 
 def _typed(child: _Child) -> Typed:
-    # A command is: Python, -m, module, flags.
+    # The first 3 words are Python, -m and the module.
     return Typed(child.command[3:], child.variables, child.environment)
 
 
@@ -365,8 +365,7 @@ async def _keep(child: _Child) -> tuple[int, str]:
     """
     back_off_s = _FIRST_BACK_OFF_S
     while True:
-        # In its own session, so that Ctrl-C reaches only us, and we end children in the right
-        # order.
+        # Start a session, so that Ctrl-C reaches only us and we end children in the right order.
         child.process = await asyncio.create_subprocess_exec(
             *with_parent(child.command),
             start_new_session=True,

@@ -16,7 +16,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def with_parent(command: Sequence[str]) -> list[str]:
-    """Return a command line for a child of this process; except on Linux, the command unchanged."""
+    """Return a command line for a child of this process. On systems other than Linux, return
+    `command`.
+    """
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-m", __name__, str(os.getpid()), *command]

@@ -28,7 +28,7 @@ class DockerRun:
     image: str = ""
     arguments: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
-    # (host's address or "", its port, the container's port), as written.
+    # Published ports, as written: (host's address or "", host's port, container's port).
     ports: list[tuple[str, str, str]] = field(default_factory=list)
     # The container's path -> the host's, or the name of a volume.
     mounts: dict[str, str] = field(default_factory=dict)
@@ -43,7 +43,9 @@ class DockerRun:
         return path
 
     def published(self, port: str) -> tuple[str, str]:
-        """Return ("", port) if the port is not published."""
+        """Return the host's address and port for a container's port; ("", port) if not
+        published.
+        """
         for address, outside, inside in self.ports:
             if inside == port:
                 return address, outside
@@ -71,7 +73,7 @@ def parse_docker_run(words: Sequence[str], ambient: Mapping[str, str]) -> Docker
             continue
         name, equals, value = word.partition("=")
         if not word.startswith("--") and len(word) > 2:
-            # For example -p8080:80.
+            # A short flag with its value attached, such as -p8080:80.
             name, equals, value = word[:2], "=", word[2:].removeprefix("=")
         if not equals:
             if not rest:

@@ -1,4 +1,6 @@
-"""Rules for another server's flags. A flag becomes a flag of ours, nothing, a loss or a refusal."""
+"""Rules for another server's flags. A rule translates a flag to ours, drops it, reports it as lost,
+or refuses it.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,9 @@ class Part(Enum):
     SHARD = "shards"
     ROUTER = "the router"
     BOTH = "shards and the router"
-    # Several such flags are multiplied.
+    # Values of several such flags are multiplied.
     COPIES = "how many shards"
-    # Several such flags are multiplied.
+    # Values of several such flags are multiplied.
     DEVICES = "how many GPUs of a shard"
     ENVIRONMENT = "the environment"
 
@@ -66,19 +68,19 @@ class Rule:
     loss: Loss = Loss.NONE
     # Values for which no loss is reported.
     harmless: frozenset[str] = frozenset()
-    # True if the flag may be given several times, like ours.
+    # True if the user may give the flag several times, as with our counterpart.
     repeats: bool = False
     # The separator of several values in one argument; "" if the flag takes one value.
     separator: str = ""
     joins: bool = False
 
 
-# Rules by name; for variables also by family: a name in which * stands for any letters.
+# Rules by name. In the name of a family of variables, * stands for any letters.
 Table = dict[str, Rule]
 
 
 def rule_of(variable: str, table: Table) -> Rule | None:
-    """The variable's own rule, or that of its first family."""
+    """Return the rule of the variable, or of the first family that it belongs to."""
     families = (name for name in table if "*" in name and fnmatchcase(variable, name))
     return table.get(variable) or table.get(next(families, ""))
 
@@ -179,7 +181,7 @@ log_level = one_of(
     },
     "levels are debug, info, warning and error, for the whole router",
 )
-# A checkpoint's files show its own format.
+# A checkpoint's files state its quantization.
 quantization = one_of(
     {
         "fp8": "fp8",
@@ -193,7 +195,7 @@ quantization = one_of(
 
 
 def otlp_over_http(text: str) -> str:
-    """Other servers send OTLP over gRPC, which has another port."""
+    """Refuse the port of OTLP over gRPC: penstock sends over HTTP."""
     if text.rstrip("/").endswith(":4317"):
         raise NotTranslatable(
             f"{text}: spans are sent by HTTP; name the collector's port for that (4318)",

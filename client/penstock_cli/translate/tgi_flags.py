@@ -36,7 +36,7 @@ def _memory_share(text: str) -> str | None:
 
 
 def _batched_tokens(text: str) -> str:
-    # A shard's step also has one token of each running request; 256 requests may run.
+    # A step must also have room for one token of each running request, and up to 256 may run.
     return str(max(int(text), 256))
 
 

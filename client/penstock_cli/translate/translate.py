@@ -87,7 +87,7 @@ def _split(text: str) -> list[str]:
 def read(
     words: Sequence[str], environment: Mapping[str, str], *, gpus: int, ambient: bool
 ) -> Translation:
-    """Translate a command line. `ambient`: the environment is also meant for that command. Raise
+    """Translate a command line. If `ambient`, its server would also read our environment. Raise
     `UnknownCommand` or `DockerError` if the words are not the command of a known server.
     """
     given: dict[str, str] = {}
@@ -117,7 +117,7 @@ def _recognize(words: Sequence[str]) -> tuple[Peer, Sequence[str]]:
 
 
 def pretty(result: Translation) -> str:
-    """Each line has one flag with its values."""
+    """Format the command, with one flag and its values on each line."""
     variables = [f"{name}={_quoted(value)}" for name, value in result.environment.items()]
     lines = [" ".join([*variables, "penstock", "serve"])]
     for word in result.arguments:

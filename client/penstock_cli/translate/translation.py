@@ -44,7 +44,7 @@ class Peer:
     has_inverses: bool
     # The value of --metrics-names for this server's metrics.
     metrics_names: str
-    # Variables and models' folder of the server's image.
+    # Variables that the server's image sets; below, its folder for models.
     image_environment: Mapping[str, str]
     image_home: str
 
@@ -113,7 +113,7 @@ class Translation:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A flag as given. `subject`: its name as the user wrote it."""
+    """A flag that was given. `subject`: its name as the user wrote it."""
 
     name: str
     subject: str
@@ -132,9 +132,9 @@ def translate(
     """Translate the words after a server's name.
 
     `variables` were given with the command. `ambient` is the rest of the environment: it stays set,
-    so only its losses are reported.
+    so only variables that lose their effect are reported.
     """
-    # For existing dashboards and autoscalers.
+    # Keep existing dashboards and autoscalers working.
     result = Translation(router=["--metrics-names", peer.metrics_names])
     around = {name: value for name, value in (ambient or {}).items() if name not in variables}
     for given in _flags(peer, words, {**around, **variables}, gpus, result).values():
@@ -158,7 +158,7 @@ def translate(
 def _flags(
     peer: Peer, words: Sequence[str], variables: Mapping[str, str], gpus: int, result: Translation
 ) -> dict[str, Given]:
-    """Flags in effect, by name: from arguments, variables, and defaults."""
+    """Return flags in effect, by name: from arguments, variables, and defaults."""
     flags = {name: Given(name, f"--{name}", (value,)) for name, value in peer.defaults.items()}
     if peer.flags_are_variables:
         flags |= {given.name: given for given in _flags_of(peer, variables)}
@@ -250,10 +250,12 @@ def _read_flags(peer: Peer, words: Sequence[str], result: Translation) -> Iterat
 
 
 def _name(peer: Peer, word: str) -> tuple[str, bool, str | None]:
-    """Return a flag's name, true if the flag is switched off, and an attached value."""
+    """Return the flag's name, true if the flag is switched off, and a value in the same word, if
+    any.
+    """
     flag, equals, value = word.partition("=")
     attached = value if equals else None
-    # --compilation-config.mode gives one key of an object.
+    # A part after a dot, as in --compilation-config.mode, is a key of an object.
     flag = flag.partition(".")[0]
     if not flag.startswith("--"):
         if flag in peer.short:

@@ -84,7 +84,7 @@ _THINK_PARSERS = """
 deepseek_r1 deepseek_v3 deepseek_v4 deepseek_v41 glm45 glm47 granite_thinking_parser holo2 kimi_k2
 ling3 mimo minicpmv minimax_m2 nemotron_v3 olmo3 poolside_v1 qwen3 step3p5 step5
 """
-# None if the chat template shows the format: "mistral" has several, "hf" is the model's own.
+# None if the chat template decides: "mistral" means several formats, "hf" the model's own.
 _TOOL_PARSERS: dict[str, str | None] = {
     **dict.fromkeys(("mistral", "hf")),
     **dict.fromkeys(("hermes", "qwen3_json", "granite4", "ernie45"), "hermes"),
@@ -188,12 +188,13 @@ def _gibibytes(text: str) -> str | None:
 
 
 def _max_loras(text: str) -> str | None:
-    # vLLM's number is for one step, ours for loaded adapters. So it may only raise our default.
+    # vLLM's number is for one step, ours for all loaded adapters: leave out a number below our
+    # default.
     return readable_int(text) if int(readable_int(text)) > _DEFAULT_MAX_LORAS else None
 
 
 def _max_images(text: str) -> str | None:
-    # The value of --limit-mm-per-prompt.image is a number.
+    # With --limit-mm-per-prompt.image, the value is a number, not an object.
     limits = json.loads(text)
     limit = limits.get("image") if isinstance(limits, dict) else limits
     count = limit.get("count") if isinstance(limit, dict) else limit

@@ -1,1 +1,3 @@
-"""Chooses the shard for a request. Policies use a snapshot of the shards, no I/O and no clock."""
+"""Chooses the shard for a request. Policies see only a snapshot of the shards, and use no I/O or
+clock.
+"""

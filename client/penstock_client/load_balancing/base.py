@@ -29,12 +29,12 @@ Reason = Literal["only", "least_load", "round_robin", "prefix", "session", "imba
 
 
 def load_tokens(num_requests: int, prompt_tokens: int) -> int:
-    """Return the work in tokens."""
+    """Return the work in prompt tokens."""
     return num_requests * _TOKENS_OF_A_REQUEST + prompt_tokens
 
 
 def work_ahead(classes: Iterable[ClassLoad], priority: int) -> tuple[int, int]:
-    """Measure the work at a shard before a new request of this priority: all tokens, and prompt
+    """Measure the work at a shard ahead of a new request of this priority: all tokens, and prompt
     tokens alone. Less urgent requests wait for the new one or are preempted, so only running ones
     count, with a lower weight.
     """
@@ -57,14 +57,14 @@ class Candidate:
     # Work at the last report, plus requests sent since. Without the latter, all requests of one
     # moment would choose the same shard.
     load_tokens: int
-    # Piece names depend on the block size and the hashes. `pieces`: the pieces that the engine
-    # holds.
+    # The names of pieces depend on the block size and the two hashes. `pieces`: those that the
+    # engine holds.
     block_size: int
     weights_hash: str = ""
     adapter_hashes: Mapping[str, str] = field(default_factory=dict)
     pieces: HeldPieces = field(default_factory=HeldPieces)
-    # Prompt tokens to compute before a new request, and the shard's rate of computing them; 0 if
-    # not measured.
+    # Prompt tokens to compute before a new request; below, the shard's rate of computing them, or 0
+    # if not measured.
     uncached_tokens: int = 0
     prefill_tokens_per_s: float = 0.0
 
@@ -88,7 +88,7 @@ class Decision:
 
 
 class Policy(Protocol):
-    """One object serves all requests of a fleet, and may remember them."""
+    """One policy serves all requests of a fleet, and may remember them."""
 
     name: ClassVar[str]
     # True if shards must report the pieces of prefixes that they hold.
@@ -98,14 +98,14 @@ class Policy(Protocol):
         self, candidates: Sequence[Candidate], request: GenerationRequest, session: str
     ) -> Decision:
         """Choose one of the candidates (at least 1). Requests of a session share the key `session`;
-        "": none.
+        it is "" without a session.
         """
         ...
 
     def peek(
         self, candidates: Sequence[Candidate], request: GenerationRequest, session: str
     ) -> Decision | None:
-        """Choose without remembering; None if the policy does not use prefixes."""
+        """Choose, but do not remember it; None if the policy does not use prefixes."""
         return None
 
     def held_tokens(self, candidate: Candidate, request: GenerationRequest) -> int:

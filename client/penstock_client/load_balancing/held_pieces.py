@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from penstock_client.load_balancing.piece_index import PieceIndex
 from penstock_proto.prefix_hash import Tier
 
-# Bound of the pieces that are remembered as sent: a million tokens.
+# Maximum number of pieces remembered as sent: about a million tokens.
 _MOST_SENT = 8192
 
 
@@ -25,8 +25,8 @@ class HeldPieces:
         self._sent: OrderedDict[int, None] = OrderedDict()
 
     def runs(self, names: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Count the pieces of a prompt that the engine holds, from the first on, by tier. Bisection
-        works, because a later piece is never in a faster tier.
+        """Count a prompt's pieces that the engine holds, up to the first missing one. Yield (tier,
+        count). Bisection works, because a later piece is never in a faster tier.
         """
         start = 0
         while start < len(names) and (tier := self._tier(names[start])) != Tier.GONE:

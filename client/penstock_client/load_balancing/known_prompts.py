@@ -33,7 +33,9 @@ class _Known:
 
 
 class KnownPrompts:
-    """Prompts by the name of their last whole piece. The least recently sent is forgotten first."""
+    """Prompts that were sent, by the name of their last whole piece. The least recently sent is
+    forgotten first.
+    """
 
     def __init__(self) -> None:
         self._by_name: OrderedDict[int, list[_Known]] = OrderedDict()

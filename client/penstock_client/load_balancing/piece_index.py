@@ -1,9 +1,9 @@
 """Maps names of pieces to tiers, in a few bytes each.
 
 A Python dictionary takes 100 bytes for two integers. Here names are in sorted arrays, the buckets
-of linear hashing (W. Litwin, Linear Hashing: A New Tool for File and Table Addressing, VLDB 1980).
-One bucket at a time is split, or joined with its other half, so every change takes microseconds. A
-table that doubles its size would block the event loop for half a second at a million names.
+of linear hashing (W. Litwin, Linear Hashing, VLDB 1980). One bucket at a time is split, or joined
+with its other half, so every change takes microseconds. A table that doubles its size would block
+the event loop for half a second at a million names.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class PieceIndex:
             self._split()
 
     def _bucket_of(self, entry: int) -> array[int]:
-        """Use the low bits of the name, as if there were twice as many buckets. Drop the top bit if
-        that bucket does not exist yet.
+        """Return a name's bucket. Its number is the name's low bits, as if there were twice as many
+        buckets, but without the top bit if that bucket does not exist yet.
         """
         buckets = self._buckets
         mask = (1 << len(buckets).bit_length()) - 1

@@ -20,7 +20,9 @@ class PrefillRate:
         self._noted_s = 0.0
 
     def note(self, tokens_total: int, seconds_total: float, now_s: float) -> None:
-        """Note sums over all steps of an engine. Smaller sums mean a new engine."""
+        """Note an engine's total tokens and seconds of all steps so far. Smaller totals mean a new
+        engine.
+        """
         tokens, seconds = tokens_total - self._tokens, seconds_total - self._seconds
         if tokens < 0 or seconds < 0:
             tokens, seconds = tokens_total, seconds_total
@@ -32,5 +34,5 @@ class PrefillRate:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return 0 before a measurement."""
+        """The rate; 0 before the first measurement."""
         return self._rate

@@ -32,7 +32,7 @@ _WORTH_OF_HELD = 2
 _WORTH_OF_TIER: dict[int, float] = {Tier.DEVICE: 1.0, Tier.HOST: 0.9, Tier.DISK: 0.7}
 
 
-# The names of pieces depend on tokens and on: weights hash, adapter hash, block size.
+# The names of pieces depend on tokens and on these: weights hash, adapter hash, block size.
 _Key = tuple[str, str, int]
 
 
@@ -149,8 +149,8 @@ def prompt_pieces(
     """Return the names of the pieces that a shard could find cached. The last token is always
     computed.
 
-    Empty if the prompt's log-probabilities are requested, because they must be computed, and for
-    invalid token ids, which sending refuses.
+    Empty if the prompt's log-probabilities are requested (they must be computed), or if token ids
+    are invalid (sending refuses them).
     """
     if request.prompt_logprobs is not None:
         return []

@@ -16,13 +16,13 @@ class _Turn(NamedTuple):
 
 
 class SessionTurns:
-    """The least recently used session is forgotten first."""
+    """The last turn of each session. The least recently used session is forgotten first."""
 
     def __init__(self) -> None:
         self._last: OrderedDict[str, _Turn] = OrderedDict()
 
     def note(self, session: str, chosen: Candidate, tokens: int) -> None:
-        """Note a turn and the token count of its prompt. "" is no session."""
+        """Note a turn and its prompt's token count; without a session (""), do nothing."""
         if not session:
             return
         self._last[session] = _Turn(chosen.instance_id, tokens)

@@ -24,7 +24,7 @@ _UTC_TIME = 0x17
 
 
 class CertificateDates:
-    """Expiry of the loaded certificates, by the flag that names their file."""
+    """Times at which the loaded certificates expire, by the flag that names their file."""
 
     def __init__(
         self,

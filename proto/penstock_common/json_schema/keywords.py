@@ -97,9 +97,9 @@ def unknown_keywords(root: Any) -> Iterator[str]:
     left = [root]
     while left:
         schema = left.pop()
-        # A body may have thousands of small schemas: this test in C skips most.
         if not isinstance(schema, dict):
             continue
+        # This test runs in C and skips most schemas: a body may have thousands.
         if not _DEFINED.issuperset(schema):
             yield from (name for name in schema if schema[name] is not None and is_unknown(name))
         if not _HOLDERS.isdisjoint(schema):

@@ -85,7 +85,9 @@ class OtlpSink:
 
 
 def _resource(service: str) -> Resource:
-    """`service` is used if OpenTelemetry's variables name none."""
+    """Describe this process to OTLP receivers. OpenTelemetry's variables take precedence over
+    `service`.
+    """
     resource = Resource.create({"service.version": VERSION})
     if str(resource.attributes["service.name"]).startswith("unknown_service"):
         resource = resource.merge(Resource({"service.name": service}))

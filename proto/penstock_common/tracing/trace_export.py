@@ -56,7 +56,7 @@ def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
-        # The module's parent package is missing too.
+        # The module's parent package is missing.
         return False
 
 

@@ -38,7 +38,7 @@ class EngineAdapters:
         on_read: Callable[[], None],
         thread: Executor | None = None,
     ) -> None:
-        """Read adapters in `thread`, by default a new one, which calls `on_read` when `settle` has
+        """`thread` (by default a new one) reads adapters, and calls `on_read` when `settle` has
         something to do. Without a `store` there are no adapters.
         """
         self._store = store

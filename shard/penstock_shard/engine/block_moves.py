@@ -17,7 +17,8 @@ from penstock_shard.kv_transfer.host_tier import HostTier
 from penstock_shard.scheduler.scheduler import Scheduler
 from penstock_shard.sequence import Sequence
 
-# Shares of a step's time for a turn's copies: those that a sequence or peer waits for, and others.
+# A turn may copy for this part of a step's time if a sequence or peer waits for the blocks; below,
+# if not.
 _WAITED_FOR = 0.5
 _AHEAD = 1 / 16
 # Seconds for a turn's copies if no sequence runs.
@@ -40,12 +41,13 @@ class BlockMoves:
         self.step_s = 0.0
         self._load_pace = CopyPace()
         self._save_pace = CopyPace()
-        # Reads from disk, fetches from other shards, exports to them; None if unused.
+        # Reads from disk; below, fetches from other shards and exports. None if unused.
         self.reads: PendingReads | None = None
         self.fetches: PendingFetches | None = None
         self.exports: Exports | None = None
         self.send: Callable[[FromBlocks], None] = lambda message: None
-        # Sequences that need not wait any more; and those that only load blocks, and have all.
+        # Sequences that need not wait any more; below, those that only load blocks, and now have
+        # all blocks.
         self._ready: list[Sequence] = []
         self._fetched: list[Sequence] = []
         # Set when the shard begins to end.
@@ -53,9 +55,7 @@ class BlockMoves:
 
     @property
     def has_work(self) -> bool:
-        """True if blocks wait to be saved, or sequences to be queued. Loads count as their
-        sequences.
-        """
+        """True if blocks wait to be saved or exported, or sequences to be queued."""
         asked = self.exports is not None and self.exports.num_waiting > 0
         return asked or bool(self._ready) or self._blocks.prefixes.has_wishes
 
@@ -130,7 +130,9 @@ class BlockMoves:
         self._load_pace.learn(ends_s)
 
     def _load(self, sequence: Sequence, ends_s: list[float]) -> None:
-        """Load as many blocks as the turn has time for; append the end of each copy to `ends_s`."""
+        """Load as many blocks as this turn has time for; append the end of each copy to
+        `ends_s`.
+        """
         is_ahead = sequence.request.only_fetches
         if is_ahead and self._blocks.is_wrong(sequence):
             self._lose_loads(sequence)
@@ -190,11 +192,10 @@ class BlockMoves:
 
     @property
     def is_saved(self) -> bool:
-        """True if `save_all` has written everything."""
         return self._final is not None and self._final.is_over
 
     def counts(self) -> dict[str, int]:
-        """Return fields of `Load`."""
+        """Return the fields of `Load` that count copies."""
         tier, counts = self.tier, dict[str, int]()
         counts["saved_blocks_total"] = tier.saved_total
         counts["loaded_blocks_total"] = tier.loaded_total

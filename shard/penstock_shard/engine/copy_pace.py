@@ -1,14 +1,12 @@
-"""Predicts how many blocks a turn can copy in some share of a step's time, because steps wait for
-copies.
-"""
+"""Predicts how many blocks can be copied in a share of a step's time: steps wait for copies."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-# The number before any copies were timed.
+# The number of blocks to copy before any copies were timed.
 _FIRST_BLOCKS = 8
-# The weight of the latest turn.
+# Weight of the latest turn in the mean.
 _LATEST = 0.25
 
 

@@ -49,8 +49,8 @@ def create_engine(
     disk: DiskTier | None = None,
     send: Callable[[FromBlocks], None] | None = None,
 ) -> Engine:
-    """Make the engine of a loaded runner. `arena` holds copies of blocks, `disk` copies of these.
-    `send` sends messages about other shards' blocks to the server.
+    """Make the engine of a loaded runner. `arena` holds copies of blocks; `disk` holds copies of
+    the arena's. `send` sends messages about other shards' blocks to the server.
     """
     info = loaded.runner.info
     max_tokens = config.batched_tokens(info.device)
@@ -97,7 +97,7 @@ def create_moves(
     send: Callable[[FromBlocks], None] | None = None,
     clock: Clock = time.monotonic,
 ) -> BlockMoves:
-    """Make `BlockMoves` for copies in host memory, with `disk` also on disk, with `send` also at
+    """Make `BlockMoves` for copies in host memory. `disk` adds copies on disk, and `send` those at
     other shards. Restores the copies that an earlier engine left in `arena`.
     """
     tier = HostTier(arena, blocks.prefixes, runner, disk)
@@ -142,7 +142,7 @@ def create_scheduler(
 def create_matchers(
     loaded: LoadedRunner, config: ShardConfig, on_done: Callable[[], None]
 ) -> PendingMatchers | None:
-    """Make the compiler of constraints; None if it does not support the model's tokenizer."""
+    """Make the matchers of constraints; None if the model's tokenizer is not supported."""
     info = loaded.runner.info
     try:
         compiler = Compiler(

@@ -104,7 +104,7 @@ class Engine:
 
     @property
     def due_s(self) -> float | None:
-        """Seconds until there is work without a message; None if there will be none."""
+        """Seconds until there is work even if no message comes; None if there will be none."""
         parts = [part.due_s for part in (self._moves, self._images) if part is not None]
         if self._next_turns.due_at_s is not None:
             parts.append(max(0.0, self._next_turns.due_at_s - self._clock()))
@@ -151,7 +151,6 @@ class Engine:
             self._end(sequence, finish=FinishReason.ABORTED)
 
     def find(self, request_id: str) -> Sequence | None:
-        """Find the live sequence of a request."""
         return self._live.get(request_id)
 
     def step(self) -> list[Output]:
@@ -245,7 +244,9 @@ class Engine:
             self._begin(sequence)
 
     def _begin(self, sequence: Sequence) -> None:
-        """Queue a sequence, once its images are encoded; or load the copies if it only fetches."""
+        """Queue a sequence once its images are encoded. A sequence that only fetches begins its
+        loads.
+        """
         if not sequence.request.only_fetches:
             if self._images is None or not self._images.hold(sequence):
                 self._scheduler.add(sequence, self._clock())
@@ -287,7 +288,6 @@ class Engine:
             del self._live[sequence.request.request_id]
 
     def _launch(self) -> bool:
-        """Launch the next step, if there is anything to run."""
         now_s = starts_s = self._clock()
         if self.step_started_s is not None:
             ends_s = self.step_started_s + self._scheduler.predict_s()
@@ -317,7 +317,7 @@ class Engine:
         return True
 
     def _copy_between_steps(self) -> None:
-        """Make the copies that usually go with a step, because no step runs."""
+        """Make copies that otherwise go with a step, because no step runs."""
         if self._blocks.has_state_copies:
             # Copy states before loading blocks.
             self._runner.copy_states(self._blocks.take_state_copies())
@@ -335,8 +335,8 @@ class Engine:
         self.step_expected_s = max(worst_s, self._scheduler.predict_s()) if worst_s else 0.0
 
     def _give_back(self) -> None:
-        """Hand back preempted sequences, for another shard to continue, if their requests ask
-        so.
+        """End preempted sequences whose requests ask for it, so that another shard continues
+        them.
         """
         for sequence, reason in self._scheduler.take_preempted():
             if sequence.request.hand_back and sequence.state is SequenceState.WAITING:

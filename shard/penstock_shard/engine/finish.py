@@ -11,7 +11,9 @@ from penstock_shard.worker.base import RowResult
 
 
 def token_output(sequence: Sequence, result: RowResult) -> Output:
-    """The output of a row that sampled. A token that ends the sequence is always the last."""
+    """Return the output of a row that sampled a token. A token that ends the sequence is always the
+    last.
+    """
     request, last = sequence.request, sequence.token_ids[-1]
     token_ids = [last]
     if result.more_token_ids:
@@ -36,9 +38,8 @@ def add_prompt_logprobs(output: Output, sequence: Sequence, logprobs: Logprobs) 
 
 
 def error_of(sequence: Sequence, result: RowResult) -> Error:
-    """The error of a row that failed."""
     if sequence.constraint is not None and sequence.constraint.may_be_others_failure:
-        # The result at another shard will tell if the request is at fault.
+        # Another sequence may be at fault: the request's retry at another shard will tell.
         return Error(Code.UNAVAILABLE, f"{result.error}; the request is given back")
     kind = "" if sequence.request.constraint is None else sequence.request.constraint.kind
     code = Code.OUT_OF_RANGE if result.is_callers else Code.INTERNAL
@@ -46,8 +47,8 @@ def error_of(sequence: Sequence, result: RowResult) -> Error:
 
 
 def work_of(sequence: Sequence) -> Work:
-    """Count a sequence's steps and preemptions. A step that sampled gave one token and accepted
-    drafts.
+    """Count a sequence's steps and preemptions. A step with accepted drafts gave the drafts and 1
+    more token.
     """
     num_sampled = sequence.num_output_tokens - sequence.num_delivered - sequence.num_accepted_drafts
     return Work(sequence.num_partial_steps + num_sampled, sequence.preemptions)

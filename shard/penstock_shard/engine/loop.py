@@ -42,12 +42,12 @@ class EngineLoop:
 
     @property
     def is_idle(self) -> bool:
-        """True if there is nothing to do until a message comes."""
+        """True if only a message can bring something to do."""
         return not self._engine.has_work and not self._engine.has_changed_pieces
 
     @property
     def due_s(self) -> float | None:
-        """Seconds until there is something to do without a message; None if never."""
+        """Seconds until there is something to do even if no message comes; None if never."""
         return self._engine.due_s
 
     @property
@@ -64,7 +64,6 @@ class EngineLoop:
         return self._engine.step_expected_s
 
     def take(self, message: Inbox) -> None:
-        """Handle a message from the server."""
         self._turn_started_s = self._clock()
         self._engine.take_images(message)
         for request in message.requests:

@@ -27,7 +27,7 @@ _SWITCH_S = 0.0005
 
 def run() -> NoReturn:
     """Run `main`, then end the process at once. A normal exit would wait for threads that read
-    adapters, while heartbeats show the server a living engine.
+    adapters, and heartbeats would go on.
     """
     status = 1
     try:

@@ -24,8 +24,8 @@ class _Making:
 
 
 class PendingMatchers:
-    """Sequences that wait for their matchers, which are made and advanced past the delivered
-    output.
+    """Sequences that wait for their matchers. Threads make the matchers, and advance them past the
+    delivered output.
     """
 
     def __init__(self, compiler: Compiler, on_done: Callable[[], None], threads: Executor) -> None:
@@ -53,14 +53,14 @@ class PendingMatchers:
         making = self._waiting.pop(sequence, None)
         if making is None:
             return False
-        # Other sequences wait while the matcher is advanced past a long output.
+        # Tell the thread to stop: advancing past a long output would keep others waiting.
         making.is_discarded.set()
         making.state.cancel()
         return True
 
     def take(self) -> list[tuple[Sequence, Error | None]]:
-        """Take the sequences that have a matcher, with None, and those that failed, with the
-        error.
+        """Take the sequences that need not wait any more: with None if they have a matcher, else
+        with the error.
         """
         taken: list[tuple[Sequence, Error | None]] = []
         while (sequence := self._next_done()) is not None:

@@ -21,11 +21,11 @@ from penstock_shard.kv_cache.retention import Ended
 if TYPE_CHECKING:
     from penstock_shard.engine.block_moves import BlockMoves
 
-# Hints that may wait, and hints followed in one turn of the engine; a hint for 65,000 tokens takes
-# 13 ms.
+# The most hints that wait; below, the most that one turn follows. A hint for 65,000 tokens takes 13
+# ms.
 _MOST_HINTS = 4096
 _HINTS_A_TURN = 2
-# Prefixes that may wait to be loaded.
+# The most prefixes that wait to be loaded.
 _MOST_EXPECTED = 4096
 # A prefix loaded ahead may take this share of the free blocks that are not retained.
 _SHARE_OF_FREE = 0.25
@@ -87,7 +87,6 @@ class NextTurns:
         return True
 
     def close(self) -> None:
-        """Drop all hints and loads."""
         self._hints.clear()
         self._expected.clear()
 

@@ -37,8 +37,8 @@ class _Pending:
 
 
 class PendingFetches:
-    """Sequences that wait for fetches, about as long as computing the blocks would take. Sequences
-    that lack the same blocks wait for the same fetch.
+    """Sequences that wait for fetches, at most about as long as computing the blocks would take.
+    Sequences that lack the same blocks wait for the same fetch.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PendingFetches:
         if not (source or self._pending) or sequence.needs_whole_prompt:
             return False
         names, num_known = self._blocks.missing_of(sequence)
-        # More blocks would take the slots of the prefix's own start.
+        # More blocks would push out the first blocks of the same prefix.
         names = names.first(num_known + self.fetches.most_blocks)
         missing = names.digests[num_known:]
         wait_s = self._most_wait_s(sequence, num_known, len(missing))

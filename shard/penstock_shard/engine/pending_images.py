@@ -18,7 +18,7 @@ _Wanted = tuple[str | None, PromptImage]
 
 
 class PendingImages:
-    """Has images encoded, in the order of their sequences."""
+    """Sequences whose images are being encoded, in order of arrival."""
 
     def __init__(self, encoder: ImageEncoder, blocks: BlockManager) -> None:
         self._encoder = encoder
@@ -42,7 +42,6 @@ class PendingImages:
         return _LOOK_AGAIN_S if self._waiting else None
 
     def counts(self) -> dict[str, Any]:
-        """Return fields of `Load`."""
         return {
             "encoded_images_total": self._encoder.num_encoded,
             "encode_seconds_total": self._encoder.encode_s,

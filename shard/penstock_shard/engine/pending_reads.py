@@ -22,7 +22,9 @@ _Block = tuple[Prefix, int]
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    """The blocks that a sequence waits for, and its deadline. `last` is the longest prefix."""
+    """The blocks that a sequence waits for, and its deadline. `last`: the longest prefix of
+    them.
+    """
 
     last: Prefix
     until_s: float

@@ -89,7 +89,7 @@ def run_engine(link: EngineEnd, start: Start, host_memory: str) -> int:
     )
     loop = EngineLoop(engine, adapters, link.send, checks=start.config.check_integrity)
     threading.Thread(target=_beat, args=(link, Heartbeat(loop)), daemon=True).start()
-    # The garbage collector need not walk objects that live as long as the process.
+    # The garbage collector can skip objects that live as long as the process.
     gc.collect()
     gc.freeze()
     return_free_memory()

@@ -29,7 +29,8 @@ from penstock_shard.structured_output.check_messages import Answer, Check, Start
 from penstock_shard.structured_output.compiler import Compiler, TokenizerUnusable
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
-# Less than the stacks of the engine's threads: what fits here does not overflow there.
+# Smaller than the stacks of the engine's threads: a constraint that fits here does not overflow
+# those.
 _STACK_BYTES = 1 << 20
 # Lower priority than the engine's steps.
 _NICENESS = 5
@@ -66,7 +67,7 @@ def _read_tokenizer(lane: socket.socket, start: Start) -> Compiler | None:
         lane.sendall(encode_frame(Answer(str(error))))
         return None
     lane.sendall(encode_frame(Answer()))
-    # Before the forks, so that they share less memory.
+    # Free memory before the forks, which share what remains.
     return_free_memory()
     return compiler
 
@@ -85,7 +86,7 @@ def _own_lane(lanes: list[socket.socket]) -> socket.socket:
 
 
 def _serve(lane: socket.socket, compiler: Compiler, memory_bytes: int) -> None:
-    """Raises `ServerGone`, `ConnectionError`."""
+    """Answer checks until `ServerGone` or `ConnectionError` is raised."""
     while True:
         check = _receive(lane, _CHECKS)
         reading, writing = os.pipe()
@@ -104,7 +105,7 @@ def _serve(lane: socket.socket, compiler: Compiler, memory_bytes: int) -> None:
 
 
 def _receive(lane: socket.socket, decoder: msgspec.msgpack.Decoder[_Message]) -> _Message:
-    """Raises `ServerGone`."""
+    """Raises `ServerGone` at the end of the connection."""
     body = receive_frame(exactly(lane))
     if body is None:
         raise ServerGone
@@ -142,7 +143,7 @@ def _lower(kind: int, most: int) -> None:
 
 
 def _address_space_bytes() -> int | None:
-    """None on macOS, which does not report it and enforces no limit."""
+    """Return None on macOS, which neither reports the size nor enforces a limit."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * resource.getpagesize()
@@ -157,7 +158,7 @@ def _refusal_of(compiler: Compiler, constraint: Constraint) -> str:
         # The message may quote half a character.
         return str(error).encode(errors="replace").decode()
     except MemoryError:
-        # As the library does when out of memory.
+        # Die as the library does when it is out of memory.
         os.abort()
     return ""
 

@@ -1,10 +1,9 @@
 """Asks a separate process whether constraints can be honoured. Runs in the server.
 
-Two checks run at once, and callers take turns. Equal constraints share one check, which begins when
-any of their callers has its turn. Verdicts are cached by content. Constraints that need more than a
-short time are checked again, one at a time, so that they delay only each other. The process starts
-as soon as the tokenizer is known, because reading it may take seconds. If the process is lost, the
-next check starts another.
+Two checks run at once; callers take turns. Equal constraints share one check, which begins at the
+first turn of any of their callers. Verdicts are cached by content. Slow constraints are checked
+again, one at a time, so that they delay only each other. The process starts once the tokenizer is
+known, because reading it may take seconds; after a loss, the next check starts another.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ logger = logging.getLogger(__name__)
 _NUM_LANES = 2
 # Processor time of a first check; ordinary constraints need a tenth of it.
 _FIRST_S = 0.1
-# The most constraints without a verdict. A caller may have at most as many as are free: half of the
-# bound if it is alone.
+# The most constraints without a verdict. A caller may have at most as many as places are free:
+# half, if it is alone.
 _MAX_PENDING = 512
 _MAX_VERDICTS = 8192
 # Enough to read the largest tokenizers on a busy machine.
 _START_S = 120.0
-# Added to the time after which a fork ends itself.
+# Seconds to wait for an answer after the fork should have ended itself.
 _GRACE_S = 5.0
 
 _PIECE_BYTES = 1 << 18
@@ -122,7 +121,6 @@ class ConstraintChecker:
                 pending.task.cancel()
 
     async def close(self) -> None:
-        """End the process. Cancel pending checks."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -152,7 +150,7 @@ class ConstraintChecker:
             )
 
     def _forget(self, pending: _Pending) -> None:
-        # An equal constraint may have arrived later.
+        # The key may have a newer check already.
         if self._pending.get(pending.key) is pending:
             del self._pending[pending.key]
         if pending.task.done() and not pending.task.cancelled():
@@ -175,7 +173,7 @@ class ConstraintChecker:
         return verdict
 
     async def _verdict_on(self, pending: _Pending) -> str:
-        """Check, and if needed again with more time. Raises `NotChecked`."""
+        """Check, if needed again with more time. Raises `NotChecked` if the machine is too busy."""
         longest_s = self._limits.timeout_s
         first_s = min(_FIRST_S, longest_s)
         answer = await self._ask(pending, pending.callers, first_s)
@@ -192,7 +190,7 @@ class ConstraintChecker:
     async def _ask(
         self, pending: _Pending, callers: Collection[Hashable], timeout_s: float
     ) -> Answer:
-        """Raises `NotChecked`."""
+        """Raises `NotChecked` if the check process fails."""
         async with self._lanes.place(callers) as lane:
             pending.is_running = True
             try:
@@ -205,7 +203,7 @@ class ConstraintChecker:
                 pending.is_running = False
 
     def _judge(self, kind: str, answer: Answer) -> str:
-        """Turn an answer into a verdict. Raises `NotChecked`."""
+        """Turn an answer into a verdict. Raises `NotChecked` if the machine was too busy."""
         match -answer.exit_code:
             case 0:
                 return answer.reason
@@ -214,7 +212,8 @@ class ConstraintChecker:
             case signal.SIGPROF:
                 bound = f"{self._limits.timeout_s:g} s to compile (--constraint-timeout-s)"
             case signal.SIGABRT | signal.SIGKILL:
-                # Out of memory, the library aborts (SIGABRT) and the kernel kills (SIGKILL).
+                # If memory runs out, the library aborts (SIGABRT) or the kernel kills the fork
+                # (SIGKILL).
                 bound = f"{self._limits.memory_bytes} bytes (--constraint-memory-bytes)"
             case other:
                 ending = signal.strsignal(other) if other > 0 else None
@@ -240,7 +239,7 @@ class ConstraintChecker:
 
     async def _running_process(self) -> _CheckProcess:
         """The process for the present tokenizer; starts it if needed. Raises `OSError`."""
-        assert self._start is not None  # no engine, no request
+        assert self._start is not None  # requests come only after `use`
         async with self._lock:
             if self._process is None or not self._process.serves(self._start):
                 await self._end_process()
@@ -301,7 +300,7 @@ class _CheckProcess:
             raise ConnectionError(f"no answer in {longest_s:g} s") from None
         finally:
             if answer is None:
-                # Also after a cancellation, so that the next check on this lane does not get this
+                # Do this after a cancellation too: the next check on this lane must not get this
                 # answer.
                 await self.end()
 

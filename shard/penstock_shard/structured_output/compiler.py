@@ -26,17 +26,16 @@ from penstock_shard.structured_output.refusal import ConstraintRefused, reason_o
 _BYTES_PER_STATE = 2048
 _MOST_STATES = 250_000
 # Bounds of a grammar's positions (Earley items): those after the text so far, and those examined
-# for one mask. A constraint's length bounds them, except in callers' grammars: in an ambiguous one
-# they grow with the text. Work grows at least with their square; within these bounds a token took
-# at most about 10 ms. Of 400 schemas in use, one needs over 1,000 positions, and none over 2,000
-# for one mask. The bounds are not times, so that all shards end the same output at the same token.
+# for one mask. In callers' ambiguous grammars, positions grow with the text; in other constraints
+# their length bounds them. Work grows at least with the square; within these bounds, a token took
+# at most about 10 ms. Of 400 schemas in use, one needs over 1,000 positions, none over 2,000 for
+# one mask. With bounds on time, shards would end the same output at different tokens.
 _MOST_POSITIONS, _MOST_POSITIONS_A_MASK = 1_000, 5_000
 _MOST_POSITIONS_OF_GRAMMARS, _MOST_POSITIONS_A_MASK_OF_GRAMMARS = 500, 2_500
 # Fuel is llguidance's unit of work; 50,000 units take a millisecond by its documentation.
 _FUEL_PER_S = 2_000_000
-# Bounds of the cached templates: number, text and memory. The template of a 5 kB schema takes about
-# 1 MB. Its lexer grows with use, and llguidance does not report the size, so each template counts
-# with its maximum.
+# Bounds of the cached templates: number, text and memory. A 5 kB schema's template takes about 1
+# MB. Its lexer grows with use; llguidance does not report the size, so the maximum counts.
 _MOST_KEPT = 64
 _KEPT_TEXT_BYTES = 8 << 20
 _KEPT_MEMORY_BYTES = 4 << 30
@@ -110,8 +109,8 @@ class Compiler:
             raise ConstraintRefused(_named(constraint.kind, str(error))) from error
 
     def distinct(self, constraint: Constraint, beginning: LLMatcher) -> Distinct | None:
-        """The `Distinct` of a constraint; None if nothing is watched. `beginning`: a matcher of the
-        constraint that has consumed nothing.
+        """Return the `Distinct` of a constraint; None if it needs none. `beginning`: a matcher of
+        the constraint that has consumed nothing.
         """
         kept = self._find(constraint)
         watched = self._watched(constraint) if kept is None else kept.watched
@@ -123,8 +122,8 @@ class Compiler:
         return Pace() if kept is None else kept.pace
 
     def _watched(self, constraint: Constraint) -> dict[str, Watched]:
-        """The watched parts of a constraint. Refuses it if a sign of JSON is not one token, as sets
-        require; in all vocabularies seen so far it is.
+        """Return the watched parts of a constraint. Refuse it if it has some and a sign of JSON is
+        not one token.
         """
         found = watched_of(constraint, self.special_tokens)
         lacking = [sign for sign in '[]{},:"' if len(self.tokenizer.greedy_tokenize(sign)) != 1]
@@ -134,7 +133,7 @@ class Compiler:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """Takes half a second with a large vocabulary."""
+        """The vocabulary, indexed. This takes half a second if it is large."""
         return Vocabulary(self.tokenizer)
 
     def _find(self, constraint: Constraint) -> _Kept | None:
@@ -152,7 +151,7 @@ class Compiler:
         is_callers = holds_grammar(constraint, self.special_tokens)
         limits = _parser_limits(self._limits, is_callers=is_callers)
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0, limits=limits)
-        # Try two tokens, to refuse now a constraint that allows no text or exceeds the limits.
+        # Try two tokens now, to refuse a constraint that allows no text or exceeds the limits.
         allowed = _allowed(matcher)
         tried = matcher.deep_copy()
         if allowed:
@@ -198,7 +197,7 @@ def is_worn_out(template: LLMatcher) -> bool:
 
 
 def _allowed(matcher: LLMatcher) -> list[int]:
-    """The allowed token with the lowest id, if any. May put the matcher into an error."""
+    """The allowed token with the lowest id, if any. This may put the matcher into an error."""
     if matcher.is_error():
         return []
     mask = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -256,7 +255,7 @@ _MARK = re.compile(r"[<>\[\]|｜「」]")
 
 
 def _spelled(tokenizer: dict[str, Any], text: str) -> str:
-    """A text as the vocabulary writes it."""
+    """Spell a text as the vocabulary does."""
     decoder = json.dumps(tokenizer.get("decoder"), ensure_ascii=False)
     if '"ByteLevel"' in decoder:
         return "".join(_BYTE_LETTERS[byte] for byte in text.encode())
@@ -264,7 +263,7 @@ def _spelled(tokenizer: dict[str, Any], text: str) -> str:
 
 
 def _byte_letters() -> list[str]:
-    """The letter that byte-level vocabularies write for each byte."""
+    """Return the letter for each byte in byte-level vocabularies."""
     own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in own)
     letters = {byte: chr(256 + index) for index, byte in enumerate(others)}

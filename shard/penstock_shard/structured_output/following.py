@@ -26,21 +26,20 @@ from penstock_shard.structured_output.refusal import ConstraintRefused
 
 logger = logging.getLogger(__name__)
 
-# Each mask renews a matcher's work limit for consuming tokens. With one mask for this many
-# delivered tokens, even a highly ambiguous regex stays within the limit. More masks would cost more
-# than the tokens.
+# A mask renews the matcher's work limit. With one mask for this many delivered tokens, even a
+# highly ambiguous regex stays within the limit. More masks would cost more than the tokens.
 _TOKENS_A_MASK = 16
 _NICE = 10
 
 
 def _stand_back() -> None:
-    """Lower this thread's priority, on Linux, below the thread that runs steps."""
+    """Lower this thread's priority below that of the thread that runs steps (on Linux only)."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def compiling_threads(count: int) -> ThreadPoolExecutor:
-    """Threads with lower priority than the one that runs steps."""
+    """Make threads with lower priority than the thread that runs steps."""
     return ThreadPoolExecutor(count, thread_name_prefix="constraints", initializer=_stand_back)
 
 
@@ -78,8 +77,8 @@ def state_after_output(
     except (OutputRefused, OutputExhausts):
         if not is_worn_out(beginning):
             raise
-        # Other requests with this constraint may have used up the limits of the shared lexer.
-        # Compile alone, with a mask before each token as when the tokens were sampled.
+        # Other requests with this constraint may have used up the shared lexer's limits. Compile
+        # alone, and compute a mask before each token, as when the tokens were sampled.
         matcher = compiler.compile_alone(constraint)
         distinct = compiler.distinct(constraint, matcher)
         _follow(matcher, distinct, output, is_discarded, 1)
@@ -133,8 +132,8 @@ def _unfollowed(matcher: LLMatcher) -> OutputRefused | OutputExhausts:
 
 
 def _consume(matcher: LLMatcher, distinct: Distinct | None, token_ids: list[int]) -> bool:
-    # One token at a time: in an ambiguous grammar each holds the interpreter lock, which steps
-    # need, for some milliseconds.
+    # Consume one token at a time: in an ambiguous grammar, each holds for some milliseconds the
+    # interpreter lock, which steps need.
     if distinct is None:
         return all(matcher.consume_token(each) for each in token_ids)
     return all(distinct.consume([each], matcher) for each in token_ids)

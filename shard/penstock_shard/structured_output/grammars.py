@@ -24,8 +24,8 @@ def grammar_of(constraint: Constraint, special_tokens: Mapping[str, int]) -> str
 
 
 def watched_of(constraint: Constraint, special_tokens: Mapping[str, int]) -> dict[str, Watched]:
-    """The JSON in which items or names must differ, by the grammar's capture after which it begins;
-    "" is the start of the text.
+    """Return the JSON in which items or names must differ, by the name of the grammar's capture
+    before the JSON; "" is the start of the text.
     """
     schemas = _written(constraint, tuple(special_tokens.items()))[1]
     found = {name: watched_in(schema) for name, schema in schemas.items()}
@@ -40,12 +40,14 @@ def holds_grammar(constraint: Constraint, special_tokens: Mapping[str, int]) -> 
     return len(json.loads(written_as)["grammars"]) > 1
 
 
-# The functions above are called in turn for one constraint.
+# The functions above call this in turn for one constraint.
 @functools.lru_cache(4)
 def _written(
     constraint: Constraint, special_tokens: tuple[tuple[str, int], ...]
 ) -> tuple[str, dict[str, dict[str, Any]]]:
-    """The grammar, and the prepared schemas of its JSON, by the capture before each."""
+    """Return the grammar, and the prepared schemas of its JSON by the name of the capture before
+    it.
+    """
     match constraint.kind:
         case "json_schema" | "json_object":
             is_any = constraint.kind == "json_object"
@@ -74,5 +76,5 @@ def _parsed(constraint: Constraint) -> Any:
 def _choice(options: Sequence[str]) -> str:
     if not options:
         raise ConstraintRefused("choice: no options")
-    # One terminal: a rule would have a position for each option.
+    # Write one terminal: in a rule, each option would take a position.
     return unforced("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, options)))

@@ -1,4 +1,4 @@
-"""Turns the languages of constraints, also inside structural tags, into llguidance's."""
+"""Translates constraints, or the parts of a structural tag, into llguidance's languages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock_shard.structured_output.refusal import ConstraintRefused, shown
 _CODE_POINT = re.compile(r"(?<!\\)((?:\\\\)*)\\U([0-9A-Fa-f]{8})")
 _EBNF = re.compile(r"^\s*([A-Za-z_][A-Za-z0-9_-]*)\s*::=", re.MULTILINE)
 _RULE = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
-# Strings, character classes, tokens and comments.
+# Text without rules' names: strings, character classes, tokens and comments.
 _NO_RULE = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|<[^<>\n]*>|#.*')
 
 
@@ -33,7 +33,7 @@ def schema_of(schema: Any, *, is_watched: bool = False) -> dict[str, Any]:
 
 
 def lark_regex(pattern: str) -> str:
-    """A regular expression in Rust's dialect, without look-around, in Lark's syntax."""
+    """Translate a regular expression of Rust's dialect, without look-around, into Lark's syntax."""
     if not pattern:
         raise ConstraintRefused("regex: it is empty")
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:

@@ -44,7 +44,7 @@ class ConstraintState:
         self.mask: Mask | None = None
         self._request = request
         self._position = len(request.output) // 4
-        # The last tokens before the position that the matcher has not consumed yet.
+        # The last output tokens, if the matcher has not consumed them yet.
         self._waiting: list[int] = []
         # No token is allowed, though the text is not complete.
         self._is_at_end = False
@@ -53,7 +53,7 @@ class ConstraintState:
 
     @property
     def error(self) -> str:
-        """Why the matcher cannot go on; "" if it can."""
+        """The reason why the matcher cannot go on; "" if it can."""
         if self.matcher.is_error():
             why = failure_of(self.matcher)
         elif self._is_at_end:
@@ -116,7 +116,7 @@ class ConstraintState:
         self._waiting.clear()
 
     def skip(self) -> None:
-        """Advance by one position without a token. The mask there is meaningless."""
+        """Advance by one position without a token. A mask for that position has no meaning."""
         self._position += 1
         self.mask = None
 
@@ -130,8 +130,8 @@ class ConstraintState:
             self._distinct.restrict(mask, self.matcher)
 
     def set_mask(self, mask: Mask) -> None:
-        """Store the mask. Allow stop ids where the constraint may end. Allow reluctant stop ids,
-        and before min_tokens all stop ids, only if no other token is allowed.
+        """Store the mask. Allow stop ids where the constraint may end; but reluctant stop ids, and
+        before min_tokens all stop ids, only if no other token is allowed.
         """
         if self.matcher.is_error():
             # After an error the matcher's mask would allow an end.
@@ -198,7 +198,8 @@ class MaskFiller:
             for row, state in enumerate(states):
                 _fill_measured(state, bitmasks, row)
         elif states:
-            # One call without the interpreter lock, which a step needs between its kernels.
+            # One call fills all masks, without the interpreter lock, which a step needs between its
+            # kernels.
             for state in states:
                 state.catch_up()
             places = [(state.matcher, row) for row, state in enumerate(states)]
@@ -239,7 +240,7 @@ def _bits(ids: NDArray[np.int64]) -> NDArray[np.uint32]:
 
 
 def failure_of(matcher: LLMatcher) -> str:
-    """Why the matcher cannot go on, in one line."""
+    """The reason why the matcher cannot go on, in one line."""
     return f"cannot be followed any further: {reason_of(matcher.get_error())}"
 
 

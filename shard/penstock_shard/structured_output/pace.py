@@ -5,7 +5,7 @@ Time decides nothing else: a token depends only on its mask, whenever that is fi
 
 from __future__ import annotations
 
-# A step does not wait for masks that take more processor time: about a tenth of a step.
+# A step does not wait for masks that take more processor time than this, a tenth of a usual step.
 SLOW_S = 0.002
 # After a slow mask, a constraint counts as slow for this many masks. The number doubles each time
 # it turns slow again.
@@ -17,7 +17,7 @@ class Pace:
     """The pace of one constraint. All its sequences share it, so that they delay only one step."""
 
     def __init__(self) -> None:
-        # The masks for which the constraint still counts as slow, now and at the beginning.
+        # For how many masks the constraint still counts as slow, and for how many it did at first.
         self._masks_left = self._masks = 0
         self._next_masks = _FIRST_MASKS
 

@@ -40,7 +40,7 @@ class _Loop:
 
 @dataclass(frozen=True, slots=True)
 class _Either:
-    """Several sequences of items, of which a text has one."""
+    """Several sequences of items; a text consists of one of them."""
 
     cases: tuple[tuple[_Item, ...], ...]
 
@@ -54,8 +54,8 @@ _Beginning = tuple[tuple[str, ...], tuple[_Item, ...]]
 def written(
     format_: Format, special_tokens: Mapping[str, int]
 ) -> tuple[str, dict[str, dict[str, Any]]]:
-    """A grammar for llguidance, and the prepared schemas of watched JSON, by the name of the
-    capture directly before the JSON.
+    """A grammar for llguidance, and the prepared schemas of watched JSON by the name of the capture
+    directly before it.
     """
     writer = _Writer(special_tokens)
     start = writer.whole(format_)
@@ -159,7 +159,7 @@ class _Writer:
         out = self._up_to(up_to, text.excludes) if up_to else ""
         if len(up_to) == len(beginnings):
             return out
-        # The rest may be empty, so the whole output may end here.
+        # The items after the text may be empty, so the whole output may end here.
         excluded = (*text.excludes, *("".join(pieces) for pieces, _ in up_to))
         tail = self._terminal(_but(_ANYTHING, excluded))
         return self._rule(f"{out} | {tail}") if out else tail
@@ -182,7 +182,7 @@ class _Writer:
         texts = ["".join(pieces) for pieces in grouped]
         alternatives = []
         for pieces, follows in grouped.items():
-            # Exclude the other beginnings, except parts of this one.
+            # Exclude the other beginnings, except those that are part of this one.
             own = "".join(pieces)
             others = (text for text in texts if text not in own)
             head = self._head(pieces, (*excludes, *others), captures.get(pieces))
@@ -196,7 +196,9 @@ class _Writer:
         return ("", pieces) if is_token else (pieces[0], pieces[1:])
 
     def _head(self, pieces: tuple[str, ...], excludes: tuple[str, ...], capture: str | None) -> str:
-        """Write free text up to these pieces, including the first unless it is a token."""
+        """Write free text up to these pieces. It includes the first piece unless that is a special
+        token.
+        """
         text, tokens = self._split(pieces)
         whole = f"/(?s:.)*{_escaped(text)}/"
         if not tokens:
@@ -206,7 +208,7 @@ class _Writer:
         return self._terminal(_but(whole, (*excludes, "".join(pieces))))
 
     def _beginnings(self, items: tuple[_Item, ...]) -> Iterator[_Beginning]:
-        """Yield the possible beginnings; one has no pieces if the items may be empty."""
+        """Yield the possible beginnings. If the items may be empty, one beginning has no pieces."""
         if not items:
             yield (), ()
             return
@@ -240,8 +242,8 @@ class _Writer:
         return (Or(item.tags), *again) if item.at_least_one else again
 
     def _trigger(self, triggers: tuple[str, ...], tag: Tag) -> tuple[_Item, ...]:
-        """Split a tag's beginning after its trigger; if that ends inside a special token, after the
-        token.
+        """Split a tag's beginning after its trigger, or after the special token in which the
+        trigger ends.
         """
         trigger = min((text for text in triggers if tag.begin.startswith(text)), key=len)
         length, end = len(trigger), 0
@@ -254,7 +256,7 @@ class _Writer:
         return (*begin, *_tag_parts(tag)[1:])
 
     def _cut(self, text: str) -> tuple[str, ...]:
-        """Split a text into texts and texts of special tokens."""
+        """Split a text into special tokens' texts and the texts between them."""
         return tuple(filter(None, self._marks.split(text) if self._marks else [text]))
 
     def _pieces(self, pieces: Iterable[str]) -> str:

@@ -23,7 +23,7 @@ _HALF = re.compile("[\ud800-\udfff]")
 _NotEmpty = msgspec.Meta(min_length=1)
 _Text = Annotated[str, _NotEmpty]
 _End = str | Annotated[tuple[str, ...], _NotEmpty]
-# An error's place if the `type` of a format is wrong.
+# The place of an error about a wrong `type` of a format.
 _OF_TYPE = re.compile(r"(format|content|elements\[\d+\])\.type`$")
 
 
@@ -118,8 +118,7 @@ class _Older(_Fields, tag="structural_tag"):
     triggers: Annotated[tuple[_Text, ...], _NotEmpty]
 
 
-# msgspec builds its type information at first use. Threads must not do that at once: do it at
-# import.
+# Threads must not build msgspec's type information at once: build it at import.
 _READ_ONCE = msgspec.json.Decoder(_Newer), msgspec.json.Decoder(_Older)
 
 

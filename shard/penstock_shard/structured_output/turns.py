@@ -14,7 +14,7 @@ class Turns:
         self._free = list(range(num_places))
         # Work that waits for a place, in order of arrival, and its callers.
         self._waiting: dict[asyncio.Future[int], Collection[Hashable]] = {}
-        # The round of each caller's next place: one place per caller and round.
+        # The round in which each caller gets its next place: one per round.
         self._rounds: dict[Hashable, int] = {}
         self._round = 0
 

@@ -31,7 +31,7 @@ from penstock_shard.vllm_engine.silence import Silence
 
 logger = logging.getLogger(__name__)
 
-# After this many times its expected duration, the server takes a step for hung.
+# The server takes a step for hung after this many times its expected duration.
 _HUNG_STEPS = 10.0
 _LOOK_S = 0.25
 
@@ -130,7 +130,7 @@ class Bridge:
         progress = Progress(request, len(request.output) // 4, index)
         self._known[asked.name] = progress
         if request.images and self._images is not None:
-            # A task, so that other requests do not wait for images.
+            # Make a task, so that other requests do not wait for images.
             group.create_task(self._add_with_images(progress, asked, self._images))
         else:
             await self._give_to_core(progress, asked)
@@ -206,8 +206,6 @@ def _aborted(progress: Progress) -> Output:
 
 
 def _other_task(pooling: Pooling | None) -> Error:
-    """Refuse a task that this engine does not serve; `pooling` is that of its embeddings, if
-    any.
-    """
+    """Refuse a task that this engine does not serve. `pooling`: that of its embeddings, or None."""
     serves = "generated tokens" if pooling is None else f"embeddings with pooling {pooling.value}"
     return Error(Code.FAILED_PRECONDITION, f"this shard's engine serves {serves} and nothing else")

@@ -28,7 +28,7 @@ ENVIRONMENT: Mapping[str, str] = {
 
 
 def run_workers(arguments: Mapping[str, Any], *, is_exact: bool) -> None:
-    """Compute for machine 0 until a worker of this machine ends."""
+    """Run this machine's workers, which compute for machine 0, until one ends."""
     version(is_exact=is_exact)
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.usage.usage_lib import UsageContext
@@ -124,7 +124,7 @@ class VllmCore:
 
     def _params(self, asked: CoreRequest) -> tuple[Any, str]:
         if asked.pools:
-            # The server scales the vectors.
+            # No activation: the server itself scales the vectors.
             return self._make_pooling(task="embed", use_activation=False), "embed"
         return self._make_sampling(**asked.sampling), "generate"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 _PATIENCE_S = 30.0
 _LOOK_S = 0.5
-# The niceness of this process's session among sessions (Linux's autogroups).
+# The niceness of this process's session (see Linux's autogroups).
 _AUTOGROUP = Path("/proc/self/autogroup")
 _NICENESS = 10
 
@@ -26,7 +26,7 @@ def wait_for_memory(
     patience_s: float = _PATIENCE_S,
 ) -> None:
     """Wait until this share of each device is free, at most `patience_s`: drivers free an engine's
-    memory some time after its processes are gone. vLLM reports a lack.
+    memory some time after its processes are gone. vLLM itself reports too little memory.
     """
     end_s = time.monotonic() + patience_s
     was_told = False

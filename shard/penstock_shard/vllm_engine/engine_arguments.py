@@ -78,7 +78,7 @@ def engine_arguments(
     images: bool | None = None,
 ) -> dict[str, Any]:
     """Return keyword arguments of vLLM's `AsyncEngineArgs`. With a `pooling`, the engine serves
-    only embeddings. `images` is the result of `images.serves_images`. Raises ValueError like
+    only embeddings. `images` is the result of `images.serves_images`. Raises the ValueError of
     `check_engine`.
     """
     check_engine(config)
@@ -125,13 +125,13 @@ def _for_embeddings(pooling: str) -> dict[str, Any]:
 
 def _for_images(are_served: bool) -> dict[str, Any]:
     if not are_served:
-        # Then the encoder is not loaded.
+        # With this, vLLM does not load the encoder.
         return {"language_model_only": True}
     return {
         # vLLM needs a tokenizer to measure the encoder's memory.
         "skip_tokenizer_init": False,
         "limit_mm_per_prompt": {"video": 0},
-        # Pixels arrive normalized, and the server keeps them.
+        # Pixels arrive normalized; the server caches them.
         "mm_device_do_normalize": False,
         "mm_processor_cache_gb": 0,
     }

@@ -157,8 +157,9 @@ def _output(asked: CoreRequest, given: Any, *, is_first: bool) -> _Output:
 
 
 def _scores(token_ids: Sequence[int], rows: Sequence[Mapping[int, Any]]) -> _Scores:
-    """Return token ids and log-probabilities [rows, 1 + best], with `token_ids` first, and the
-    ranks of `token_ids` [rows]. Each row of vLLM maps token ids to log-probabilities.
+    """Return token ids and log-probabilities [rows, 1 + best], whose first column is for
+    `token_ids`; and the ranks of `token_ids` [rows]. Each of vLLM's `rows` has log-probabilities by
+    token id.
     """
     best = [sorted(row, key=lambda token_id: row[token_id].rank) for row in rows]
     width = min((len(each) for each in best), default=0)

@@ -1,7 +1,7 @@
-"""Images in prompts for vLLM's core: makes the encoder's inputs of pixels from the server.
+"""Images in prompts for vLLM's core: makes the encoder's inputs from the server's pixels.
 
 Instead of vLLM's processor of images and text, this uses the checkpoint's processor in
-transformers, like penstock's own engine. The router sends the ids.
+transformers, like penstock's own engine. The router sends the token ids.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from penstock_shard.ipc.request import Request
 # Types of models whose images are served.
 _SERVED = ("qwen2_vl",)
 
-# Makes the encoder's tensors, by name, of RGB8 in rows, width and height.
+# Makes the encoder's tensors, by name, from RGB8 pixels, width and height.
 _Process = Callable[[bytes, int, int], Mapping[str, Any]]
-# Makes the prompt's fields, except ids, of the tensors of a request's images.
+# Makes the prompt's fields, except token ids, from the tensors of a request's images.
 _Join = Callable[[Request, Sequence[Mapping[str, Any]]], dict[str, Any]]
 
 
@@ -36,7 +36,7 @@ def serves_images(
     config: ShardConfig, model_dir: Path, *, is_tried: bool, progress: Callable[[str], None]
 ) -> bool | None:
     """Tell whether the model's images are served, which needs a tried version of vLLM; None for a
-    model without images. A line tells `progress` why images are not served.
+    model without images. `progress` gets the reason why images are not served.
     """
     model_type = type_that_sees(model_dir)
     if model_type is None or config.image_cache_bytes == 0:
@@ -69,7 +69,6 @@ class PromptImages:
         self._thread = ThreadPoolExecutor(1, "images", initializer=lower_priority)
 
     def take(self, message: Inbox) -> None:
-        """Handle messages about images."""
         for piece in message.image_pieces:
             if not piece.num_bytes:
                 self._parts.pop(piece.number, None)
@@ -116,7 +115,7 @@ class PromptImages:
 
 def prompt_images(model_dir: Path, given: Any) -> PromptImages:
     """Make `PromptImages` for vLLM's configuration `given`. Raises ModelError."""
-    # It needs torch and transformers, as vLLM does.
+    # This import needs torch and transformers, as vLLM does.
     from penstock_shard.images.image_processor import ImageProcessor
 
     model = given.model_config.hf_config
@@ -127,7 +126,7 @@ def prompt_images(model_dir: Path, given: Any) -> PromptImages:
 
 
 def _join_with(dtype: Any) -> _Join:
-    """Return a function that makes vLLM's objects with numbers of `dtype`."""
+    """Return a `_Join` that makes tensors with numbers of `dtype`."""
     from vllm.multimodal.inputs import (
         MultiModalFieldConfig,
         MultiModalKwargsItems,

@@ -46,7 +46,7 @@ class LoadedCore:
 
 
 def load_core(config: ShardConfig, progress: Callable[[str], None]) -> LoadedCore:
-    """Load the configured model. A model of embeddings serves nothing else.
+    """Load the configured model. An embedding model serves only embeddings.
 
     Call this in a running event loop, which it blocks. Raises ModelError.
     """

@@ -133,7 +133,7 @@ async def _exact(core: CheckedCore, info: RunnerInfo, config: ShardConfig) -> Ru
     """Check a core's bits; return `info` with a fingerprint. Raises ModelError."""
     await check_bits(core, info)
     facts = device_facts(config.tensor_parallel_size)
-    # Arguments of vLLM may change bits.
+    # Users' arguments for vLLM may change the bits.
     name = "" if config.engine_args else fingerprint(info, facts)
     return dataclasses.replace(info, batch_invariant=True, numerics_fingerprint=name)
 

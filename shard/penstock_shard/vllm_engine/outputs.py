@@ -34,7 +34,7 @@ class Progress:
 
     @property
     def waiting_tokens(self) -> int:
-        """The tokens of a request without new output, else 0."""
+        """The request's tokens if it has no new output yet, else 0."""
         is_waiting = self.num_output == len(self.request.output) // 4
         return self.request.num_tokens if is_waiting else 0
 
@@ -64,10 +64,10 @@ def read_output(progress: Progress, given: Any) -> Output:
 def _end(output: Output, reason: str, stop_reason: Any) -> None:
     output.finish = _FINISH.get(reason)
     if output.finish is None:
-        # For example tokens drawn against a constraint.
+        # Drop these tokens: they may break the constraint, for example.
         output.token_ids = []
         output.logprobs = None
-        # Only `grammars.py` in the core sets a text.
+        # A text is always an error from `grammars.py` in the core.
         is_told = isinstance(stop_reason, str)
         unknown = Error(Code.INTERNAL, f"vLLM ended this request: {reason}")
         output.error = _ERRORS.decode(stop_reason) if is_told else unknown
@@ -77,7 +77,7 @@ def _end(output: Output, reason: str, stop_reason: Any) -> None:
 
 
 def _logprobs(ids: Any, logprobs: Any, ranks: Any, *, top_n: int) -> Logprobs:
-    """Make columns from rows with the chosen token, then the best ones."""
+    """Make columns from rows that have the chosen token first, then the best ones."""
     best = slice(1, 1 + top_n)
     return Logprobs(
         chosen=logprobs[:, 0].tolist(),

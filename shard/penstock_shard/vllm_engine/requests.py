@@ -27,7 +27,7 @@ CAPABILITIES = frozenset(
 OUTPUT_TOKENS = "penstock_output_tokens"
 MOST_BAD_WORDS = 128
 _MOST_STOP_TOKEN_IDS = 128
-# Fields for which vLLM counts output, wrongly if that is part of the prompt.
+# Fields for which vLLM counts output; wrongly, if output is part of the prompt.
 COUNTED = frozenset(("presence_penalty", "frequency_penalty", "bad_words"))
 
 
@@ -126,7 +126,7 @@ def sampling_of(request: Request, *, as_output: bool) -> dict[str, Any]:
 
 def _seed(seed: int, given: int) -> int:
     """Return a signed seed for vLLM. With `given` output tokens in the prompt, it is another seed,
-    because vLLM's generator restarts. This keeps the distribution but not the tokens.
+    because vLLM's generator restarts: tokens differ, but follow the same distribution.
     """
     if given:
         digest = hashlib.blake2b(f"{seed}:{given}".encode(), digest_size=8).digest()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 
-# Seconds: twice a step with only decodes, on any device.
+# In seconds: twice the longest step with only decodes, on any device.
 BASE_S = 30.0
 # Seconds for a step of a new size, which may first compile kernels.
 FIRST_S = 300.0
@@ -17,8 +17,8 @@ _BEGINS_S = 1.0
 
 
 class Silence:
-    """Computes the allowed silence from waiting prompt tokens. A step computes up to
-    `max_step_tokens`, at the rate of steps so far.
+    """Computes the allowed silence from waiting prompt tokens. A step may compute
+    `max_step_tokens`, at the rate of earlier steps.
     """
 
     def __init__(self, max_step_tokens: int) -> None:
@@ -31,8 +31,8 @@ class Silence:
         self._seconds = 0.0
 
     def begin(self, waiting_tokens: int) -> None:
-        """Record a new request; `waiting_tokens` counts prompt tokens that are not computed yet. A
-        step that has run for some time began before this request.
+        """Record a new request; `waiting_tokens` counts prompt tokens that are not computed yet. If
+        the running step began before, it does not compute these.
         """
         now_s = time.monotonic()
         if not self._is_busy:
@@ -69,5 +69,5 @@ class Silence:
 
     @property
     def _size(self) -> int:
-        """The size of the next step, in powers of two."""
+        """The size of the next step: the bit length of its number of tokens."""
         return min(self._waiting, self._most).bit_length()

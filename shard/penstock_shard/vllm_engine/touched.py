@@ -1,7 +1,7 @@
-"""The names of vLLM that this folder uses. A check at load finds a version that lacks some.
+"""The names of vLLM that this folder uses. A check at load tells whether vLLM has them.
 
-Keys are `module:Class`. Values are names of attributes, also those that the constructor sets,
-fields, and parameters of methods.
+Keys are `module:Class`. Values are names of attributes and fields, also of attributes that the
+constructor sets, and of methods' parameters.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def _inside(position: Position, level: int, value: Value) -> list[bytes]:
 
 
 def _left(position: Position, level: int, left: Value) -> list[bytes]:
-    """Texts that continue a container that still lacks the items or names in `left`."""
+    """Texts by which a container may go on to get the items or names in `left`."""
     is_object = position.containers[level].is_object
     is_inner = level == len(position.containers) - 1
     end = b"}" if is_object else b"]"
@@ -92,11 +92,11 @@ def _first(value: Value) -> bytes:
 
 
 def _texts(begun: bytes, texts: Iterable[bytes]) -> list[bytes]:
-    """The rest of each text that `begun` may still become."""
+    """Return the rests of the `texts` that `begun` may still become."""
     if begun[:1] == b'"':
         return [text[len(begun) :] for text in texts if text.startswith(begun)]
     if begun:
-        # A cheap first filter. -0 also writes the number 0.
+        # Filter first, because this is cheap. The number 0 stays, because -0 is equal to it.
         texts = [
             text
             for text in texts
@@ -119,7 +119,7 @@ def _plain_ways(begun: bytes, text: bytes) -> Iterator[bytes]:
 
 
 def ended(container: Container, level: int, later: Position) -> bool:
-    """True if an item or name of the container has ended at `later`."""
+    """True if at `later` the container has ended, or has one more item or name."""
     if len(later.containers) <= level:
         return True
     return len(later.containers[level].used) > len(container.used)

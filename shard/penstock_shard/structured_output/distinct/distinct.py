@@ -80,7 +80,7 @@ class Distinct:
         text, begins = self._vocabulary.texts[token_id], False
         for name, captured in matcher.get_captures()[num_captures:]:
             if not self._position.is_over:
-                # This capture is the JSON itself, which has ended.
+                # This capture contains the JSON, which has ended.
                 self._begin(None)
             elif name in self._watched:
                 begins = True
@@ -91,7 +91,9 @@ class Distinct:
         return True
 
     def _feed(self, text: bytes) -> bool:
-        """True if no items or names are equal. They may be in the output of an older shard."""
+        """Read the text; False if items or names are equal. They may be in the output of an older
+        shard.
+        """
         is_within_string = self._position.in_string and b'"' not in text
         differs = self._position.feed(text)
         if is_within_string:
@@ -150,8 +152,8 @@ class Distinct:
                 tokens.clear(mask)
 
     def _at_stake(self, matcher: LLMatcher) -> set[tuple[int, ...]]:
-        """Return groups of tokens with equal text after which no different item or name may be
-        possible.
+        """Return groups of tokens with equal text, after which no different item or name may be
+        left.
         """
         vocabulary, position = self._vocabulary, self._position
         found = set()
@@ -166,8 +168,8 @@ class Distinct:
     def _safe(
         self, way: bytes, before: list[int], ways: abc.Sequence[bytes], matcher: LLMatcher
     ) -> int:
-        """Count the leading bytes of `way` after which the item or name can certainly still differ:
-        bytes in a string or number that may end in another way. `way` follows the tokens `before`.
+        """Count the leading bytes of `way` after which the item or name can certainly still differ,
+        because its string or number may end in another way. `way` follows the tokens `before`.
         """
         if way[-1:] == b'"':
             text, others = way[:-1], _OTHER_LETTERS
@@ -232,8 +234,8 @@ class Distinct:
         text: bytes,
         todo: list[tuple[Position, LLMatcher, bytes]],
     ) -> bool:
-        """True if the next byte may make a difference; otherwise add what to search next
-        to `todo`.
+        """True if a next byte leads to a different item or name; else add what to search next to
+        `todo`.
         """
         level = level_at_stake(position)
         assert level is not None
@@ -271,15 +273,15 @@ def _end(before: bytes, text: bytes, captured: bytes) -> int:
 
 
 def _may_have_exponent(position: Position) -> bool:
-    """True if an exponent may follow. Sets forbid exponents, which write equal numbers in several
-    ways.
+    """True if an exponent could follow. Sets forbid exponents, because these write equal numbers in
+    several ways.
     """
     return not position.text or position.text[0] in DIGITS
 
 
 def _passes(position: Position, text: bytes) -> bool:
-    """True if the token makes no name equal to an earlier one, and in a set does not go beyond the
-    first item.
+    """True if the token adds no equal item or name. In a strict container, it also must not have a
+    comma or an e outside strings.
     """
     for byte in text:
         if position.is_strict and not position.in_string and byte in b",eE":

@@ -24,7 +24,7 @@ def check_enough(place: Place, schema: dict[str, Any], base: str) -> None:
     items = [*first, *([rest] * (least - len(first)))]
     kinds = {id(each): set(listed_values(place, each, base)) for each in items}
     listed = [kinds[id(each)] for each in items]
-    # Of equal items, the last has the most items before it.
+    # Of items with equal schemas, the last must differ from the most others.
     for index in {*range(len(first)), least - 1} - {-1}:
         own = listed[index]
         rivals = sum(not own or not own.isdisjoint(each) for each in listed[:index])

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from penstock_shard.structured_output.distinct.watched import Node
 
 Value = Any
-# What comes next if no name or plain value has begun. At `FIRST` a container may end.
+# What comes next, before a name or plain value begins. At `FIRST`, the container may end.
 FIRST, NEXT, COLON, VALUE, AFTER = range(5)
 BLANKS, DIGITS = b" \t\r\n", b"-0123456789"
 _OPENS, _CLOSES, _QUOTE, _COMMA, _COLON, _BACKSLASH = b"[{", b"]}", 0x22, 0x2C, 0x3A, 0x5C
@@ -25,21 +25,20 @@ class Container(NamedTuple):
     is_object: bool
     # True for a set, or within one: its contents are compared with others.
     is_kept: bool
-    # True for a set, or an object with patterns: different items or names may run out.
+    # True for a set, or an object with name patterns: different items or names may run out.
     is_strict: bool
     # True for a strict container, or within one.
     is_within: bool
     length: int = 0
     items: tuple[Value, ...] = ()
-    # Of an object: its names if watched, its members if kept, and the name of the unfinished
-    # member.
+    # Names of a watched object; below, members of a kept object, and its unfinished member's name.
     names: tuple[bytes, ...] = ()
     members: tuple[tuple[bytes, Value], ...] = ()
     name: bytes | None = None
 
     @property
     def used(self) -> tuple[Value, ...]:
-        """The next one must differ from these."""
+        """The items or names from which the next one must differ."""
         return self.names if self.is_object else self.items
 
     @property

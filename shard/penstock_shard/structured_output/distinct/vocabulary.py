@@ -32,7 +32,7 @@ class Vocabulary:
         self._sorted = [text for text, _ in order]
         self._ids = np.array([token_id for _, token_id in order], dtype=np.int64)
         self._longest = max(map(len, self._sorted), default=0)
-        # By text, because some vocabularies have several tokens with one text.
+        # Tokens by text: some vocabularies have several with one text.
         self._exactly: dict[bytes, tuple[int, ...]] = {}
         for text, token_id in order:
             self._exactly[text] = (*self._exactly.get(text, ()), token_id)

@@ -27,7 +27,7 @@ class Node:
         self._watched = watched
         self._parts = [part for part in parts if part is not UNIQUE]
         objects = [part for part in self._parts if _allows("object", part)]
-        # True if an array's items must differ: `parts` had the mark.
+        # True if an array's items must differ: `parts` had UNIQUE.
         self.is_set = len(self._parts) < len(parts)
         self.is_open = any(map(_is_open, objects))
         # A pattern may allow only few names.
@@ -79,7 +79,9 @@ class Watched:
         return self._nodes[key]
 
     def _flat(self, schemas: Iterable[Schema]) -> Iterator[dict[str, Any]]:
-        """Yield the schemas that may apply together with these; skip mere holders of others."""
+        """Yield the schemas that may apply together with these. Skip schemas that only hold
+        others.
+        """
         todo, seen = list(schemas), set()
         while todo:
             schema = _ANYTHING if (last := todo.pop()) is True else last

@@ -204,7 +204,7 @@ def _types(schema: dict[str, Any]) -> frozenset[str]:
 
 
 def _listed(schema: Schema) -> frozenset[tuple[str, object]] | None:
-    """The values that a schema lists, each with its type; None if it lists none, or an array or
+    """Return the listed values with their types; None if there are none, or one is an array or
     object.
     """
     values = stated_values(schema) if isinstance(schema, dict) else None

@@ -30,7 +30,7 @@ class Place(Protocol):
         ...
 
     def read(self, schema: Schema, base: str) -> tuple[Schema, str]:
-        """Check a schema. Return it in the keywords that `modern` leaves, and its inner base."""
+        """Check a schema. Return it as `modern` rewrites it, and the base URI inside it."""
         ...
 
 

@@ -1,6 +1,6 @@
 """Checks the JSON type of each keyword's value; other modules rely on it.
 
-The code that handles a keyword not listed here checks it.
+Keywords that are not listed here are checked where they are handled.
 """
 
 from __future__ import annotations
@@ -60,8 +60,7 @@ _Shapes = msgspec.defstruct(
     ],
     rename={f"field_{index}": keyword for index, keyword in enumerate(_SHAPES)},
 )
-# msgspec builds its type information at first use. Threads must not do that at once: do it at
-# import.
+# Threads must not build msgspec's type information at once: build it at import.
 _READ_ONCE = msgspec.json.Decoder(_Shapes)
 _KEYWORD = re.compile(r"at `\$\.(\$?\w+)")
 

@@ -14,8 +14,8 @@ _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 def modern(schema: dict[str, Any], draft: int | None) -> dict[str, Any]:
     """A schema of the same values without `additionalItems`, lists in `items` or bools as bounds.
 
-    `nullable` becomes part of `type`. All conditions become tuples in `if`: the condition, the
-    schema for values that meet it, and the one for others.
+    `nullable` becomes part of `type`. All conditions become tuples in `if`: the condition, and the
+    schemas for values that meet it and for others.
     """
     out: dict[str, Any] = {}
     has_list = isinstance(schema.get("items"), list)
@@ -101,7 +101,9 @@ def without_nulls(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _if_there(name: str, needed: Any) -> tuple[dict[str, Any], Any, bool]:
-    """The condition that objects with a member `name` meet `needed`, a schema or names."""
+    """Return the condition that objects with a member `name` meet `needed` (a schema, or required
+    names).
+    """
     if isinstance(needed, list):
         needed = {"required": needed} if needed else True
     return {"type": "object", "required": [name]}, needed, True

@@ -11,8 +11,7 @@ from __future__ import annotations
 from penstock_common.json_schema.keywords import with_subschemas
 from penstock_shard.structured_output.json_schema.combine import Schema, any_of
 
-# Narrower unions cost little. Without a reference llguidance sees which alternatives are
-# impossible.
+# Narrower unions cost little. Behind references, llguidance would not see impossible alternatives.
 _WIDE = 64
 _WIDEST = 8
 _Definitions = dict[str, Schema]
@@ -39,7 +38,7 @@ class _Narrowing:
         return self._within(schema)
 
     def _within(self, schema: Schema) -> Schema:
-        # In allOf, llguidance drops impossible combinations, but not of a reference's target.
+        # Keep allOf: llguidance drops its impossible combinations, but not through references.
         if not isinstance(schema, dict) or "allOf" in schema:
             return schema
         return with_subschemas(schema, self.narrow)

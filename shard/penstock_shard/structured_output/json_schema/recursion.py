@@ -33,7 +33,9 @@ def apart_from_recursion(root: Schema, definitions: _Definitions) -> tuple[Schem
 
 
 def _recursive_names(definitions: _Definitions) -> set[str]:
-    """Names of definitions that refer to themselves, even indirectly, and of those between them."""
+    """Names of definitions that refer to themselves, even indirectly, and of definitions between
+    two such.
+    """
     after = {name: set(_references(of)) for name, of in definitions.items()}
     before = {name: {other for other in after if name in after[other]} for name in after}
     for towards in (after, before):
@@ -82,8 +84,8 @@ def _moved(schema: Schema, recursive: set[str], hoisted: _Definitions) -> Schema
 
 
 def _cases(schema: dict[str, Any], recursive: set[str]) -> list[Schema]:
-    """Split the schema by the alternatives in a part of `allOf`, if they have recursive
-    references.
+    """If alternatives in a part of `allOf` have recursive references, return a schema for each of
+    them.
     """
     parts = schema.get("allOf", [])
     for index, part in enumerate(parts):

@@ -31,7 +31,7 @@ class Document:
 
     @property
     def references_stand_alone(self) -> bool:
-        """True up to draft 7: keywords beside a `$ref` are ignored."""
+        """True up to draft 7, which ignores keywords beside a `$ref`."""
         return self.draft is not None and self.draft <= 7
 
     def base(self, schema: Schema, base: str) -> str:
@@ -65,8 +65,8 @@ class Document:
             raise ConstraintRefused(f"{keyword}: {shown(reference)} may mean several schemas")
 
     def _pointed(self, reference: str, address: str, pointer: str) -> tuple[Schema, str]:
-        # Many schemas give their parts URIs, which makes them documents of their own, but mean
-        # pointers in the whole document.
+        # Many schemas give their parts URIs, which makes them documents of their own; but their
+        # pointers are meant for the whole document.
         for document in (address, *([""] if reference.startswith("#") else [])):
             found = self._followed(self._resources[document], document, pointer)
             if found is not None:
@@ -120,7 +120,7 @@ def _joined(base: str, reference: str) -> str:
 
 
 def _anchor_names(schema: dict[str, Schema], id_key: str | None) -> Iterator[str]:
-    """Yield a schema's names within its document. Up to draft 7 `id_key` may hold one."""
+    """Yield a schema's anchors. Up to draft 7, the value of `id_key` may have one."""
     for key in ("$anchor", "$dynamicAnchor"):
         if isinstance(schema.get(key), str):
             yield schema[key]
@@ -130,7 +130,7 @@ def _anchor_names(schema: dict[str, Schema], id_key: str | None) -> Iterator[str
 
 
 def _draft(root: Schema) -> int | None:
-    """None if unknown: the keywords of all drafts are allowed."""
+    """Return the draft; None if unknown, which allows the keywords of all drafts."""
     named = root.get("$schema") if isinstance(root, dict) else None
     address = str(named).removeprefix("http://").removeprefix("https://").rstrip("#")
     return _DRAFTS.get(address)

@@ -45,8 +45,8 @@ def target_of(place: Place, schema: Schema, base: str) -> Schema:
 
 
 def listed_values(place: Place, schema: Schema, base: str) -> dict[tuple[str, Any], Any]:
-    """The values that a schema lists, by type and value. Other keywords may forbid some. Empty if
-    it does not list plain values.
+    """The listed values, by type and value; other keywords may forbid some. Empty if the schema
+    lists none, or not only plain ones.
     """
     schema = target_of(place, schema, base)
     if not isinstance(schema, dict):

@@ -1,5 +1,5 @@
-"""A regular language as an automaton, which yields the texts, if they are few, and a regular
-expression.
+"""A regular language as an automaton. It yields a regular expression, and the texts if they are
+few.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Automaton:
             yield from ((text + chr(code), following) for code in codes)
 
     def _goes_round(self) -> bool:
-        """True if a state can be reached from itself: texts have any length."""
+        """True if a state can be reached from itself: there is no longest text."""
         left = {state: set(after) for state, after in enumerate(self.steps)}
         while done := [state for state, after in left.items() if not after & left.keys()]:
             for state in done:
@@ -163,7 +163,7 @@ class _Ways:
         self._length = 0
 
     def add(self, state: int, following: int, text: str) -> None:
-        """Raises `TooLarge`."""
+        """Raises `TooLarge` if expressions get too long."""
         after = self.after[state]
         self._length += len(text)
         if self._length > _LONGEST:
@@ -221,7 +221,7 @@ _TOKEN = re.compile(r"\[[^]]*\]|\(\?:|.", re.DOTALL)
 
 
 def _class(some: Characters) -> str:
-    """A class, or the negated class of all other characters if shorter."""
+    """Write a character class, or the negated class of the other characters if that is shorter."""
     if len(some) == 1 and some[0][0] == some[0][1] and chr(some[0][0]).isalnum():
         return _code(some[0][0])
     others = all_but(some)

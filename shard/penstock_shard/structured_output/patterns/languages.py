@@ -1,8 +1,7 @@
 """Regular languages as expressions, with intersection and complement.
 
 The derivative of a language by a character has the texts that may follow the character (Brzozowski,
-Derivatives of regular expressions, 1964). Equal expressions share a number, so derivatives are
-cheap to compare, and few differ.
+1964). Equal expressions share a number, so derivatives are cheap to compare, and few differ.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class Languages:
         return of if self._made[of][0] == "repeated" else self._new(True, "repeated", of)
 
     def between(self, of: int, least: int, most: int | None) -> int:
-        """From `least` to `most` (None: no bound) of the language's texts in a row."""
+        """At least `least` and at most `most` (None: no bound) of the language's texts in a row."""
         out = self.repeated(of) if most is None else EMPTY
         for _ in range((most or least) - least):
             out = self.either([EMPTY, self._before(of, out)])
@@ -135,7 +134,7 @@ class Languages:
         return self._made[of][0] == "of"
 
     def is_nothing(self, of: int) -> bool:
-        """Raises `TooLarge`."""
+        """True if the language has no texts. Raises `TooLarge`."""
         codes = [part[0][0] for part in atoms(self._characters)]
         seen, left = {of}, [of]
         while left:

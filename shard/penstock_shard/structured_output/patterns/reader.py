@@ -135,7 +135,7 @@ class _Reader:
         return _Part(self._in_turn(parts), looks_back=back)
 
     def _joined(self, parts: list[_Part]) -> list[_Part]:
-        """Merge neighbouring parts without look-around, to have few."""
+        """Merge neighbouring parts without look-around, so that few are left."""
         out: list[_Part] = []
         for part in parts:
             before = out[-1].plain if out else None
@@ -214,8 +214,8 @@ class _Reader:
         return self._looking_repeated(part, least, most)
 
     def _looking_repeated(self, part: _Part, least: int, most: int | None) -> _Part:
-        """Repeat a part with look-around: any part at most once, `(?!ab).` also without bound at
-        the end.
+        """Repeat a part with look-around: any part at most once; one like `(?!ab).`, at the end,
+        also without bound.
         """
         if (least, most) == (0, 1):
             either = self._languages.either
@@ -275,7 +275,7 @@ class _Reader:
         return rest if before == _START else NOTHING
 
     def _at_edge(self, is_edge: bool, rest: int, before: str | None) -> int:
-        """Keep texts that begin at a word boundary (`is_edge`), or not at one."""
+        """Return the texts of `rest` that begin at a word boundary (`is_edge`), or that do not."""
         if before is None:
             raise ValueError("\\b behind look-around is not served")
         languages = self._languages

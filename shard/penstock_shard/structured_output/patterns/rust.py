@@ -34,7 +34,7 @@ _TOKEN = re.compile(
 _TOKEN_IN_CLASS = re.compile(rf"{_ESCAPE}|(?P<operator>[&~-])(?=(?P=operator))|.", re.DOTALL)
 _SYNTAX = set("^$\\.*+?()[]{}|/-")
 _LOOKING = re.compile(r"\(\?<?[=!]|(?<!\\)(?:\\\\)*\\[bB](?![^\[]*\])")
-# Anchors, or similar text, not at the ends of an alternative.
+# Anchors that are not at an end of an alternative, and text that looks like one.
 _ANCHOR = re.compile(r"(?<=[^|\\\[])\^|(?<!\\)\$(?=[^|])")
 _LARGEST_TEXTS = 4000
 _LONGEST_TEXT = 100
@@ -91,7 +91,7 @@ def _in_class(found: re.Match[str]) -> str:
 
 
 def _escaped(token: str, in_class: bool) -> str:
-    """Translate a whole escape of ECMA 262."""
+    """Translate an escape of ECMA 262."""
     letter, more = token[1:2], token[2:]
     if not letter:
         raise ValueError("it ends with a backslash")

@@ -17,8 +17,8 @@ from penstock_shard.vllm_engine.requests import OUTPUT_TOKENS
 
 
 def keep_output(request: Any) -> None:
-    """Move a request's earlier output from the prompt's end to the place of output after a
-    preemption, so that penalties and minimal lengths count it.
+    """Turn the earlier output at the prompt's end into output, as after a preemption, so that
+    penalties and minimal lengths count it.
     """
     # None for an embedding.
     sampling = request.sampling_params

@@ -1,4 +1,4 @@
-"""Settings of ours that vLLM's configuration brings to its core."""
+"""Our settings, which vLLM's configuration carries to its core."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Constraints in vLLM's core: penstock's compiler and matchers, so that any engine has the same
 syntax, ends and limits.
 
-vLLM passes on, as a grammar, a text with the request's constraint, stop ids and earlier output.
+As a grammar, vLLM passes on a text with the request's constraint, stop ids and earlier output.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Grammars:
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
         self.vocab_size = compiler.tokenizer.vocab_size
-        # Why vLLM will end requests in its next step.
+        # Errors of the requests that vLLM will end in its next step.
         self._failures: dict[str, Error] = {}
 
     def install(self, manager: Any, threads: Executor) -> None:
@@ -85,8 +85,8 @@ class Grammars:
         manager.executor = threads
 
     def compile_grammar(self, kind: object, spec: str, stop_token_ids: object = None) -> Grammar:
-        """Compile the text of `requests.grammar_of`, and advance past the earlier output, in any
-        thread.
+        """Compile a constraint, which `requests.grammar_of` wrote, and advance past the earlier
+        output. Any thread may call this.
 
         Raises the errors of `state_after_output`, by which vLLM ends the request.
         """

@@ -9,8 +9,8 @@ from penstock_shard.vllm_engine.in_core.continuing import Continuing
 
 
 class StepwiseScheduler(Continuing, Scheduler):  # type: ignore[misc]
-    """Plans a step after the previous one."""
+    """Plans each step after the previous one has ended."""
 
 
 class OverlappingScheduler(Continuing, AsyncScheduler):  # type: ignore[misc]
-    """Plans a step during the previous one."""
+    """Plans each step while the previous one runs."""

@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 async def find_uncontinued(core: CheckedCore, info: RunnerInfo, adapter: int = 0) -> frozenset[str]:
-    """Find fields with which requests do not continue exactly, in about 40 steps if output stays
-    output. `adapter` is a loaded adapter's number, or 0. Raises ModelError if trials never end, and
-    vLLM's error if its core dies.
+    """Find fields with which requests do not continue exactly: in about 40 steps, if the core
+    `keeps_output`. `adapter` is a loaded adapter's number, or 0. Raises ModelError if trials never
+    end, and vLLM's error if its core dies.
     """
     if info.embedding is not None:
         return frozenset()
@@ -47,8 +47,8 @@ async def find_uncontinued(core: CheckedCore, info: RunnerInfo, adapter: int = 0
 
 
 def _trials(info: RunnerInfo, plain: list[int]) -> dict[str, Request]:
-    """Return requests by the field that each tries; `plain` is the output without these fields. The
-    bad word and the minimal length span the cut.
+    """Return a request for each field to try; `plain` is the output without these fields. The bad
+    word and the minimal length reach across the cut.
     """
     across = (tuple(plain[CUT - 1 : CUT + 1]),)
     fields: Mapping[str, tuple[SamplingParams, dict[str, Any]]] = {

@@ -22,7 +22,7 @@ GREEDY = SamplingParams(temperature=0.0)
 # Tokens of a trial, and tokens before the cut. The prompt is longer than a block, so the part after
 # the cut finds a cached prefix.
 LENGTH, CUT = 16, 7
-# The time limit in seconds, with kernels' compilation.
+# The time limit in seconds, including time to compile kernels.
 _MOST_S = 300.0
 
 
@@ -34,7 +34,7 @@ class CheckedCore(Core, AdaptedCore, Protocol):
 
 @contextlib.asynccontextmanager
 async def bounded() -> AsyncIterator[None]:
-    """Raise ModelError if trials in the context never end."""
+    """Raise ModelError if trials in the context take too long."""
     try:
         async with asyncio.timeout(_MOST_S):
             yield

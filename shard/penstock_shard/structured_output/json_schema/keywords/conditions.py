@@ -26,7 +26,7 @@ _Condition = tuple[Schema, Schema, Schema]
 
 
 def conditions(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    """Values that meet all conditions of a schema in the form that `modern` returns."""
+    """A schema for the conditions of `schema`, which has the form that `modern` returns."""
     by_name: dict[str, list[_Tagged]] = {}
     others = []
     for condition in schema["if"]:
@@ -57,10 +57,10 @@ class _Tagged:
 
     name: str
     values: dict[tuple[str, Any], Any]
-    # True if objects without the property meet it, and if values of other types do.
+    # True if objects without the property meet the condition; below, if values of other types do.
     if_absent: bool
     if_no_object: bool
-    # Schemas for values that meet it, and for others, in llguidance's keywords.
+    # Schemas, in llguidance's keywords, for values that meet the condition; below, for others.
     then: Schema
     otherwise: Schema
 
@@ -104,7 +104,7 @@ def _by_value(place: Place, name: str, tagged: Sequence[_Tagged], base: str) -> 
     )
     for met, case in others:
         cases.setdefault(met, []).append(case)
-    # Cases share equal consequences, which may be conditions again.
+    # Cases with equal consequences, which may be conditions again, are joined.
     return any_of(all_of([any_of(some), *_demands(tagged, met)]) for met, some in cases.items())
 
 

@@ -23,7 +23,7 @@ def contains(place: Place, schema: dict[str, Any], base: str) -> Schema:
         and same(schema["contains"], schema.get("items"))
         and "prefixItems" not in schema
     ):
-        # Every item counts.
+        # All items meet `contains`.
         return unless("array", {"minItems": least})
     met = place.positive(schema["contains"], base)
     unmet = True if most is None else place.negative(schema["contains"], base)

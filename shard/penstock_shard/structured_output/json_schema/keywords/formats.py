@@ -1,8 +1,8 @@
 """The supported values of `format`, in keywords that llguidance handles correctly.
 
 A pattern may allow less than the standard: no leap seconds, no years before 1000, only internet
-addresses in ASCII, only regular expressions in the syntax that all dialects share. Formats in no
-standard are annotations.
+addresses in ASCII, only regular expressions in a syntax that all dialects share. Formats that no
+standard defines are annotations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DATE = (
 _HOUR = "(?:[01][0-9]|2[0-3])"
 _TIME = rf"{_HOUR}:[0-5][0-9]:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:Z|[+-]{_HOUR}:[0-5][0-9])"
 
-# RFC 3986, with a name or an IPv4 address as the authority.
+# URIs as in RFC 3986, but the authority's host is a name or an IPv4 address.
 _CHARACTER = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
 _NO_COLON = r"(?:[A-Za-z0-9._~!$&'()*+,;=@-]|%[0-9A-Fa-f]{2})"
 _TAIL = rf"(?:\?(?:{_CHARACTER}|[/?])*)?(?:#(?:{_CHARACTER}|[/?])*)?"

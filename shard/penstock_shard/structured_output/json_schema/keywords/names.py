@@ -28,7 +28,7 @@ from penstock_shard.structured_output.patterns.languages import NOTHING, Languag
 from penstock_shard.structured_output.patterns.reader import language_of, may_match
 from penstock_shard.structured_output.refusal import ConstraintRefused
 
-# Patterns of more names are not listed; more patterns are not divided.
+# The most names of a pattern to be listed; below, the most patterns to be divided.
 _MOST_LISTED = 64
 _MOST_DIVIDED = 5
 _COUNTED_TO = re.compile(r"\{(?:[0-9]*,)?([0-9]+)\}")
@@ -88,7 +88,7 @@ def _disjoint(
 ) -> tuple[_Patterns, _Patterns]:
     """Return listed properties, and patterns that match none of them.
 
-    llguidance would intersect both, without end if they are recursive.
+    For a name in both, llguidance would intersect the schemas; without end, if they are recursive.
     """
     kept: _Patterns = {}
     for pattern, of in patterns.items():
@@ -133,7 +133,7 @@ def listed_names(pattern: str) -> list[str] | None:
 
 @functools.lru_cache(1024)
 def _matches_all(pattern: str, *, but_breaks: bool) -> bool:
-    """True if a pattern surely matches all names (`but_breaks`: all without line breaks)."""
+    """True if a pattern surely matches all names; with `but_breaks`, those without line breaks."""
     languages = Languages()
     try:
         found = language_of(languages, pattern)
@@ -161,8 +161,8 @@ def _divided(patterns: _Patterns) -> _Patterns:
 
 @functools.lru_cache(256)
 def _regions(patterns: tuple[str, ...]) -> list[tuple[str, tuple[bool, ...]]] | None:
-    """Divide the names by which `patterns` match them. Return a pattern for each part, and for each
-    of `patterns` whether it matches. None if no two match one name, or that is unknown.
+    """Divide names by the `patterns` that match them. Return a pattern for each part, and for each
+    of `patterns` whether it matches. None if no two match the same name, or if this is unknown.
     """
     languages = Languages()
     out = []
@@ -242,10 +242,10 @@ def _named_by(place: Place, pattern: str, base: str) -> Schema:
 
 
 class _Texts:
-    """Computes the language of the texts that meet a schema. Methods raise ValueError.
+    """Computes the language of the texts that meet a schema. Methods raise ValueError if they
+    cannot.
 
-    Unless `exactly`, some texts may be missing: the patterns of formats are narrower than the
-    formats.
+    Unless `exactly`, some texts may be missing: patterns of formats are narrower.
     """
 
     def __init__(self, place: Place, languages: Languages, *, exactly: bool) -> None:

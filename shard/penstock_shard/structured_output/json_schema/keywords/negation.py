@@ -99,7 +99,7 @@ def _beyond(place: Place, keyword: str, schema: dict[str, Any], base: str) -> Sc
     return limit >= 0 and place.positive({"type": kind, opposite: limit}, base)
 
 
-# The values' type, the opposite keyword, and for counts the step to the next count.
+# (type of the values, opposite keyword, step to the next count or None).
 _BOUNDS: dict[str, tuple[str, str, int | None]] = {
     "minimum": ("number", "exclusiveMaximum", None),
     "maximum": ("number", "exclusiveMinimum", None),

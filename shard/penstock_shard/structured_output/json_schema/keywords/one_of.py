@@ -200,10 +200,12 @@ def _tag(*pair: _Alternative) -> bool:
 
 
 def _avoid(one: _Facts, other: _Facts, beside: _Beside) -> bool:
-    """Use a property, if there is one, so that no object of the first schema meets the second."""
+    """Use a property, if possible, to keep all objects of the first schema from meeting the
+    second.
+    """
     absent = other.required - one.required
     needed = frozenset(filter(other.forbids, one.known))
-    # Cheapest first: forbid a property that the schema does not mention.
+    # Begin with the cheapest way: forbid a property that the schema does not mention.
     for names, into in (
         (absent - one.known, beside.absent),
         (needed, beside.needed),

@@ -20,7 +20,7 @@ _MOST_CASES = 256
 
 
 def least_properties(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    """Require listed names, because an output may write an unlisted name twice unless names are
+    """Require listed names: an output may write an unlisted name twice, unless names are
     watched.
     """
     least, (optional, needed, is_closed) = int(schema["minProperties"]), _members(schema)
@@ -39,7 +39,7 @@ def least_properties(place: Place, schema: dict[str, Any], base: str) -> Schema:
 
 
 def most_properties(place: Place, schema: dict[str, Any], base: str) -> Schema:
-    """Unlisted names may fill the count that listed names leave."""
+    """Choose which listed names may be present; unlisted names may fill the rest of the count."""
     most, (optional, needed, is_closed) = int(schema["maxProperties"]), _members(schema)
     if is_closed and len(optional) + needed <= most:
         return True
@@ -58,7 +58,9 @@ def most_properties(place: Place, schema: dict[str, Any], base: str) -> Schema:
 
 
 def _members(schema: dict[str, Any]) -> tuple[list[str], int, bool]:
-    """Optional listed names, the number of required names, and true if others are forbidden."""
+    """Return optional listed names, the number of required names, and true if other names are
+    forbidden.
+    """
     required = set(schema.get("required", ()))
     optional = [name for name in schema.get("properties", {}) if name not in required]
     is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema

@@ -29,14 +29,14 @@ UNEVALUATED = frozenset(("unevaluatedProperties", "unevaluatedItems"))
 _ALL_MEMBERS = ("additionalProperties", "")
 _MOST_CASES = 256
 _DEEPEST = 20
-# Up to 3 alternatives have all subsets as cases; more have only single ones and the whole set.
+# Up to 3 alternatives have all subsets as cases; more have only each single one and the whole set.
 _SETS_OF = 3
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Values that all `parts` allow, and what the parts evaluate: members and a number of items. A
-    member is its keyword, and its name or pattern.
+    """Values that all `parts` allow. The parts evaluate `members`, each a keyword with a name or
+    pattern, and the first `items`.
     """
 
     parts: tuple[Schema, ...] = ()
@@ -126,7 +126,7 @@ def _all(place: Place, keyword: str, schema: dict[str, Any], base: str, depth: i
 def _any(place: Place, keyword: str, schema: dict[str, Any], base: str, depth: int) -> _Cases:
     parts = schema["anyOf"]
     sizes = range(1, len(parts) + 1) if len(parts) <= _SETS_OF else (1, len(parts))
-    # Larger sets evaluate more names but demand more of a value: keep smallest and largest.
+    # Larger sets evaluate more names but demand more of a value: keep the smallest and the largest.
     return [
         case
         for size in sizes
