@@ -109,7 +109,7 @@ def _one_line(hub: _Hub) -> Iterator[None]:
         status = error.response.status_code
         raise ModelError(f"{name}: {hub.endpoint} answered with HTTP status {status}") from error
     except OfflineModeIsEnabled:
-        # This is also an OSError, but the cache may have a copy.
+        # This error is also an OSError. It is raised again because the cache may have a copy.
         raise
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -123,7 +123,7 @@ def _one_line(hub: _Hub) -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class _Hub:
     model: str
-    # The GGUF file's name, or the end of its name without suffix; empty for no file.
+    # The GGUF file's name, or the end of its name without the suffix; empty if none is named.
     file: str
     revision: str
     cache: Path

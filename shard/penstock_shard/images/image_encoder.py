@@ -18,13 +18,13 @@ from penstock_shard.device.gpu_memory import PeakMemory
 from penstock_shard.errors import ImageUnusable
 from penstock_shard.images.features import ImageFeatures
 
-# Images whose facts are remembered, even if their features are not.
+# The most images whose facts are remembered. Their features may be dropped earlier.
 _MOST_FACTS = 100_000
-# Sizes of test images: processors enlarge one, and shrink the other in one direction.
+# Sizes of test images. Processors enlarge the first, and shrink the second in one direction.
 _FIXED_SIZES = ((67, 45), (40, 310))
-# Side of the largest image, in pixels. Processors shrink larger images below this.
+# The side of the largest test image, in pixels. Processors shrink larger images below this.
 _LARGEST = 4096
-# A request's salt and the pixels' digest. Without a salt, only facts are wanted.
+# A request's salt and the pixels' digest. The salt is None if only facts are wanted.
 _Key = tuple[str | None, bytes]
 # An image's number of rows, and its grid.
 _Facts = tuple[int, tuple[int, int]]
@@ -69,7 +69,8 @@ class ImageEncoder:
         self._facts: OrderedDict[bytes, _Facts] = OrderedDict()
         self._pool = ThreadPoolExecutor(1, "image encoder", initializer=lower_priority)
         self._encoding: dict[_Key, Future[tuple[_Facts, ImageFeatures | None]]] = {}
-        # Keys of `_encoding` that nobody waits for. One of them may be running.
+        # Keys of `_encoding` that no request waits for. One of these images may be encoded at this
+        # moment.
         self._unwanted: set[_Key] = set()
         self.num_encoded = 0
         self.encode_s = 0.0
@@ -169,7 +170,7 @@ class ImageEncoder:
     def _encode(
         self, salt: str | None, image: PromptImage, pixels: bytes
     ) -> tuple[_Facts, ImageFeatures | None]:
-        """Encode an image; without a salt, only find its facts. Raises `ImageUnusable`, also for
+        """Encode an image; without a salt, only find its `_Facts`. Raises `ImageUnusable`, also for
         errors of processor and encoder.
         """
         began_s = time.monotonic()

@@ -1,1 +1,1 @@
-"""Turns --model into a runner that is ready."""
+"""Makes a runner, ready to serve, from the model that --model names."""
