@@ -250,7 +250,6 @@ def _wanted(sizes: Mapping[str, int], needs_weights: bool, code: bool) -> list[s
 
 
 def _free_bytes(directory: Path) -> int:
-    """Return the free space on the disk where the directory is or would be made."""
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     return shutil.disk_usage(existing).free
 

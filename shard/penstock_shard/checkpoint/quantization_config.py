@@ -205,7 +205,6 @@ def _check_args(field: str, args: Mapping[str, Any]) -> None:
 
 
 def _strategy(args: Mapping[str, Any]) -> str:
-    """Return the stated strategy, or the one that group_size implies."""
     stated, group = args.get("strategy"), args.get("group_size")
     if stated is not None:
         return str(stated)

@@ -100,7 +100,6 @@ def _kernels(ops: Ops) -> tuple[str, ...]:
 
 
 def _triton_hash() -> str:
-    """Hash the sources of all Triton kernels and of the code that launches them."""
     total = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for path in triton_sources(_PACKAGE):
         total.update(path.read_bytes() + b"\0")

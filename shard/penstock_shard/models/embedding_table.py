@@ -18,7 +18,7 @@ class Embedding:
         """Copy the table. Raises ValueError for a value that float16 cannot hold."""
         self.table = torch.empty(table.shape, dtype=_stored_dtype(table, ops), device=ops.device)
         self._ops = ops
-        # In pieces, so that the mapped file and the copy are never both in memory.
+        # Copy in pieces, so that the mapped file and the copy are never both in memory.
         for start in range(0, len(table), _ROWS):
             piece = table[start : start + _ROWS]
             copy = self.table[start : start + _ROWS].copy_(piece)

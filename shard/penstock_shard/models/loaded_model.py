@@ -37,7 +37,7 @@ class LoadedModel:
     part: CausalModel
     # The adapters of `part`; None if it takes none.
     bank: LoraBank | None
-    # With several ranks, all call this once each has its part. Raises ModelError.
+    # With several ranks, all call this after each has loaded its part. Raises ModelError.
     check: Callable[[], None]
     # Runs steps: `part`, wrapped for CUDA graphs if decodes may be captured. On rank 0 of several,
     # a `MirroredModel` over all ranks.

@@ -79,9 +79,8 @@ class FakeKv:
     def run(self, batch: Batch, tokens_of: Callable[[int], abc.Sequence[int]]) -> None:
         """Copy states, write the tokens of each row, then read the rows' blocks.
 
-        `tokens_of` gives the known tokens of the sequence in a slot. A decode row that goes on
-        without a new block does not read, because many such reads would take most of the step's
-        time.
+        `tokens_of` gives the known tokens of the sequence in a slot. A decode row without a new
+        block does not read, because many such reads would take most of the step's time.
         """
         self.copy_states(batch.state_copies)
         going_on: list[int] = []
@@ -154,7 +153,7 @@ class FakeKv:
                 positions = np.arange(start, len(names))
                 places = blocks[positions // self._block_size], positions % self._block_size
                 memory[places] = names[start:] ^ _salt(index)
-        # Later rows overwrite what drafts wrote.
+        # The number is unknown after drafts, because later rows overwrite what drafts wrote.
         self._num_written[slot] = -1 if batch.drafts[row] else len(names)
         self._last[slot] = names[-1]
 
