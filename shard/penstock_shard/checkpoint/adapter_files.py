@@ -27,7 +27,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _HASHED_BYTES = 1 << 24
-# The most characters of a tensor's name. Names are bounded because error messages contain them.
+# The most characters of a tensor's name. Error messages contain such names.
 _LONGEST_NAME = 400
 # Ranks and lora_alpha are below this, so that they fit into a float.
 _MOST = 1e300
@@ -220,8 +220,8 @@ def _pair(
 
 
 class _Stated:
-    """A number that the configuration states for each module. The first pattern that matches the
-    end of the module's name gives it, as in peft; without a match, the default applies.
+    """A number for each module. The first pattern that matches the end of the module's name gives
+    it, as in peft; without a match, the default applies.
     """
 
     def __init__(

@@ -215,8 +215,8 @@ def _drop_added(path: Path, num_tokens: int) -> None:
 
 
 def _set_beginning(path: Path, reader: GGUFReader) -> None:
-    """Make the tokenizer put the begin token before texts if the file says so. If the file does not
-    say, only tokenizers of type llama do it.
+    """Make the tokenizer put the begin token before texts if the file says so. If it says nothing,
+    only tokenizers of type llama do it.
     """
     from tokenizers import Tokenizer, processors
 

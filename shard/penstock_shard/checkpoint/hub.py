@@ -109,7 +109,7 @@ def _one_line(hub: _Hub) -> Iterator[None]:
         status = error.response.status_code
         raise ModelError(f"{name}: {hub.endpoint} answered with HTTP status {status}") from error
     except OfflineModeIsEnabled:
-        # This error is also an OSError. It is raised again because the cache may have a copy.
+        # This is also an OSError, but not a failure yet: the cache may have a copy.
         raise
     except OSError as error:
         if error.errno != errno.ENOSPC:

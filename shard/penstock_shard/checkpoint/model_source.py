@@ -77,8 +77,8 @@ def _looks_local(name: str) -> bool:
 
 
 def check_directory(directory: Path, *, needs_weights: bool = True) -> None:
-    """Raise ModelError if the directory's model is incomplete, if files link to other files of this
-    machine, or if the configuration has sizes that no model has.
+    """Raise ModelError for a directory without a complete model, for links to other files of this
+    machine, and for sizes that no model has.
     """
     try:
         if not directory.exists():

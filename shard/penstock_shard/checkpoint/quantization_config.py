@@ -80,11 +80,11 @@ class Scheme:
     """The checked quantization of a checkpoint's configuration."""
 
     method: str
-    # The bits per stored number, with all values that occur; 8 for fp8.
+    # The numbers of bits that occur in stored numbers; 8 for fp8.
     bits: frozenset[int]
-    # The group sizes that occur: numbers of columns that share a scale.
+    # The group sizes that occur (columns that share a scale).
     groups: frozenset[int]
-    # The numbers of rows and columns of a block that shares a scale; None without blocks.
+    # The rows and columns that share a scale; None without blocks.
     block: tuple[int, int] | None = None
     # True if all quantized matrices are fp8.
     is_fp8: bool = False
@@ -100,7 +100,7 @@ class Scheme:
         return not self.is_fp8 and bool(self.bits or self.types)
 
     def computed_in(self, weights: str) -> str:
-        """Return a text for the log: how weights are stored, and in what form they are used."""
+        """Say for the log how weights are stored, and in what form they are used."""
         if weights == "codes":
             how = "kept as they are, multiplied by activations in int8"
         elif weights != "fp8":
@@ -301,9 +301,7 @@ class QuantizedCheckpoint(Checkpoint):
         return dict(zip(names, values, strict=True))
 
     def _show(self, scheme: Scheme) -> None:
-        """Replace each quantized matrix's tensors by the dequantized matrix in the lists of
-        tensors.
-        """
+        """List each dequantized matrix instead of the tensors that it is made of."""
         used = {name for matrix in self._matrices.values() for name in matrix.names}
         used.update(f"{name}_shape" for name in self._matrices)
         for name in list(self.shapes):
@@ -371,7 +369,7 @@ class _Finder:
     scheme: Scheme
     shapes: Mapping[str, tuple[int, ...]]
     stored: Mapping[str, str]
-    # The values of the `weight_shape` tensors, by tensor name.
+    # The values of the `weight_shape` tensors.
     stated_shapes: Mapping[str, tuple[int, ...]]
 
     def modules(self) -> list[str]:

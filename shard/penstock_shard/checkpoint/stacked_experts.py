@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.errors import ModelError
 
-# Text model types with stacks -> the configuration's field with the intermediate size of an expert.
+# Text model types with stacks -> the name in the configuration of an expert's size.
 _SIZES = {
     "gemma4_text": "moe_intermediate_size",
     "gpt_oss": "intermediate_size",
@@ -25,7 +25,7 @@ _SIZES = {
     "qwen3_5_moe_text": "moe_intermediate_size",
     "qwen3_vl_moe_text": "moe_intermediate_size",
 }
-# Types whose stacks alternate rows of gate and up projections, and have stacks of biases.
+# Types whose stacks alternate rows of gate and up, and that have biases.
 _IN_TURNS = {"gpt_oss"}
 _TRANSPOSED = {"gpt_oss", "llama4_text"}
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
@@ -62,7 +62,7 @@ class StackedExperts(Checkpoint):
         self._is_theirs = text.model_type != "qwen3_vl_moe_text"
         self._in_turns = text.model_type in _IN_TURNS
         wide, hidden = int(getattr(text, _SIZES[text.model_type]) or 0), int(text.hidden_size)
-        # For each stack: its matrices with their numbers of outputs, and the number of inputs.
+        # Each stack's matrices with their numbers of outputs, and its number of inputs.
         self._sizes = {
             GATE_UP: ({"gate_proj": wide, "up_proj": wide}, hidden),
             DOWN: ({"down_proj": hidden}, wide),
@@ -110,7 +110,7 @@ class StackedExperts(Checkpoint):
             self.stored[part], self.dtypes[part] = stored, dtype
 
     def _each(self, count: int, outputs: dict[str, int]) -> Iterator[tuple[int, tuple[str, slice]]]:
-        """Yield each expert's index with its matrices' names and their rows among the outputs."""
+        """Yield each expert's index, with its matrices' names and rows among the outputs."""
         for expert in range(count):
             start = 0
             for turn, (name, rows) in enumerate(outputs.items()):

@@ -70,7 +70,7 @@ def _convert_tekken(path: Path) -> dict[str, bytes]:
 
 
 def _check_tekken(path: Path, converted: Tokenizer) -> None:
-    """Raise ModelError unless sample strings get the ids that the file's ranks give."""
+    """Raise ModelError unless sample strings get the ids that follow from the file's ranks."""
     tekken = read_object(path)
     config, bos_id = tekken["config"], converted.token_to_id("<s>")
     shift = config["default_num_special_tokens"]

@@ -96,7 +96,7 @@ def unlisted(names: Iterable[str]) -> list[str]:
 
 
 def _set_of(name: str, files: Sequence[str]) -> list[str]:
-    """Return the parts of the set that the file belongs to, or the name itself."""
+    """Return the parts of the set that a file belongs to, or its name alone."""
     part = _PART.fullmatch(name)
     if part is None or int(part[3]) > _MOST_PARTS:
         return [name]

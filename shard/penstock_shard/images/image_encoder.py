@@ -69,8 +69,7 @@ class ImageEncoder:
         self._facts: OrderedDict[bytes, _Facts] = OrderedDict()
         self._pool = ThreadPoolExecutor(1, "image encoder", initializer=lower_priority)
         self._encoding: dict[_Key, Future[tuple[_Facts, ImageFeatures | None]]] = {}
-        # Keys of `_encoding` that no request waits for. One of these images may be encoded at this
-        # moment.
+        # Keys of `_encoding` that no request waits for. One of them may be running.
         self._unwanted: set[_Key] = set()
         self.num_encoded = 0
         self.encode_s = 0.0

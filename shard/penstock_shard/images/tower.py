@@ -80,8 +80,8 @@ def load_tower(
     config: PreTrainedConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 ) -> Tower:
     """Load a model's encoder. Raises ModelError if weights are missing."""
-    # Otherwise transformers would report the text model's tensors as missing. Missing tensors of
-    # the encoder are found below.
+    # Otherwise transformers would report the text model's tensors as missing. Others are checked
+    # below.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     maker: Any = AutoModelForImageTextToText

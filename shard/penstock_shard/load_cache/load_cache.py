@@ -49,8 +49,8 @@ class LoadCache:
     progress: Callable[[str], None]
 
     def read(self, key: str) -> Any:
-        """Read the value of a key; None if there is no usable value. Passes on errors of objects
-        that are made from the file, for example if kernels cannot be built.
+        """Read the value of a key; None if there is no usable value. Passes on errors of its
+        objects, for example if kernels cannot be built.
         """
         path = self._path(key)
         try:

@@ -1,1 +1,1 @@
-"""Makes a runner, ready to serve, from the model that --model names."""
+"""Makes a runner that is ready to serve from --model."""

@@ -84,8 +84,8 @@ class KVShape:
 
     def divide(self, num_bytes: int, *, only_blocks: bool = False) -> list[int]:
         """Divide `num_bytes`, which suffice for one sequence of full length, into blocks of each
-        pool. First that sequence gets its blocks, then `num_states` states get memory if it
-        suffices. The rest is divided as for a reference sequence, or only among KV blocks.
+        pool. After that sequence, at most `num_states` states get memory. The rest is divided as
+        for a reference sequence, or only among KV blocks.
         """
         pools, length = self.blocks_for(self.max_model_len), self.max_model_len
         left = num_bytes - self.bytes_of(pools)

@@ -52,7 +52,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "layer_norm": lambda x: functional.layer_norm(x, x.shape),
     "log_softmax": lambda x: torch.log_softmax(x, dim=0),
     "softmax": lambda x: torch.softmax(x, dim=0),
-    # The arguments are large because angles grow with positions.
+    # Large arguments, because angles grow with positions.
     "cos": lambda x: torch.cos(x * 1000),
     "sin": lambda x: torch.sin(x * 1000),
     "pow": lambda x: 10000.0 ** (x / 8),

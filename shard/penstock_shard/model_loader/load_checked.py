@@ -64,8 +64,8 @@ class CheckedLoad:
 def load_checked(
     config: ShardConfig, model_dir: Path, progress: Callable[[str], None]
 ) -> CheckedLoad:
-    """Load and check a model, or take the kept results of an earlier start. Raises ModelError if
-    the model cannot be loaded, or would be served wrongly.
+    """Load and check a model, or take a kept one. Raises ModelError if the model cannot be loaded,
+    or would be served wrongly.
     """
     cache = LoadCache(load_directory(), config.load_cache_bytes, _kept_types(), progress)
     key = _key(config, model_dir) if _may_keep(config) else ""

@@ -119,7 +119,6 @@ def _info(
     prepared: PreparedModel,
     progress: Callable[[str], None],
 ) -> RunnerInfo:
-    """Raises ModelError if files cannot be read."""
     loaded, checks, weights_hash = load.loaded, load.checks, load.weights_hash
     model, ops = loaded.model, loaded.ops
     eos_token_ids, defaults = generation_defaults(

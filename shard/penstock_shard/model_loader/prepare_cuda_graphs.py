@@ -25,10 +25,10 @@ _LEAST_GRAPH_BYTES = 2 * 2**20
 # The lengths of test sequences. The first is longer than what one program of our decode attention
 # reads.
 _CHECK_LENGTHS = (300, 40, 7, 23)
-# Short lengths are enough, because CPU kernels read sequences of any length in one way.
+# Short ones suffice, because CPU kernels read any length in one way.
 _CHECK_LENGTHS_ON_DEMAND = (20, 17, 7, 3)
 # The largest difference of a replay's logits from the model's, in standard deviations. They differ
-# because a graph has padding rows, and other kernels multiply more rows.
+# because a graph pads rows, and other kernels multiply them.
 _TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.15, torch.bfloat16: 0.5}
 
 

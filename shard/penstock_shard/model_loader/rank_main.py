@@ -146,9 +146,7 @@ def _say_nothing(text: str) -> None:
 
 
 def _connect(address: str, port: int, *, patiently: bool) -> socket.socket | None:
-    """Connect to rank 0; return None if no process listens. With `patiently`, retry until one
-    listens.
-    """
+    """Return a connection; None if no process listens. With `patiently`, retry until one does."""
     while True:
         try:
             connection = socket.create_connection((address, port), timeout=10)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock_shard.kernels.cpu import CpuKernels
 from penstock_shard.kernels.recorded_calls import RecordedCalls
 
-# The most rows of a recorded step. In larger steps, Python's time is small beside the kernels'.
+# The most rows of recorded steps. In larger ones, Python's time is small beside the kernels'.
 MOST_ROWS = 16
 
 _aten = torch.ops.aten

@@ -53,9 +53,7 @@ _EXTRA_PER_ROW = 3
 
 
 class GraphShape(NamedTuple):
-    """A graph's number of rows, number of blocks in each row's table, and true if rows may have
-    adapters.
-    """
+    """A graph's rows, the blocks in each row's table, and true if rows may have adapters."""
 
     num_rows: int
     num_blocks: int

@@ -153,7 +153,7 @@ class FakeKv:
                 positions = np.arange(start, len(names))
                 places = blocks[positions // self._block_size], positions % self._block_size
                 memory[places] = names[start:] ^ _salt(index)
-        # The number is unknown after drafts, because later rows overwrite what drafts wrote.
+        # Unknown after drafts, because later rows overwrite what drafts wrote.
         self._num_written[slot] = -1 if batch.drafts[row] else len(names)
         self._last[slot] = names[-1]
 
@@ -169,7 +169,6 @@ class FakeKv:
                 self.misread[slot] = True
 
     def _names(self, slot: int, token_ids: abc.Sequence[int]) -> Names:
-        """Return each token's value, before the group's salt is applied."""
         ids = np.asarray(token_ids, dtype=np.uint64)
         names: Names = np.cumsum(_hashes(ids, np.arange(len(ids))), dtype=np.uint64)
         names += self._roots[slot]

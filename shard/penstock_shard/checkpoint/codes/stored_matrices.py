@@ -50,8 +50,8 @@ class ScaledMatrix:
     block: tuple[int, int]
 
     def dense(self, parts: Sequence[Tensor]) -> Tensor:
-        """Dequantize `parts`: the numbers, one scale for each block, and maybe one zero point for
-        each block. Scales and zero points may have any shape.
+        """Dequantize `parts`: the numbers, one scale for each block in any shape, and, if there are
+        any, zero points in the same shape.
         """
         weight = parts[0].float()
         if len(parts) > 2:
@@ -112,8 +112,9 @@ class PackedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class GptqMatrix:
-    """GPTQ's matrix. It is transposed to [K, N] and packed along its columns; zero points [G, N]
-    are packed along their rows. There are also scales [G, N] and the group of each of the K inputs.
+    """GPTQ's matrix, transposed to [K, N] and packed along its columns. Zero points [G, N] are
+    packed along their rows. Scales are [G, N]. Another tensor has the group of each of the K
+    inputs.
     """
 
     names: tuple[str, ...]
@@ -141,8 +142,8 @@ class GptqMatrix:
 
 @dataclass(frozen=True, slots=True)
 class AwqMatrix:
-    """AWQ's matrix. It is transposed to [K, N]. The matrix and zero points [G, N] have 4 bits, with
-    eight columns to a word in AWQ's order. Scales are [G, N].
+    """AWQ's matrix, transposed to [K, N]. It and its zero points [G, N] have 4 bits, with eight
+    columns to a word in AWQ's order. Scales are [G, N].
     """
 
     names: tuple[str, ...]

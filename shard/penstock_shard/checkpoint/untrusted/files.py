@@ -2,7 +2,7 @@
 size.
 
 Routers get their content, and error messages quote it. So a link may lead only within the directory
-or into the blobs of a hub's cache. Weights are not published, so links to them may lead anywhere.
+or into the blobs of a hub's cache. Weights are not published, so they may be anywhere.
 """
 
 from __future__ import annotations
@@ -96,7 +96,6 @@ def _allowed(directory: Path) -> list[Path]:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    """Yield all files in a directory and in its visible subdirectories."""
     for path in sorted(directory.iterdir()):
         if not path.is_dir():
             yield path

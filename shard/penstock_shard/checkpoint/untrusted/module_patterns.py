@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Bounds on the length of a pattern and on the depth of its groups.
+# Bounds on a pattern's length and on its groups' depth.
 _LONGEST = 400
 _DEEPEST = 8
 # Bound on the total length of patterns, except plain names, times the modules. Such work takes a
@@ -71,7 +71,7 @@ class ModulePatterns:
 @dataclass(frozen=True, slots=True)
 class _Name:
     """A module's name. `places` maps each character to its places in the name, as bits. `begins`
-    are the places at which a match may begin: the first, and those after a dot.
+    are the places where a match may begin.
     """
 
     length: int

@@ -160,9 +160,7 @@ def _difference(
     kv_dtype: torch.dtype,
     block_size: int,
 ) -> str | None:
-    """Describe a difference from the reference that rounding does not explain; return None if there
-    is none.
-    """
+    """Describe a difference from the reference that rounding does not explain, or return None."""
     most = _MOST_QUERIES.get(ops.device.type, max(_MOST_QUERIES.values()))
     trial = make_case(layer, ops.dtype, kv_dtype, ops.device, most)
     full = torch.float32

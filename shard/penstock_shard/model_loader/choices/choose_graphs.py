@@ -35,7 +35,7 @@ def choose_graphs(
     if ops.weights == "fp8" and not captures_fp8(part.device):
         progress("CUDA graphs: none, products in fp8 need torch 2.12 for them on this GPU")
         return None
-    # The first bound is on rows: in a graph, a step with drafts has a row for each of its logits.
+    # max_step_logits bounds the rows: a step with drafts has a row for each of its logits.
     return GraphedModel(
         part,
         config.max_step_logits,

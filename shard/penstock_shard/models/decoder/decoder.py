@@ -172,8 +172,8 @@ class Decoder:
             batch = batches[layer.group]
             attended = self._attention(layer, stream, update, positions, batch, tokens)
             if layer is self._running[-1] and not needs_all:
-                # Keys and values are in the cache, so only tokens with logits need the rest of the
-                # last layer.
+                # Keys and values are in the cache, so only tokens with logits need the last layer's
+                # rest.
                 stream, attended = stream[rows], attended[rows]
                 tokens = None if tokens is None else tokens.of(rows)
             update = self._feed_forward(layer, stream, attended, tokens)

@@ -89,7 +89,7 @@ def _activation(config: PreTrainedConfig, family: Family) -> Activation:
         return "silu"
     if family.gpt_oss:
         return "clamped_swiglu"
-    # In layers of the delta rule, the kernels activate convolutions with silu only.
+    # With the delta rule, the kernels activate convolutions with silu only.
     if name not in _ACTIVATIONS or (family.delta and name != "silu"):
         raise NotOurs(f"activation {name}")
     return _ACTIVATIONS[name]
@@ -290,7 +290,7 @@ def _latent_heads(config: PreTrainedConfig, family: Family, num_heads: int) -> L
 def _of_type(
     config: PreTrainedConfig, family: Family, layer_type: str, layer: LayerSpec
 ) -> LayerSpec:
-    """Add to the spec what its layer type decides: the visible keys, or a state."""
+    """Add to the spec what the layer's type decides: the visible keys, or a state."""
     if layer_type == "sliding_attention" and int(config.sliding_window) < 1:
         raise NotOurs(f"sliding_window {config.sliding_window}")
     if layer_type == "sliding_attention":
@@ -316,7 +316,7 @@ def _check_pattern(config: PreTrainedConfig, types: Sequence[str]) -> None:
 
 
 def _default_types(config: PreTrainedConfig, count: int) -> list[str]:
-    """Return types for models without `layer_types`: a window then applies to all layers."""
+    """Return types for models without `layer_types`. A window then applies to all layers."""
     windowed = getattr(config, "sliding_window", None) is not None
     return ["sliding_attention" if windowed else "full_attention"] * count
 

@@ -74,8 +74,7 @@ class FusedProduct:
         self._result: Tensor | None = None
         # Layers that have not yet taken their part of the result.
         self._open: set[int] = set()
-        # True while the model is probed; then a copy of the input, and true if all layers saw this
-        # input.
+        # True while the model is probed; a copy of the input; true if all layers saw this input.
         self._watched = False
         self._before: Tensor | None = None
         self._shared = True

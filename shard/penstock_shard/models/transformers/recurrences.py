@@ -23,7 +23,7 @@ from penstock_shard.errors import ModelError
 from penstock_shard.models.paged_caches import StateCache
 from penstock_shard.ops.base import Ops
 
-# Layer types with a state. Hybrid layers also have attention, the types of WITHOUT_ATTENTION none.
+# Layer types with a state. Hybrid layers also have attention.
 WITH_STATE = {"linear_attention", "conv", "hybrid"}
 WITHOUT_ATTENTION = {"linear_attention", "conv", "mlp", "moe"}
 LAYER_TYPES = WITH_STATE | WITHOUT_ATTENTION
@@ -186,7 +186,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _Step.scan_heads,
     "mamba_selective_scan": _Step.scan_channels,
 }
-# Mixers that compute their recurrence in no function of its own, and their replacements.
+# Mixers without a separate function for their recurrence, and their replacements.
 _REPLACED: dict[str, Callable[..., Any]] = {
     "MiniMaxLightningAttention": _Step.attend_lightning,
 }
@@ -197,7 +197,7 @@ _step: _Step | None = None
 
 
 def are_served(text: PreTrainedConfig) -> bool:
-    """True if the layers with a state are served in this type of model."""
+    """True if layers with a state are served in this type of model."""
     return text.model_type in _SERVED
 
 

@@ -169,9 +169,7 @@ class TransformersModel:
         return tuple(specs), diverted[0].shape[1] if len(diverted) == 1 else 0
 
     def _state_index(self, layer: int) -> int:
-        """Return the index of a layer's state. States are counted after all layers, because a layer
-        with a state may also attend.
-        """
+        """Number the states after all layers, because a layer with a state may also attend."""
         return layer + self._num_layers
 
     @property

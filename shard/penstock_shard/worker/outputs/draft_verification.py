@@ -179,7 +179,6 @@ def _next_rows(
 def _hand_out(
     answers: abc.Sequence[_Answer], counts: abc.Sequence[int], results: abc.Sequence[RowResult]
 ) -> None:
-    """Give answer i its next `counts[i]` results."""
     start = 0
     for answer, count in zip(answers, counts, strict=True):
         answer.take(results[start : start + count])

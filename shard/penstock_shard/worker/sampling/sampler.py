@@ -277,7 +277,7 @@ class _SamplingColumns:
         self.stateful = np.zeros(0, dtype=np.bool_)
         # The number of best log-probabilities wanted; -1 if the token's own is not wanted either.
         self.best_logprobs: Integers = np.zeros(0, dtype=np.int64)
-        # Each slot's uniform numbers for one run of `_POSITIONS` positions, and the run's number,
+        # Each slot's uniform numbers for one run of `_POSITIONS` positions, and the run's number
         # from 1 on; 0 means none.
         self._uniforms = np.zeros((0, _POSITIONS))
         self._runs: Integers = np.zeros(0, dtype=np.int64)

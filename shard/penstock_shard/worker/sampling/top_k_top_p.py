@@ -168,7 +168,7 @@ def _keep_most_likely(
     count = torch.minimum(count, most)
     if rows.has_floor:
         above = (weights >= rows.floor[index]).sum(dim=1, keepdim=True)
-        # With NaN logits, it may happen that no weight qualifies.
+        # With NaN logits it can be that no weight qualifies.
         count = torch.minimum(count, above).clamp_(min=1)
     return FilteredTokens(index, ids, cumulative, count), cumulative[:, -1:] >= goal
 
