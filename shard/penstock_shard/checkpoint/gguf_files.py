@@ -40,7 +40,7 @@ _READ = {
     *("attention.key_length", "attention.value_length"),
     *("rope.freq_base", "rope.dimension_count"),
 }
-# The quantization method that the made configuration names, and the types that are not quantized.
+# The quantization method's name in a configuration, and the types without quantization.
 GGUF_METHOD = "gguf"
 _FLOATS = ("F32", "F16", "BF16", "F64")
 # Errors that transformers and gguf raise for an unreadable file.

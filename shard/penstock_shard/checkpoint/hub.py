@@ -44,7 +44,7 @@ def fetch_model(
     name: str, config: ShardConfig, needs_weights: bool, progress: Callable[[str], None]
 ) -> tuple[Path, str]:
     """Download the missing files of a model, or take the cached copy if the hub cannot be reached.
-    Return a directory or a GGUF file, and the commit. Raises ModelError.
+    Return a directory or a GGUF file, and the commit. Raises ModelError if that fails.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
@@ -66,7 +66,7 @@ def fetch_model(
 
 
 def fetch_adapter(source: str, config: ShardConfig) -> Path:
-    """Return an adapter's directory. Raises ModelError."""
+    """Return an adapter's directory. Raises ModelError if it cannot be had."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import OfflineModeIsEnabled
 

@@ -57,7 +57,9 @@ def resolve_model(config: ShardConfig, *, progress: Callable[[str], None]) -> Mo
 
 
 def resolve_adapter(source: str, config: ShardConfig) -> Path:
-    """Return an adapter's directory, downloaded if `source` is a hub id. Raises ModelError."""
+    """Return an adapter's directory, downloaded if `source` is a hub id. Raises ModelError if that
+    fails.
+    """
     # A local directory that is not an adapter must not hide a hub id, and no error may reveal that
     # the directory exists.
     if _looks_local(source) or ":" in source or os.path.isfile(Path(source) / ADAPTER_CONFIG):

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# The prefixes that replace "model." in these models' files. Newer files have the second, Idefics 3
-# has the last.
+# The prefixes that replace "model." in files of images-and-text models. Newer files have the
+# second, Idefics 3 has the last.
 _COMPOSITE_ROOTS = ("language_model.model.", "model.language_model.", "model.text_model.")
 # The empty prefix is for models that were saved without a head, such as embedding models.
 _ROOTS = (*_COMPOSITE_ROOTS, "model.", "")

@@ -19,8 +19,8 @@ _FILES = (
 )
 # The folder of templates besides the default one, such as `tool_use`: one file for each template.
 _MORE_TEMPLATES = "additional_chat_templates"
-# Files that determine an image's number of tokens. Only models with images get them, so that other
-# models' hashes do not depend on them.
+# Files that determine an image's number of tokens. They are read only for models with images, so
+# that other models' hashes do not depend on them.
 _IMAGE_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
 
 

@@ -26,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth")
 _PART = re.compile(r"(.+)-(\d{1,6})-of-(\d{1,6})\.safetensors")
 _MOST_PARTS = 10_000
-# Prefixes of weights without an index. The first prefix of any file applies to all.
+# Prefixes of weights without an index. The first prefix that any file has chooses the files.
 _NAMES = ("model", "weights", "")
 # Names of adapters, of copies of the weights, and of training state.
 _BESIDE = re.compile(r"adapter_|consolidated|(.*_)?(optimizer|scheduler|ema)(?![a-z])")
@@ -51,8 +51,8 @@ _STORED_TENSORS = msgspec.json.Decoder(StoredTensor)
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files with weights, as transformers chooses them: the one file, else the files of
-    the index, else the GGUF file, else weights without an index, else [].
+    """Return the files with weights, as transformers chooses them: model.safetensors, else the
+    files of the index, else the GGUF file, else weights without an index, else [].
 
     Raises ModelError for an index that cannot be read, OSError if the system refuses.
     """

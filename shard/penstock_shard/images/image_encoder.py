@@ -139,7 +139,9 @@ class ImageEncoder:
             del self._encoding[key]
 
     def features(self, salt: str, image: PromptImage) -> ImageFeatures:
-        """The image's features; encodes them if they are not kept. Raises `ImageUnusable`."""
+        """The image's features; encodes them if they are not kept. Raises `ImageUnusable` if that
+        fails.
+        """
         if not self.has(salt, image):
             self._begin(salt, image)
             self._take(salt, image)
@@ -148,7 +150,9 @@ class ImageEncoder:
         return self._features[key]
 
     def grid(self, salt: str, image: PromptImage) -> tuple[int, int]:
-        """The features' numbers of rows and columns. Raises `ImageUnusable`."""
+        """The features' numbers of rows and columns. Raises `ImageUnusable` if they cannot be
+        found.
+        """
         if image.digest not in self._facts:
             self._begin(None, image)
             self._take(None, image)
@@ -187,7 +191,7 @@ class ImageEncoder:
         return (len(made.rows), made.grid), made
 
     def _take(self, salt: str | None, image: PromptImage) -> None:
-        """Wait for a result and keep it. Raises `ImageUnusable`."""
+        """Wait for a result and keep it. Raises `ImageUnusable` if there is none."""
         key = salt, image.digest
         self._facts[image.digest], features = self._encoding.pop(key).result()
         if len(self._facts) > _MOST_FACTS:

@@ -19,7 +19,7 @@ from penstock_shard.device.cache_directory import code_hash, file_identity
 from penstock_shard.device.cpu_threads import default_threads
 from penstock_shard.kernels.build_cpu import kernel_hash, wanted_levels
 
-# Flag groups that never affect loading. If the key had one, a changed flag would only cost a load.
+# Flag groups that never affect loading. In the key, they would only cause needless loads.
 _APART = {"server", OBSERVING, "fake runner (no torch, no weights)"}
 _PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags")
 

@@ -62,7 +62,7 @@ class Share:
     columns: slice = field(default_factory=lambda: slice(None))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The share of `tensor`: the whole weight or its bias [N]."""
+        """Return this share of `tensor`, which is the whole weight or its bias [N]."""
         parts = [tensor[rows] for rows in self.rows]
         part = parts[0] if len(parts) == 1 else torch.cat(parts)
         return part[:, self.columns] if part.dim() == 2 else part
@@ -292,8 +292,8 @@ class LoraBank:
 
 
 def check_fit(bank: LoraBank, files: AdapterFiles) -> None:
-    """Raise ModelError if the model lacks one of the adapter's modules or has another shape, or if
-    its LoRA rank is over the limit.
+    """Raise ModelError if the model lacks one of the adapter's modules, if shapes differ, or if the
+    LoRA rank is over the limit.
     """
     limit, modules = bank.limits.max_rank, bank.modules
     trained_on = repr(files.base_model[:80]) if files.base_model else "another model"

@@ -21,7 +21,7 @@ RECORD_BYTES = 512
 # With longer sequences, short ones would run out of blocks first; with shorter sequences, long ones
 # would. A state counts as a window of the step's own tokens.
 _REFERENCE_WINDOWS = 4
-# Each of these sequences has room for its own state and this many kept states.
+# Each sequence that pools are sized for has room for its own state and this many kept states.
 KEPT_STATES = 2
 
 

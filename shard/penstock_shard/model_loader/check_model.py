@@ -157,9 +157,7 @@ class _Checks:
         return " and ".join(changes)
 
     def invariance(self) -> bool:
-        """True if results do not depend on the batch. Only exact ops are tested; for others return
-        false.
-        """
+        """True if results do not depend on the batch. False without a test if ops are not exact."""
         loaded = self.loaded
         if not loaded.ops.exact:
             return False

@@ -84,7 +84,8 @@ class ModelPart:
     model: Decoder | TransformersModel
     # This rank's share of each divided linear layer.
     shares: Shares = field(default_factory=dict)
-    # All ranks call this after each has loaded its part. Raises ModelError.
+    # All ranks call this after each has loaded its part. Raises ModelError if the parts do not
+    # compute the same as the whole model.
     check: Callable[[], None] = no_check
 
 
@@ -235,8 +236,8 @@ class _Loading:
         checkpoint = None if self.checkpoint is None else self.checkpoint.for_transformers()
         dtype = ops.dtype
         if ops.device.type == "cpu" and not ops.keeps_tensors:
-            # Packing converts weights anyway. Until then, in the file's dtype, the mapped file is
-            # their memory.
+            # Packing converts weights anyway. Until then, they need no memory besides the mapped
+            # file.
             stored = None if checkpoint is None else checkpoint.main_dtype()
             dtype = stored or torch.float32
         # With several ranks the whole model may not fit one device, so it is divided on cpu first.

@@ -31,7 +31,7 @@ from penstock_shard.worker.logits_processors.order import every_processor
 from penstock_shard.worker.model_runner import ModelRunner
 from penstock_shard.worker.outputs.all_outputs import every_output
 
-# The most bytes of logits that a step keeps for prompt log-probabilities. Some rows fit in any
+# The most bytes of logits that a step keeps for prompt log-probabilities, and the rows kept in any
 # case.
 _SCORED_BYTES = 64 * 2**20
 _LEAST_SCORED = 16

@@ -28,7 +28,7 @@ _CHECK_LENGTHS = (300, 40, 7, 23)
 # Short ones suffice, because CPU kernels read any length in one way.
 _CHECK_LENGTHS_ON_DEMAND = (20, 17, 7, 3)
 # The largest difference of a replay's logits from the model's, in standard deviations. They differ
-# because a graph pads rows, and other kernels multiply them.
+# because other kernels multiply the padded rows of a graph.
 _TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.15, torch.bfloat16: 0.5}
 
 

@@ -35,7 +35,7 @@ from penstock_shard.selfcheck.random_steps import (
 from penstock_shard.worker.logits_processors.order import every_processor
 from penstock_shard.worker.sampling.sampler import Sampler, SampleRows
 
-# Sequences whose states are reserved before memory is divided between states and blocks.
+# The number of sequences whose states get memory before it is divided between states and blocks.
 _MOST_STATES = 16
 _COSTLY = SamplingParams(top_k=2000, top_p=0.9, min_p=0.01, typical_p=0.9, presence_penalty=0.1)
 # Sampling parameters whose kernels are compiled at load. Some sample from the model's logits, some

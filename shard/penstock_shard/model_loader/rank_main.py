@@ -1,7 +1,7 @@
 """The process of a rank other than 0: loads its part of a model, then follows rank 0's messages.
 
-Rank 0's engine starts this process; on other machines, the `node` command does. If rank 0 or this
-process ends, the other ends too. The main thread computes, another thread receives.
+Rank 0's engine starts this process; on other machines, `distributed/node.py` does. If rank 0 or
+this process ends, the other ends too. The main thread computes, another thread receives.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class Embedding:
 
 
 def _stored_dtype(table: Tensor, ops: Ops) -> torch.dtype:
-    """The ops' dtype unless it is float32; else the checkpoint's dtype, but float16 instead of
-    float32 if the other weights are float16 or smaller.
+    """Return the ops' dtype if it is not float32; otherwise the checkpoint's dtype, but float16
+    instead of float32 if the other weights are float16 or smaller.
     """
     if ops.dtype is not torch.float32:
         return ops.dtype

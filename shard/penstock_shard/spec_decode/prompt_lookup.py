@@ -41,7 +41,7 @@ class _History:
         self.waited = False
 
     def read(self, token_ids: abc.Sequence[int]) -> NDArray[np.int32]:
-        """Return all tokens as an array. Only new ones are copied."""
+        """Return all tokens as an array. Only new tokens are copied."""
         count = len(token_ids)
         if count > len(self._ids):
             grown = np.empty(count + max(_SPARE, count // 4), dtype=np.int32)

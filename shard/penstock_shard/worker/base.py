@@ -157,7 +157,7 @@ class ImageEncoder(Protocol):
 
     def encode(self, salt: str | None, image: PromptImage) -> bool:
         """Start to encode the image, in parallel with steps. True if it is already encoded. Raises
-        `ImageUnusable`.
+        `ImageUnusable` if it cannot be.
         """
 
     def cancel(self, salt: str | None, image: PromptImage) -> None:

@@ -19,7 +19,9 @@ from penstock_shard.worker.base import Admission, Batch, ImageEncoder
 
 
 class FeatureSource(ImageEncoder, Protocol):
-    """The encoder interface that a model's runner needs. All methods raise `ImageUnusable`."""
+    """The encoder interface that a model's runner needs. Methods raise `ImageUnusable` if they
+    fail.
+    """
 
     # The axis of positions for each rotary frequency; empty if there is one axis.
     axis_of_frequencies: tuple[int, ...]

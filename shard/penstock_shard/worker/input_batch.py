@@ -128,8 +128,8 @@ class ImagePlaces(Protocol):
     """The facts about images that an input builder needs."""
 
     def shifts(self, slots: Integers) -> Integers | None:
-        """Return each slot's difference of position and index for tokens after all images; None if
-        all are 0.
+        """Return, for tokens after a slot's images, position minus index; None if that is 0 in all
+        slots.
         """
 
     def spans(self, batch: Batch) -> abc.Sequence[tuple[int, int]]:

@@ -87,7 +87,7 @@ class WindowCounts:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """The count of each of `ids`; 0 for a token that only the prompt's part of it has."""
+        """The count of each of `ids`; 0 for a token that occurs only in the prompt's part."""
         return self._columns[1, : self._num_distinct]
 
     def add(self, token_id: int) -> None:

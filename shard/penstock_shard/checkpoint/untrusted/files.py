@@ -151,7 +151,7 @@ def _within(value: Any) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ModelError if it is none, OSError if it cannot be read."""
+    """Read a JSON object. Raises ModelError if there is none, OSError if reading fails."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise ModelError(f"{path}: is not a JSON object")

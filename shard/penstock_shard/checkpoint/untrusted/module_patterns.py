@@ -176,7 +176,7 @@ def _characters(meant: frozenset[str] | None, repeat: str) -> _Step:
 
 
 def _run_on(starts: int, fits: int) -> int:
-    """Return `starts`, and the places behind the `fits` that follow them without a gap."""
+    """Return `starts` and all places that they reach over `fits`."""
     length = 1
     while fits:
         starts |= (starts & fits) << length

@@ -32,7 +32,7 @@ class Family:
     head_norms: Literal["learned", "plain"] | None = None
     interleaved: bool = False
     latent: bool = False
-    # True if one tensor has query, key and value; true if one tensor has gate and up.
+    # True if one tensor has query, key and value; in the next field, gate and up.
     fused_heads: bool = False
     fused_gates: bool = False
     gemma: bool = False
@@ -58,9 +58,9 @@ class Family:
     gpt_oss: bool = False
 
 
-# Configuration values of DeepSeek V3 that transformers takes for granted.
+# Configuration values of DeepSeek V3 that transformers assumes without reading them.
 _DEEPSEEK_V3_VALUES = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-# Configuration values of Qwen3.5 that transformers takes for granted.
+# Configuration values of Qwen3.5 that transformers assumes without reading them.
 _QWEN35_VALUES = {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
 # The values of gpt-oss that the kernels implement.
 _GPT_OSS_VALUES = {"swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT}
@@ -161,7 +161,7 @@ _DEEPSEEK_EXPERT_READS = frozenset(
         "n_group",
         "topk_group",
         "num_nextn_predict_layers",
-        # transformers takes these values for granted.
+        # transformers assumes these values.
         *_DEEPSEEK_V3_VALUES,
         # Used only in training.
         "aux_loss_alpha",
@@ -211,7 +211,7 @@ _DELTA_READS = frozenset(
         "linear_value_head_dim",
         "linear_num_key_heads",
         "linear_num_value_heads",
-        # transformers takes these values for granted.
+        # transformers assumes these values.
         *_QWEN35_VALUES,
         # For the prediction of further tokens, whose weights have separate names.
         "mtp_num_hidden_layers",

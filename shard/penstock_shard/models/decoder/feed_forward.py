@@ -146,8 +146,8 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class DenseAndSparse:
-    """The sum of a dense part and experts, each normed (Gemma 4). The inputs of both are one norm
-    without weights, times a weight of each.
+    """The sum of a dense part and experts, each normed (Gemma 4). Both get the same input, normed
+    without weights, times a weight of their own.
     """
 
     ops: Ops

@@ -135,7 +135,7 @@ class DecoderSpec:
     embedding_scale: float
     logit_softcap: float | None
     tied: bool
-    # True if one tensor has query, key and value; true if one tensor has gate and up.
+    # True if one tensor has query, key and value; in the next field, gate and up.
     fused_heads: bool
     fused_gates: bool
     # True if a number multiplies the residual stream after each layer.

@@ -27,7 +27,7 @@ from penstock_shard.ops.base import Ops
 WITH_STATE = {"linear_attention", "conv", "hybrid"}
 WITHOUT_ATTENTION = {"linear_attention", "conv", "mlp", "moe"}
 LAYER_TYPES = WITH_STATE | WITHOUT_ATTENTION
-# Models with these mixers. Each has a test of its tokens.
+# Models whose mixers are served. Each has a test of its tokens.
 _SERVED = {
     "bailing_hybrid",
     "bamba",

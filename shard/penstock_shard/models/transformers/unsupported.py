@@ -53,7 +53,7 @@ def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
     """Raise ModelError if the configuration shows that the model cannot be served."""
     name = architecture_of(config)
     text = config.get_text_config()
-    # First, because reading a differing attribute raises an error.
+    # Check this first, because reading a differing attribute raises an error.
     differing = set(getattr(text, "per_layer_attributes", None) or ()) - _LAYER_ATTRIBUTES
     if differing:
         raise ModelError(

@@ -48,7 +48,7 @@ SAMPLER_REVISION = 1
 # Codes in place of a token: the model's logits are not finite, or no token is left to draw.
 _NO_LOGITS = -1
 _NO_TOKEN = -2
-# OpenAI's maximum for a request, which few requests exceed.
+# OpenAI's maximum of log-probabilities for a token, which few requests exceed.
 _FEW_LOGPROBS = 20
 # Uniform numbers are computed for this many positions at once.
 _POSITIONS = 16
