@@ -1,8 +1,8 @@
 """Reads a LoRA adapter saved by peft.
 
 An adapter adds `scale * B @ A` to matrices of a model (Hu et al., 2021, "LoRA"). The scale is
-lora_alpha / rank, or lora_alpha / sqrt(rank) if it is rank-stabilised (Kalajdzievski, 2023). Any
-other setting that would change results is refused by name.
+lora_alpha / rank, or lora_alpha / sqrt(rank) if the adapter is rank-stabilised (Kalajdzievski,
+2023). For any other setting that would change results, an error names the setting.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _HASHED_BYTES = 1 << 24
-# Characters of a tensor's name, because messages contain it.
+# The most characters of a tensor's name. Error messages contain such names.
 _LONGEST_NAME = 400
 # Ranks and lora_alpha are below this, so that they fit into a float.
 _MOST = 1e300
@@ -70,7 +70,7 @@ _WITHOUT_MEANING: tuple[object, ...] = (None, False, "", [], {})
 
 @dataclass(frozen=True, slots=True)
 class LowRankPair:
-    """The tensors for one matrix: A [rank, in_features] and B [out_features, rank]."""
+    """The two matrices that change one weight: A [rank, in_features] and B [out_features, rank]."""
 
     # The module's name in the text model, such as model.layers.0.self_attn.q_proj.
     module: str
@@ -84,11 +84,12 @@ class LowRankPair:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """`content_hash` covers both files."""
+    """An adapter's configuration and tensors. `content_hash` covers both files."""
 
     path: Path
     content_hash: str
-    # The base model that the adapter states. Only a hint, because paths differ between machines.
+    # The base model that the configuration names. Only a hint, because paths differ between
+    # machines.
     base_model: str
     pairs: tuple[LowRankPair, ...]
 
@@ -98,8 +99,8 @@ class AdapterFiles:
 
 
 def read_adapter_files(path: Path) -> AdapterFiles:
-    """Read and check the adapter in a directory. Raises ModelError, with one line, if it is
-    incomplete or not supported; AdapterNotFound if there is none.
+    """Read and check the adapter in a directory. Raises ModelError, with a one-line message, if the
+    adapter is incomplete or not supported; AdapterNotFound if the directory has none.
     """
     config, weights = path / CONFIG, path / WEIGHTS
     try:
@@ -219,8 +220,8 @@ def _pair(
 
 
 class _Stated:
-    """A number for each module: from the first pattern that matches the end of the module's name,
-    as in peft, or the default.
+    """A number for each module. The first pattern that matches the end of the module's name gives
+    it, as in peft; without a match, the default applies.
     """
 
     def __init__(
@@ -237,7 +238,7 @@ class _Stated:
             raise ModelError(f"{config}: {pattern}: cannot be read: {error}") from error
 
     def value(self, module: str) -> float:
-        """Raises ModelError if the module's value is no number."""
+        """Raises ModelError if the module's value is not a number."""
         value = self._patterns.value(module, self._for_all)
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST:
             return float(value)

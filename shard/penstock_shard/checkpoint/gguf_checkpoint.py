@@ -26,9 +26,9 @@ from penstock_shard.errors import ModelError
 
 # The file's float types. Codes are read as float32.
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
-# The order of a matrix's rows depends on these.
+# The configuration's fields that decide the order of a matrix's rows.
 _HEADS = ("num_attention_heads", "num_key_value_heads")
-# Factors of the rotation, which belong to the configuration.
+# RoPE factors are part of the configuration, not weights.
 _NO_WEIGHTS = {"rope_freqs.weight"}
 
 

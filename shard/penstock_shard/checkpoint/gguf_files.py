@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 # Architectures whose metadata transformers reads completely. For others it knows only defaults.
 _SERVED = ("llama", "qwen2", "qwen3")
 _TOKENIZERS = ("gpt2", "llama")
-# The fields that are read. In the file the architecture's name precedes them.
+# The fields that are read. In the file, the architecture's name is their prefix.
 _READ = {
     *("vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length"),
     *("attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon"),
     *("attention.key_length", "attention.value_length"),
     *("rope.freq_base", "rope.dimension_count"),
 }
-# The quantization method in a configuration, and file types that are no codes.
+# The quantization method's name in a configuration, and the types without quantization.
 GGUF_METHOD = "gguf"
 _FLOATS = ("F32", "F16", "BF16", "F64")
 # Errors that transformers and gguf raise for an unreadable file.
 _ERRORS = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
-# The hash of the other files in a kept directory.
+# The file with a hash of the other files in a kept directory.
 _DIGEST = "digest"
 # The largest number of kept directories. A tokenizer takes up to 20 MB.
 _MOST_KEPT = 16
 _ARCHITECTURE, _TOKENIZER = "general.architecture", "tokenizer.ggml.model"
-# Factors of a rotation that is not plain, as in Llama 3.1.
+# The tensor of factors that scale rotary frequencies, as in Llama 3.1.
 _ROPE_FACTORS = "rope_freqs.weight"
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_CONTEXT = 8192
@@ -61,9 +61,9 @@ def is_gguf(path: Path) -> bool:
 
 
 def unfold(path: Path, *, keep: bool = False) -> Path:
-    """Make a directory with the file's configuration and tokenizer, and a link to the file. Without
-    `keep`, it is removed when the process ends. Raises ModelError for a file that is missing, no
-    GGUF file or not supported.
+    """Make a directory with the configuration and tokenizer of a GGUF file, and a link to the file.
+    Without `keep`, the directory is removed when the process ends. Raises ModelError if the file is
+    missing, is not a GGUF file, or is not supported.
     """
     if not path.is_file():
         raise ModelError(f"{path}: there is no such file")
@@ -85,7 +85,7 @@ def unfold(path: Path, *, keep: bool = False) -> Path:
 
 
 def _is_whole(kept: Path) -> bool:
-    """Tell whether all files exist and are unchanged."""
+    """Tell whether the kept directory has all its files, unchanged."""
     try:
         return (kept / _DIGEST).read_text() == _digest(kept)
     except (OSError, ValueError):
@@ -101,8 +101,8 @@ def _digest(directory: Path) -> str:
 
 
 def _kept(path: Path) -> Path | None:
-    """Return the place of the kept directory; None if nothing can be kept. Removes the least
-    recently used directories if there are too many.
+    """Return the path at which the file's directory is kept; None if nothing can be kept. Removes
+    the least recently used directories if there are too many.
     """
     digest = hashlib.blake2b(f"{path.resolve()} {file_identity(path)}".encode(), digest_size=16)
     digest.update(code_hash().encode())
@@ -139,7 +139,7 @@ def _unfold_into(directory: Path, path: Path) -> None:
 
 
 def _check_fields(path: Path, reader: GGUFReader, architecture: str) -> None:
-    """Raise ModelError for a field that the configuration would leave out."""
+    """Raise ModelError for a field that transformers would not put into the configuration."""
     tokenizer = _text(reader, _TOKENIZER)
     if tokenizer not in _TOKENIZERS:
         raise ModelError(
@@ -159,7 +159,7 @@ def _check_fields(path: Path, reader: GGUFReader, architecture: str) -> None:
 
 
 def open_file(path: Path) -> GGUFReader:
-    """Open the file. Raises ModelError if it is cut short or no GGUF file."""
+    """Open the file. Raises ModelError if it is cut short or is not a GGUF file."""
     # Other models do not need this import, which takes long.
     from gguf import GGUFReader
 
@@ -182,7 +182,7 @@ def _write_parts(path: Path, directory: Path, reader: GGUFReader) -> None:
     config = AutoConfig.from_pretrained(directory, gguf_file=GGUF, local_files_only=True)
     key_length = _number(reader, f"{_text(reader, _ARCHITECTURE)}.attention.key_length")
     if key_length is not None:
-        # transformers does not read it for every architecture.
+        # transformers does not read the head size for every architecture.
         config.head_dim = key_length
     factors = [tensor for tensor in reader.tensors if tensor.name == _ROPE_FACTORS]
     if factors:
@@ -201,7 +201,7 @@ def _write_parts(path: Path, directory: Path, reader: GGUFReader) -> None:
 
 
 def _code_types(reader: GGUFReader) -> list[str]:
-    """Return the file's types that are codes, the most frequent first."""
+    """Return the quantized types of the file's tensors, the most frequent first."""
     counts = Counter(tensor.tensor_type.name for tensor in reader.tensors)
     return [name for name, _ in counts.most_common() if name not in _FLOATS]
 
@@ -215,8 +215,8 @@ def _drop_added(path: Path, num_tokens: int) -> None:
 
 
 def _set_beginning(path: Path, reader: GGUFReader) -> None:
-    """Add the begin token to texts if the file says so. If the file says nothing, add it for
-    tokenizers of type llama.
+    """Make the tokenizer put the begin token before texts if the file says so. If it says nothing,
+    only tokenizers of type llama do it.
     """
     from tokenizers import Tokenizer, processors
 
@@ -237,8 +237,8 @@ def _set_beginning(path: Path, reader: GGUFReader) -> None:
 
 
 def _llama3_rope(config: Any, factors: list[float], path: Path) -> dict[str, Any]:
-    """Return the rope parameters of Llama 3 that give these factors. Raises ModelError if none
-    do.
+    """Return Llama 3's rope parameters that give these factors. Raises ModelError if no such
+    parameters exist.
     """
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -44,7 +44,7 @@ def fetch_model(
     name: str, config: ShardConfig, needs_weights: bool, progress: Callable[[str], None]
 ) -> tuple[Path, str]:
     """Download the missing files of a model, or take the cached copy if the hub cannot be reached.
-    Return a directory or a GGUF file, and the commit. Raises ModelError.
+    Return a directory or a GGUF file, and the commit. Raises ModelError if that fails.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
@@ -66,7 +66,7 @@ def fetch_model(
 
 
 def fetch_adapter(source: str, config: ShardConfig) -> Path:
-    """Return an adapter's directory. Raises ModelError."""
+    """Return an adapter's directory. Raises ModelError if it cannot be had."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -109,7 +109,7 @@ def _one_line(hub: _Hub) -> Iterator[None]:
         status = error.response.status_code
         raise ModelError(f"{name}: {hub.endpoint} answered with HTTP status {status}") from error
     except OfflineModeIsEnabled:
-        # This is also an OSError, but the cache may have a copy.
+        # This is also an OSError, but not a failure yet: the cache may have a copy.
         raise
     except OSError as error:
         if error.errno != errno.ENOSPC:
@@ -123,7 +123,7 @@ def _one_line(hub: _Hub) -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class _Hub:
     model: str
-    # The GGUF file's name, or the end of its name without suffix; empty for no file.
+    # The GGUF file's name, or the end of its name without the suffix; empty if none is named.
     file: str
     revision: str
     cache: Path
@@ -250,7 +250,6 @@ def _wanted(sizes: Mapping[str, int], needs_weights: bool, code: bool) -> list[s
 
 
 def _free_bytes(directory: Path) -> int:
-    """Return the free space on the disk where the directory is or would be made."""
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     return shutil.disk_usage(existing).free
 

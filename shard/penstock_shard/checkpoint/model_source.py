@@ -57,9 +57,11 @@ def resolve_model(config: ShardConfig, *, progress: Callable[[str], None]) -> Mo
 
 
 def resolve_adapter(source: str, config: ShardConfig) -> Path:
-    """Return an adapter's directory, downloaded if `source` is a hub id. Raises ModelError."""
-    # A directory that is not an adapter must not hide a hub id, and no error may reveal that it
-    # exists.
+    """Return an adapter's directory, downloaded if `source` is a hub id. Raises ModelError if that
+    fails.
+    """
+    # A local directory that is not an adapter must not hide a hub id, and no error may reveal that
+    # the directory exists.
     if _looks_local(source) or ":" in source or os.path.isfile(Path(source) / ADAPTER_CONFIG):
         try:
             return Path(source).expanduser()
@@ -77,8 +79,8 @@ def _looks_local(name: str) -> bool:
 
 
 def check_directory(directory: Path, *, needs_weights: bool = True) -> None:
-    """Raise ModelError if the directory holds no complete model, links to other files of this
-    machine, or sizes that no model has.
+    """Raise ModelError for a directory without a complete model, for links to other files of this
+    machine, and for sizes that no model has.
     """
     try:
         if not directory.exists():

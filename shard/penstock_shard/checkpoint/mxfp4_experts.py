@@ -18,7 +18,7 @@ MXFP4_METHOD = "mxfp4"
 
 
 class Mxfp4Experts(StackedExperts):
-    """A checkpoint that shows the matrices in blocks, dequantized or as codes."""
+    """A checkpoint that lists the matrices of MXFP4 blocks, dequantized or as codes."""
 
     def __init__(self, model_dir: Path, config: PreTrainedConfig) -> None:
         """Raises ModelError, with a tensor's name, if blocks do not fit the configuration."""

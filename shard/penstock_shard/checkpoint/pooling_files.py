@@ -16,7 +16,7 @@ from penstock_shard.checkpoint.untrusted.files import read_json, read_object
 from penstock_shard.errors import ModelError
 
 _MODULES = "modules.json"
-# Names of poolings in sentence-transformers up to 5.3, and in later releases.
+# Pooling names of sentence-transformers: some up to release 5.3, some of later releases.
 _MODES = {"lasttoken": Pooling.LAST, "mean_tokens": Pooling.MEAN, "mean": Pooling.MEAN}
 # A module's folder is a name, not a path.
 _FOLDER = re.compile(r"\w[\w.-]*")
@@ -30,10 +30,10 @@ class _NotServed(Exception):
 def pooling_of(
     model_dir: Path, asked: str, progress: Callable[[str], None]
 ) -> tuple[Pooling, bool] | None:
-    """Return the pooling, and true if vectors are normalised; None for a model without embeddings.
+    """Return the pooling and whether vectors are normalised; None for a model without embeddings.
 
-    `asked` is --embeddings: "auto" leaves the pooling to the files. If they ask for an unsupported
-    pooling, `progress` gets a line. Raises ModelError for files that cannot be read.
+    `asked` is --embeddings; with "auto", the files choose the pooling. If their pooling is not
+    supported, `progress` gets a line. Raises ModelError for files that cannot be read.
     """
     modules = _modules(model_dir)
     normalizes = "Normalize" in modules
@@ -53,7 +53,7 @@ def _modules(model_dir: Path) -> dict[str, str]:
     path = model_dir / _MODULES
     try:
         listed = read_json(path)
-        # The type is a dotted path that ends with the class name, the kind.
+        # The type is a dotted path. Its last part, a class name, is the module's kind.
         return {str(each["type"]).rpartition(".")[2]: str(each["path"]) for each in listed}
     except FileNotFoundError:
         return {}
@@ -85,7 +85,7 @@ def _stated(model_dir: Path, modules: Mapping[str, str]) -> Pooling:
 
 
 def _modes(config: Mapping[str, Any]) -> list[str]:
-    """Return the pooling modes: names in later releases, a flag for each in earlier ones."""
+    """Return the names of the pooling modes. Older releases store a flag for each mode instead."""
     stated = config.get("pooling_mode")
     if stated is not None:
         return list(map(str, stated)) if isinstance(stated, list) else [str(stated)]

@@ -1,9 +1,9 @@
-"""Checkpoints with a `quantization_config`, read as if their weights were ordinary.
+"""Reads checkpoints with a `quantization_config` as if their weights were not quantized.
 
-The methods are compressed-tensors, fp8 in blocks, GPTQ and AWQ. A quantized matrix has its name and
-shape in a plain checkpoint, and is dequantized to float32 on its device when it is read. The
-tensors in the files decide which matrices are quantized, and in what groups. The configuration must
-agree.
+The methods are compressed-tensors, fp8 in blocks, GPTQ and AWQ. A quantized matrix has the name and
+shape that it would have in a plain checkpoint. It is dequantized to float32 on its device when it
+is read. The tensors in the files decide which matrices are quantized, and in what groups. The
+configuration must agree.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from penstock_shard.errors import ModelError
 
 _METHODS = ("compressed-tensors", "fp8", "gptq", "awq", MXFP4_METHOD, GGUF_METHOD)
 _FP8, _INT8 = "F8_E4M3", "I8"
-# The formats of compressed-tensors that are read.
+# The supported formats of compressed-tensors.
 _FORMATS = {
     "dense",
     "float-quantized",
@@ -45,8 +45,8 @@ _FORMATS = {
     "mixed-precision",
 }
 _STRATEGIES = {"tensor", "channel", "group", "block"}
-# Tensors that quantize activations, keys and values. They are not used, because only flags decide
-# this rounding.
+# Tensors that quantize activations, keys and values. They are ignored: only command-line flags
+# decide whether those are quantized.
 _FOR_ACTIVATIONS = (
     "input_scale",
     "input_zero_point",
@@ -80,27 +80,27 @@ class Scheme:
     """The checked quantization of a checkpoint's configuration."""
 
     method: str
-    # Bits of a number: all sizes that occur; 8 for fp8.
+    # The numbers of bits that occur in stored numbers; 8 for fp8.
     bits: frozenset[int]
-    # Columns that share a scale.
+    # The group sizes that occur (columns that share a scale).
     groups: frozenset[int]
-    # Rows and columns that share a scale; None without blocks.
+    # The rows and columns that share a scale; None without blocks.
     block: tuple[int, int] | None = None
     # True if all quantized matrices are fp8.
     is_fp8: bool = False
     # Added to GPTQ's stored zero points; see `GptqMatrix`.
     zero_offset: int = 0
     desc_act: bool = False
-    # GGUF's names of the matrices' types.
+    # The names of the matrices' GGUF types.
     types: tuple[str, ...] = ()
 
     @property
     def has_codes(self) -> bool:
-        """True if matrices are integers with scales."""
+        """True if weights are stored as integers with scales."""
         return not self.is_fp8 and bool(self.bits or self.types)
 
     def computed_in(self, weights: str) -> str:
-        """Describe for the operator how weights are stored and computed with."""
+        """Say for the log how weights are stored, and in what form they are used."""
         if weights == "codes":
             how = "kept as they are, multiplied by activations in int8"
         elif weights != "fp8":
@@ -205,7 +205,6 @@ def _check_args(field: str, args: Mapping[str, Any]) -> None:
 
 
 def _strategy(args: Mapping[str, Any]) -> str:
-    """Return the stated strategy, or the one that group_size implies."""
     stated, group = args.get("strategy"), args.get("group_size")
     if stated is not None:
         return str(stated)
@@ -302,7 +301,7 @@ class QuantizedCheckpoint(Checkpoint):
         return dict(zip(names, values, strict=True))
 
     def _show(self, scheme: Scheme) -> None:
-        """List each dequantized matrix in place of its tensors."""
+        """List each dequantized matrix instead of the tensors that it is made of."""
         used = {name for matrix in self._matrices.values() for name in matrix.names}
         used.update(f"{name}_shape" for name in self._matrices)
         for name in list(self.shapes):
@@ -334,14 +333,14 @@ class QuantizedCheckpoint(Checkpoint):
 
     @contextmanager
     def read(self, names: Sequence[str]) -> Iterator[list[Tensor]]:
-        """Read like `Checkpoint.read`. Raises ModelError for a matrix whose tensors do not fit."""
+        """Read like the base class. Raises ModelError if a matrix's tensors do not fit together."""
         plain = [name for name in names if name not in self._matrices]
         with super().read(plain) as tensors:
             found = dict(zip(plain, tensors, strict=True))
             yield [found[name] if name in found else self._dense(name) for name in names]
 
     def codes(self, name: str) -> Codes | None:
-        """Raises ModelError if the matrix's tensors do not fit."""
+        """Raises ModelError if the matrix's tensors do not fit together."""
         if name not in self._matrices:
             return None
         with self._parts(name) as parts:
@@ -353,8 +352,8 @@ class QuantizedCheckpoint(Checkpoint):
 
     @contextmanager
     def _parts(self, name: str) -> Iterator[list[Tensor]]:
-        """Yield a matrix's tensors, on the device. Errors inside the context get the matrix's
-        name.
+        """Yield a matrix's tensors, on the device. An error inside the context becomes a ModelError
+        with the matrix's name.
         """
         with super().read(self._matrices[name].names) as stored:
             try:
@@ -370,7 +369,7 @@ class _Finder:
     scheme: Scheme
     shapes: Mapping[str, tuple[int, ...]]
     stored: Mapping[str, str]
-    # Values of the `weight_shape` tensors.
+    # The values of the `weight_shape` tensors.
     stated_shapes: Mapping[str, tuple[int, ...]]
 
     def modules(self) -> list[str]:

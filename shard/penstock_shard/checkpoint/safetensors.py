@@ -53,7 +53,7 @@ class Checkpoint:
         self.shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
         # Dtypes by the names that safetensors files use.
         self.stored = {name: str(part.get_dtype()) for name, part in slices.items()}
-        # None for dtypes that products do not take, such as fp8.
+        # None for dtypes other than float32, float16 and bfloat16.
         self.dtypes = {name: _DTYPES.get(stored) for name, stored in self.stored.items()}
 
     @property
@@ -91,7 +91,7 @@ class Checkpoint:
         return {name: LazyTensor(self, name) for name in self.shapes}
 
     def beside_text(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors outside of the text model, by their names in the files."""
+        """Yield the tensors outside the text model, with their names in the files."""
         text = set(self.names.stored.values())
         for name, file in self._files.items():
             if name not in text:
@@ -107,8 +107,8 @@ class Checkpoint:
         return True
 
     def check_dtypes(self) -> None:
-        """Raise ModelError, with a tensor's name, for a dtype that needs scales (int8, fp8) or that
-        products do not take.
+        """Raise ModelError, with a tensor's name, for weights in int8, or in a float type other
+        than float32, float16 and bfloat16.
         """
         for name, stored in self.stored.items():
             if stored not in _DTYPES and (stored == "I8" or stored.startswith("F")):
@@ -118,7 +118,9 @@ class Checkpoint:
                 )
 
     def main_dtype(self) -> torch.dtype | None:
-        """Return the dtype of most weights; None if products take none of their dtypes."""
+        """Return which of float32, float16 and bfloat16 most weights have; None if none has one of
+        them.
+        """
         sizes: dict[torch.dtype, int] = {}
         for name, dtype in self.dtypes.items():
             if dtype is not None:
@@ -144,7 +146,7 @@ def give_back_pages(tensors: Sequence[Tensor]) -> None:
     Ignores small tensors, tensors in other memory, and systems other than Linux.
     """
     tensors = [tensor for tensor in tensors if tensor.nbytes > _SMALL_BYTES]
-    # The address of a GPU tensor means nothing here, but could be in a file that the driver maps.
+    # A GPU tensor is in no file, but its address could be within a file that the driver maps.
     tensors = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     if sys.platform != "linux" or not tensors:
         return

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.errors import ModelError
 
-# Text types with stacks, and the configuration's name of an expert's size.
+# Text model types with stacks -> the name in the configuration of an expert's size.
 _SIZES = {
     "gemma4_text": "moe_intermediate_size",
     "gpt_oss": "intermediate_size",
@@ -25,7 +25,7 @@ _SIZES = {
     "qwen3_5_moe_text": "moe_intermediate_size",
     "qwen3_vl_moe_text": "moe_intermediate_size",
 }
-# Types whose stacks have gates and ups in turn, and biases.
+# Types whose stacks alternate rows of gate and up, and that have biases.
 _IN_TURNS = {"gpt_oss"}
 _TRANSPOSED = {"gpt_oss", "llama4_text"}
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
@@ -47,7 +47,7 @@ def has_stacks(config: PreTrainedConfig) -> bool:
 
 
 class StackedExperts(Checkpoint):
-    """A checkpoint that shows the matrices in stacks of experts."""
+    """A checkpoint that lists each expert's matrices instead of the stacks."""
 
     is_plain = False
 
@@ -57,12 +57,12 @@ class StackedExperts(Checkpoint):
         self._model_dir = model_dir
         self._parts: dict[str, _Part] = {}
         text = config.get_text_config()
-        # Qwen3-VL-MoE's text is computed by the code of Qwen3-MoE, which has no such stacks.
+        # Qwen3-VL-MoE's text runs on the code of Qwen3-MoE, which has no such stacks.
         self._is_transposed = text.model_type in _TRANSPOSED
         self._is_theirs = text.model_type != "qwen3_vl_moe_text"
         self._in_turns = text.model_type in _IN_TURNS
         wide, hidden = int(getattr(text, _SIZES[text.model_type]) or 0), int(text.hidden_size)
-        # Outputs and inputs of each stack's matrices.
+        # Each stack's matrices with their numbers of outputs, and its number of inputs.
         self._sizes = {
             GATE_UP: ({"gate_proj": wide, "up_proj": wide}, hidden),
             DOWN: ({"down_proj": hidden}, wide),
@@ -95,7 +95,7 @@ class StackedExperts(Checkpoint):
             self.stored[part], self.dtypes[part] = stored, dtype
 
     def _divide_biases(self, stack: str, outputs: dict[str, int]) -> None:
-        """List each expert's biases in place of the stack [E, O]."""
+        """Replace the stack [E, O] by each expert's biases in the lists of tensors."""
         count, *shape = self.shapes.pop(stack)
         stored, dtype = self.stored.pop(stack), self.dtypes.pop(stack)
         if shape != [sum(outputs.values())]:
@@ -110,7 +110,7 @@ class StackedExperts(Checkpoint):
             self.stored[part], self.dtypes[part] = stored, dtype
 
     def _each(self, count: int, outputs: dict[str, int]) -> Iterator[tuple[int, tuple[str, slice]]]:
-        """Yield each expert's matrices, with their rows among the outputs."""
+        """Yield each expert's index, with its matrices' names and rows among the outputs."""
         for expert in range(count):
             start = 0
             for turn, (name, rows) in enumerate(outputs.items()):

@@ -15,7 +15,7 @@ from transformers import (
     conversion_mapping,
 )
 
-# Models of images and text whose text is computed by a text-only model with the same logits.
+# Models of images and text. For text alone, a text-only model gives the same logits.
 _TYPES = frozenset(
     {
         "gemma3",
@@ -45,7 +45,7 @@ _TYPES = frozenset(
         "smolvlm",
     }
 )
-# Text types without a causal LM -> types whose causal LM computes the same if a token's three
+# Text types without a causal LM -> types with one that computes the same if a token's three
 # positions are equal, as in text.
 _SAME_AS = {
     "glm4v_moe_text": "glm4_moe",
@@ -73,8 +73,8 @@ def has_text_model(config: PreTrainedConfig) -> bool:
 def text_config(config: PreTrainedConfig, *, has_head: bool | None) -> PreTrainedConfig:
     """Return the configuration of the text model; return any other configuration unchanged.
 
-    The embedding is tied unless the files have a head, because the two parts of such configurations
-    disagree. `has_head` is None without files.
+    The embedding is tied unless the files have a head: the two parts of such configurations may
+    disagree about it. Without files, `has_head` is None.
     """
     if not has_text_model(config):
         return config
@@ -89,7 +89,7 @@ def text_config(config: PreTrainedConfig, *, has_head: bool | None) -> PreTraine
 
 
 def _plain(text: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration as the type that computes the same."""
+    """Convert the configuration to its type in `_SAME_AS`."""
     values: dict[str, Any] = text.to_dict()
     rope = values["rope_parameters"]
     for name in _THREE_POSITIONS:

@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-# Replacements of "model." in such files. The second occurs in newer files, the last in Idefics 3's.
+# The prefixes that replace "model." in files of images-and-text models. Newer files have the
+# second, Idefics 3 has the last.
 _COMPOSITE_ROOTS = ("language_model.model.", "model.language_model.", "model.text_model.")
-# The last is for models that were saved without a head, such as embedding models.
+# The empty prefix is for models that were saved without a head, such as embedding models.
 _ROOTS = (*_COMPOSITE_ROOTS, "model.", "")
 _HEADS = ("language_model.lm_head.", "lm_head.")
-# The prefix of an image encoder's names, if the text model has ordinary names.
+# The prefix of an image encoder's tensors, in files where the text model's prefix is "model.".
 _TOWER = "visual."
 
 
@@ -51,9 +52,7 @@ def text_names(names: Iterable[str]) -> TextNames:
 
 
 def text_module(name: str) -> str:
-    """Return a module's name in the text model. `name` may be this or the one in the whole
-    model.
-    """
+    """Return a module's name in the text model. `name` may also be its name in the whole model."""
     for root in _COMPOSITE_ROOTS:
         if name.startswith(root):
             return "model." + name.removeprefix(root)

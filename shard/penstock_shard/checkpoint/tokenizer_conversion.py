@@ -29,13 +29,13 @@ _SAMPLES = (
     "https://example.org/?q=a%20b&c=1",
 )
 _TEKKEN = "tekken.json"
-# Their contents become arguments of the tokenizer's class, some of which name files.
+# Their values become arguments of the tokenizer's class. Some of these arguments name files.
 _SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 def make_tokenizer_files(model_dir: Path, trust_remote_code: bool) -> dict[str, bytes]:
-    """Make tokenizer.json for a directory without one, and other files that routers need from the
-    tokenizer's own file.
+    """Make tokenizer.json for a directory without one. Also make other files for routers if the
+    tokenizer's own file has their content.
 
     Raises ModelError if there is no tokenizer, transformers cannot convert it, or the result gives
     other ids than the original.
@@ -70,7 +70,7 @@ def _convert_tekken(path: Path) -> dict[str, bytes]:
 
 
 def _check_tekken(path: Path, converted: Tokenizer) -> None:
-    """Raise ModelError unless ids follow from the file's ranks."""
+    """Raise ModelError unless sample strings get the ids that follow from the file's ranks."""
     tekken = read_object(path)
     config, bos_id = tekken["config"], converted.token_to_id("<s>")
     shift = config["default_num_special_tokens"]

@@ -17,10 +17,10 @@ _FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-# Templates besides the default one, such as `tool_use`, each in a file of its name.
+# The folder of templates besides the default one, such as `tool_use`: one file for each template.
 _MORE_TEMPLATES = "additional_chat_templates"
-# Files that give an image's number of tokens. Other models do not need them, and their hash must
-# not depend on them.
+# Files that determine an image's number of tokens. They are read only for models with images, so
+# that other models' hashes do not depend on them.
 _IMAGE_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
 
 
@@ -29,8 +29,8 @@ def read_tokenizer_files(model_dir: Path, chat_template: Path | None = None) -> 
 
     Raises:
         OSError: a file exists and cannot be read.
-        ModelError: a file is too large or leads out of the directory, or config.json or
-            chat_template.json is no JSON object.
+        ModelError: a file is too large or is a link out of the directory, or config.json or
+            chat_template.json is not a JSON object.
     """
     check_files(model_dir)
     names = _FILES + _IMAGE_FILES if _sees_images(model_dir) else _FILES

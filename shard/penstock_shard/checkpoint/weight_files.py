@@ -26,9 +26,9 @@ INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth")
 _PART = re.compile(r"(.+)-(\d{1,6})-of-(\d{1,6})\.safetensors")
 _MOST_PARTS = 10_000
-# Prefixes of weights without an index. The first prefix that a file has applies.
+# Prefixes of weights without an index. The first prefix that any file has chooses the files.
 _NAMES = ("model", "weights", "")
-# Adapters, copies of the weights under other names, and training state.
+# Names of adapters, of copies of the weights, and of training state.
 _BESIDE = re.compile(r"adapter_|consolidated|(.*_)?(optimizer|scheduler|ema)(?![a-z])")
 
 # Bound on a header's bytes. The largest models have a quarter of this in one file.
@@ -51,8 +51,8 @@ _STORED_TENSORS = msgspec.json.Decoder(StoredTensor)
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the one file, else the files of the index, as transformers chooses them, else the GGUF
-    file, else all weights without an index, else [].
+    """Return the files with weights, as transformers chooses them: model.safetensors, else the
+    files of the index, else the GGUF file, else weights without an index, else [].
 
     Raises ModelError for an index that cannot be read, OSError if the system refuses.
     """
@@ -75,7 +75,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _is_beside(name: str) -> bool:
-    """Tell whether a name can only be a file beside the index."""
+    """Tell whether a name can only mean a file in the index's own directory."""
     return name.isprintable() and not {"/", "\\"} & set(name) and name not in ("", ".", "..")
 
 
@@ -84,9 +84,9 @@ def has_index(directory: Path) -> bool:
 
 
 def unlisted(names: Iterable[str]) -> list[str]:
-    """Choose the weights without an index among file names: those that begin with "model", else
-    with "weights", else all except adapters, copies and training state. If one part of a set
-    exists, all its parts are returned, so that a missing part is noticed.
+    """Choose the weights without an index among file names: those that begin with "model"; else
+    those that begin with "weights"; else all except adapters, copies and training state. If one
+    part of a set exists, return all its parts, so that a missing part is noticed.
     """
     files = [name for name in names if name.endswith(".safetensors") and "/" not in name]
     own = [name for name in files if not _BESIDE.match(name)]
@@ -96,7 +96,7 @@ def unlisted(names: Iterable[str]) -> list[str]:
 
 
 def _set_of(name: str, files: Sequence[str]) -> list[str]:
-    """Return the parts of this file's set, or the name itself."""
+    """Return the parts of the set that a file belongs to, or its name alone."""
     part = _PART.fullmatch(name)
     if part is None or int(part[3]) > _MOST_PARTS:
         return [name]
@@ -112,7 +112,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return by name the tensors in a safetensors file's header.
 
     Format: 8 bytes little-endian length, that many bytes of JSON, then the tensors' bytes. Raises
-    ModelError if the header is invalid, or the file is shorter than it says.
+    ModelError if the header is invalid, or the file is shorter than the header says.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -175,7 +175,7 @@ def _count_in(config: dict[str, Any], *names: str) -> int:
 
 
 def _count_weights(directory: Path) -> tuple[int, int]:
-    """Return the number of values in the weights, 0 if unknown, and their bytes."""
+    """Return the number of values in the weights (0 if unknown) and their number of bytes."""
     paths = [path for path in weight_files(directory) if path.exists()]
     if any(path.name == GGUF for path in paths):
         return 0, sum(path.stat().st_size for path in paths)

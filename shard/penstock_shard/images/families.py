@@ -22,7 +22,7 @@ def _nothing(config: Any) -> dict[str, Any]:
 
 
 def _merged_patches(config: Any) -> dict[str, Any]:
-    """Resize image sides to multiples of a token's side."""
+    """Return the options that resize images to multiples of a token's side."""
     return {"patch_size": config.vision_config.patch_size * config.spatial_merge_size}
 
 
@@ -32,7 +32,8 @@ class Family:
 
     The image processor gets `options` at each call, as the family's own processor of images and
     text would pass them. If positions have three axes, `sections` are the numbers of rotary
-    frequencies per axis, unless the configuration has them. With `take_turns` the axes alternate.
+    frequencies per axis, unless the configuration has them. With `take_turns`, successive
+    frequencies belong to different axes.
     """
 
     options: Callable[[Any], dict[str, Any]] = _nothing
@@ -86,7 +87,7 @@ def image_token_id(config: Any) -> int:
 
 
 def axis_of_frequencies(config: PreTrainedConfig) -> tuple[int, ...]:
-    """The position axis of each rotary frequency; empty with a single axis."""
+    """The position axis of each rotary frequency; empty if positions have one axis."""
     family, text = family_of(config), config.get_text_config()
     if not family.sections:
         return ()

@@ -10,7 +10,7 @@ class ImageFeatures:
     """An image's features: `rows` [R, H] replace the embeddings of its R tokens, in order.
 
     Each of `deep`, [R, H], is added to the residual stream after one of the first layers, in order.
-    `grid` has the features' numbers of rows and columns if positions follow them; else (0, 0).
+    `grid` has the features' numbers of rows and columns if positions depend on them; else (0, 0).
     """
 
     rows: Tensor

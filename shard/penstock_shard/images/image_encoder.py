@@ -18,13 +18,13 @@ from penstock_shard.device.gpu_memory import PeakMemory
 from penstock_shard.errors import ImageUnusable
 from penstock_shard.images.features import ImageFeatures
 
-# Images whose facts are remembered, even if their features are not.
+# The most images whose facts are remembered. Their features may be dropped earlier.
 _MOST_FACTS = 100_000
-# Sizes of test images: processors enlarge one, and shrink the other in one direction.
+# Sizes of test images. Processors enlarge the first, and shrink the second in one direction.
 _FIXED_SIZES = ((67, 45), (40, 310))
-# Side of the largest image, in pixels. Processors shrink larger images below this.
+# The side of the largest test image, in pixels. Processors shrink larger images below this.
 _LARGEST = 4096
-# A request's salt and the pixels' digest. Without a salt, only facts are wanted.
+# A request's salt and the pixels' digest. The salt is None if only facts are wanted.
 _Key = tuple[str | None, bytes]
 # An image's number of rows, and its grid.
 _Facts = tuple[int, tuple[int, int]]
@@ -69,7 +69,7 @@ class ImageEncoder:
         self._facts: OrderedDict[bytes, _Facts] = OrderedDict()
         self._pool = ThreadPoolExecutor(1, "image encoder", initializer=lower_priority)
         self._encoding: dict[_Key, Future[tuple[_Facts, ImageFeatures | None]]] = {}
-        # Keys of `_encoding` that nobody waits for. One of them may be running.
+        # Keys of `_encoding` that no request waits for. One of them may be running.
         self._unwanted: set[_Key] = set()
         self.num_encoded = 0
         self.encode_s = 0.0
@@ -139,7 +139,9 @@ class ImageEncoder:
             del self._encoding[key]
 
     def features(self, salt: str, image: PromptImage) -> ImageFeatures:
-        """The image's features; encodes them if they are not kept. Raises `ImageUnusable`."""
+        """The image's features; encodes them if they are not kept. Raises `ImageUnusable` if that
+        fails.
+        """
         if not self.has(salt, image):
             self._begin(salt, image)
             self._take(salt, image)
@@ -148,7 +150,9 @@ class ImageEncoder:
         return self._features[key]
 
     def grid(self, salt: str, image: PromptImage) -> tuple[int, int]:
-        """The features' numbers of rows and columns. Raises `ImageUnusable`."""
+        """The features' numbers of rows and columns. Raises `ImageUnusable` if they cannot be
+        found.
+        """
         if image.digest not in self._facts:
             self._begin(None, image)
             self._take(None, image)
@@ -169,7 +173,7 @@ class ImageEncoder:
     def _encode(
         self, salt: str | None, image: PromptImage, pixels: bytes
     ) -> tuple[_Facts, ImageFeatures | None]:
-        """Encode an image; without a salt, only find its facts. Raises `ImageUnusable`, also for
+        """Encode an image; without a salt, only find its `_Facts`. Raises `ImageUnusable`, also for
         errors of processor and encoder.
         """
         began_s = time.monotonic()
@@ -187,7 +191,7 @@ class ImageEncoder:
         return (len(made.rows), made.grid), made
 
     def _take(self, salt: str | None, image: PromptImage) -> None:
-        """Wait for a result and keep it. Raises `ImageUnusable`."""
+        """Wait for a result and keep it. Raises `ImageUnusable` if there is none."""
         key = salt, image.digest
         self._facts[image.digest], features = self._encoding.pop(key).result()
         if len(self._facts) > _MOST_FACTS:

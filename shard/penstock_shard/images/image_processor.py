@@ -13,8 +13,9 @@ from transformers import AutoImageProcessor
 
 from penstock_shard.errors import ModelError, first_line, library_faults
 
-# Bounds on an encoder's image: pixels of a side, and of the whole image, which `_edge` fields count
-# in families that merge patches. They exceed every model's sizes; an image at them takes a second.
+# The largest sizes in a processor's settings, in pixels: of a side, and of an image. In families
+# that merge patches, `_edge` fields mean the image. No model has such sizes; an image of these
+# takes a second.
 _MOST_SIDE = 4096
 _MOST_PIXELS = 2**26
 
@@ -23,8 +24,8 @@ class ImageProcessor:
     """Resizes, cuts and normalizes one image at a time. Thread-safe."""
 
     def __init__(self, model_dir: Path, options: Mapping[str, Any]) -> None:
-        """Load the processor; each call passes `options`. Raises ModelError if the directory has no
-        known one.
+        """Load the processor; each call passes `options`. Raises ModelError if transformers finds
+        none.
         """
         self._options = dict(options)
         try:

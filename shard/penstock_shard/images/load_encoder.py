@@ -17,8 +17,8 @@ from penstock_shard.images.tower import load_tower
 
 def load_encoder(model_dir: Path, device: torch.device, cache_bytes: int) -> ImageEncoder:
     """Raises ModelError if files are missing."""
-    # The plain configuration, because encoders are not quantized, even if their text models are.
-    # Without `trust_remote_code` transformers would ask at the terminal.
+    # Encoders are not quantized, even if their text models are. Without `trust_remote_code`
+    # transformers would ask at the terminal.
     config = plain_config(
         AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     )

@@ -15,7 +15,7 @@ from penstock_shard.checkpoint.safetensors import Checkpoint
 from penstock_shard.errors import ModelError, first_line
 from penstock_shard.images.features import ImageFeatures
 
-# Vocabulary of the text model that is made with the encoder and dropped.
+# The vocabulary size of the text model that is made with the encoder and dropped.
 _FEW = 8
 
 # Names of the text model within models.
@@ -26,7 +26,7 @@ class Tower:
     """Encodes one image per call, so that no image's bits depend on other images."""
 
     def __init__(self, module: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-        """`module`: a model of images and text, whose text model is not used."""
+        """Keep the image encoder of a model of images and text."""
         self._module: Any = module
         self._device = device
         self._dtype = dtype
@@ -42,8 +42,8 @@ class Tower:
     def encode(self, inputs: Mapping[str, Tensor]) -> ImageFeatures:
         """Encode one processed image; return features in host memory."""
         if self._stream is None:
-            # With several threads, torch divides tensors and rounds differently at the ends of
-            # parts.
+            # With several threads, torch splits tensors into parts, and rounds differently at their
+            # ends.
             torch.set_num_threads(1)
             return self._encode(inputs)
         with torch.cuda.stream(self._stream):
@@ -71,7 +71,7 @@ class Tower:
 
 
 def _rows(made: Tensor | tuple[Tensor, ...] | list[Tensor]) -> Tensor:
-    """Join features, maybe of several tiles, into one [R, H] on the host."""
+    """Join features, maybe of several tiles, into one tensor [R, H] on the host."""
     parts = [made] if isinstance(made, Tensor) else made
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).cpu()
 

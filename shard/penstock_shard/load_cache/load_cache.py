@@ -49,8 +49,8 @@ class LoadCache:
     progress: Callable[[str], None]
 
     def read(self, key: str) -> Any:
-        """Read the value of a key; None if there is no usable value. Raises errors from making the
-        value, for example if kernels cannot be built.
+        """Read the value of a key; None if there is no usable value. Passes on errors of its
+        objects, for example if kernels cannot be built.
         """
         path = self._path(key)
         try:

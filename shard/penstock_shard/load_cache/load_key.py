@@ -19,7 +19,7 @@ from penstock_shard.device.cache_directory import code_hash, file_identity
 from penstock_shard.device.cpu_threads import default_threads
 from penstock_shard.kernels.build_cpu import kernel_hash, wanted_levels
 
-# Flag groups that never affect loading. Keeping one in the key would only cost a load.
+# Flag groups that never affect loading. In the key, they would only cause needless loads.
 _APART = {"server", OBSERVING, "fake runner (no torch, no weights)"}
 _PROCESSOR = ("vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags")
 
@@ -56,7 +56,7 @@ def _flags(config: ShardConfig) -> Iterator[str]:
 
 
 def _processor() -> str:
-    """torch's rounding may depend on the processor."""
+    """Describe the processor, because torch's rounding may depend on it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

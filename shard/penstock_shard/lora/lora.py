@@ -2,10 +2,10 @@
 
 An adapter has an index, from 1 on. Each token of a step has its adapter's index, or 0. Two
 implementations give equal results. `LoopedDelta` loops over the step's adapters, each on its own
-tokens, with the ops' products; it is batch-invariant if these are. `StackedDelta` keeps all
-adapters in two tensors, computes all for every token, and masks out all except the token's own. Its
-shapes depend on no adapter, so the host never waits for the device. The cost is `adapters * rank`
-more columns in each product.
+tokens, with the ops' products; it is batch-invariant if these products are. `StackedDelta` keeps
+all adapters in two tensors, computes all for every token, and masks out all except the token's own.
+Its shapes do not depend on the step's adapters, so the host never waits for the device. The cost is
+`adapters * rank` more columns in each product.
 
 With tensor parallelism, a rank with some rows of a weight uses the same rows of B. A rank with some
 columns uses the same columns of A, and its addition is part of the sum over ranks.
@@ -48,7 +48,7 @@ class LowRank:
     b: Tensor
 
 
-# By module name.
+# An adapter's matrices, by module name.
 AdapterWeights = Mapping[str, LowRank]
 
 
@@ -62,7 +62,7 @@ class Share:
     columns: slice = field(default_factory=lambda: slice(None))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The share of `tensor`: the whole weight or its bias [N]."""
+        """Return this share of `tensor`, which is the whole weight or its bias [N]."""
         parts = [tensor[rows] for rows in self.rows]
         part = parts[0] if len(parts) == 1 else torch.cat(parts)
         return part[:, self.columns] if part.dim() == 2 else part
@@ -72,7 +72,7 @@ class Share:
         return LowRank(pair.a[:, self.columns], Share(self.shape, self.rows).of(pair.b))
 
 
-# By module name. Modules not listed are whole on every rank.
+# Shares by module name. Modules that are not listed are whole on every rank.
 Shares = Mapping[str, Share]
 
 
@@ -90,7 +90,7 @@ class TokenAdapters:
         return [(index, (self.indices == index).nonzero().squeeze(1)) for index in present]
 
     def mask(self, num_adapters: int, rank: int) -> Tensor:
-        """bool [T, num_adapters * rank]: true if a column is not of the token's adapter."""
+        """bool [T, num_adapters * rank]: true where a column is not of the token's adapter."""
         mask = self._masks.get((num_adapters, rank))
         if mask is None:
             columns = torch.arange(num_adapters * rank, device=self.indices.device) // rank + 1
@@ -103,7 +103,7 @@ class TokenAdapters:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A module within a fused product, whose outputs are columns [start, end)."""
+    """A module in a fused product. Its outputs are the product's columns [start, end)."""
 
     module: str
     start: int
@@ -114,11 +114,11 @@ class Delta(Protocol):
     """Adds adapters' results to those of one linear layer."""
 
     def add(self, x: Tensor, y: Tensor, tokens: TokenAdapters) -> None:
-        """Add the result of each token's adapter, on x [T, K], to y [T, N]."""
+        """Apply each token's adapter to x [T, K], and add the results to y [T, N]."""
 
     def place(self, index: int, pairs: Mapping[str, LowRank]) -> None:
-        """Set the adapter's matrices, by module name. Without matrices for this product's modules,
-        it adds nothing.
+        """Set the adapter's matrices, by module name. An adapter without matrices for this
+        product's modules adds nothing.
         """
 
     def drop(self, index: int) -> None:
@@ -241,7 +241,7 @@ class LoraBank:
     def __init__(
         self, limits: LoraLimits, ops: Ops, *, stacked: bool, shares: Shares | None = None
     ) -> None:
-        """Use `StackedDelta` if `stacked`, else `LoopedDelta`. `shares`: this rank's shares of
+        """Use `StackedDelta` if `stacked`, else `LoopedDelta`. `shares` are this rank's shares of
         divided modules.
         """
         self.limits = limits
@@ -257,7 +257,7 @@ class LoraBank:
         self.nbytes = 0
 
     def open(self, modules: Sequence[tuple[str, int]], in_features: int) -> Delta:
-        """Let a product take adapters. `modules`: the names of its modules and their numbers of
+        """Let a product take adapters. `modules` are the names of its modules and their numbers of
         outputs on this rank.
         """
         parts = []
@@ -292,8 +292,8 @@ class LoraBank:
 
 
 def check_fit(bank: LoraBank, files: AdapterFiles) -> None:
-    """Raise ModelError if the model lacks one of the adapter's modules or has another shape, or if
-    its LoRA rank is over the limit.
+    """Raise ModelError if the model lacks one of the adapter's modules, if shapes differ, or if the
+    LoRA rank is over the limit.
     """
     limit, modules = bank.limits.max_rank, bank.modules
     trained_on = repr(files.base_model[:80]) if files.base_model else "another model"

@@ -1,1 +1,1 @@
-"""Turns --model into a runner that is ready."""
+"""Makes a runner that is ready to serve from --model."""

@@ -1,4 +1,6 @@
-"""The LoRA adapters of a loaded model: finds, reads and checks their files, and places weights."""
+"""The LoRA adapters of a loaded model: finds, reads and checks their files, and places their
+weights.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ class ModelAdapters:
     def __init__(
         self, bank: LoraBank, find: Callable[[str], Path], whole: MirroredModel | None = None
     ) -> None:
-        """`find` returns the directory of a source. With several ranks, `bank` belongs to this
-        rank, and `whole` passes changes to the others.
+        """`find` returns the directory of an adapter's source. With several ranks, `bank` belongs
+        to this rank, and `whole` passes changes to the others.
         """
         self._bank = bank
         self._find = find

@@ -13,15 +13,15 @@ from penstock_shard.ipc.runner_info import CacheGroup, blocks_each, pools_for
 # length needs more, but at most this share of free memory.
 _CPU_KV_BYTES = 256 * 2**20
 _CPU_SHARE = 0.5
-# A pool gets more blocks than this only if one sequence needs them. The host's records of a block
-# take 512 bytes, and a block without layers takes nothing else.
+# A pool gets more blocks than this only if one sequence needs them. A block without layers takes no
+# memory except the host's records of 512 bytes, so its pool needs a bound.
 _MOST_BLOCKS = 2**20
 RECORD_BYTES = 512
 # Pools are sized for equally many sequences, each this many times as long as the widest window.
-# With longer ones, short sequences would run out of blocks first; with shorter ones, long sequences
-# would. A state's window is only the step's own tokens.
+# With longer sequences, short ones would run out of blocks first; with shorter sequences, long ones
+# would. A state counts as a window of the step's own tokens.
 _REFERENCE_WINDOWS = 4
-# Each such sequence has room for its own state and this many kept states.
+# Each sequence that pools are sized for has room for its own state and this many kept states.
 KEPT_STATES = 2
 
 
@@ -30,12 +30,12 @@ class KVShape:
     """The size of a KV block in each pool, and the blocks that sequences need."""
 
     block_size: int
-    # The bytes of a block in each pool.
+    # The bytes of a block, for each pool.
     block_bytes: tuple[int, ...]
     max_model_len: int
     groups: tuple[CacheGroup, ...] = (CacheGroup(),)
     max_chunk_tokens: int = 2**31
-    # If layers have states: the states to make before memory goes to more KV blocks.
+    # The number of states that layers get before the rest of the memory goes to KV blocks.
     num_states: int = 1
 
     def blocks_for(self, num_tokens: int) -> list[int]:
@@ -67,7 +67,7 @@ class KVShape:
         return min(size // count for size, count in zip(pools, one, strict=True))
 
     def tokens_in(self, num_bytes: int) -> int:
-        """Return the longest sequence, in whole blocks, that fits into `num_bytes`."""
+        """Return the length of the longest sequence of whole blocks that fits into `num_bytes`."""
         fits, too_long = 0, -(-self.max_model_len // self.block_size) + 1
         while too_long - fits > 1:
             middle = (fits + too_long) // 2
@@ -84,8 +84,8 @@ class KVShape:
 
     def divide(self, num_bytes: int, *, only_blocks: bool = False) -> list[int]:
         """Divide `num_bytes`, which suffice for one sequence of full length, into blocks of each
-        pool. After that sequence, states get memory, up to `num_states`. The rest is divided as for
-        a reference sequence, or only among KV blocks.
+        pool. After that sequence, at most `num_states` states get memory. The rest is divided as
+        for a reference sequence, or only among KV blocks.
         """
         pools, length = self.blocks_for(self.max_model_len), self.max_model_len
         left = num_bytes - self.bytes_of(pools)
@@ -105,11 +105,11 @@ class KVShape:
 
 def choose_pools(shape: KVShape, config: ShardConfig, free_bytes: int, on_cpu: bool) -> list[int]:
     """Return the number of KV blocks of each pool, from the flags or else from memory. Blocks that
-    no request needs keep prefixes.
+    requests do not need keep prefixes.
 
     KV blocks may take at most `free_bytes`. Raises ModelError if not even one sequence of
-    max_model_len fits. On cpu it also raises if the flags ask for more than is free, because the
-    system commits memory only on the first write and would kill the process then.
+    max_model_len fits. On cpu it also raises if the flags ask for more than is free: the system
+    commits memory only on the first write, and would kill the process then.
     """
     one = shape.bytes_per_sequence
     more_states = max(0, shape.num_states - 1) * shape.state_bytes

@@ -81,8 +81,8 @@ class _Checks:
     progress: Callable[[str], None]
 
     def attention(self) -> None:
-        """Compare two random sequences, in chunks on the paged cache, with the model's own
-        attention, if its code has one.
+        """Compare the model's own attention, if its code has one, with our paged attention, on two
+        random sequences in chunks.
         """
         model, part = self.loaded.model, self.loaded.part
         if not isinstance(part, WithOwnAttention):
@@ -157,7 +157,7 @@ class _Checks:
         return " and ".join(changes)
 
     def invariance(self) -> bool:
-        """True if results do not depend on how steps are divided. Tested only for exact ops."""
+        """True if results do not depend on the batch. False without a test if ops are not exact."""
         loaded = self.loaded
         if not loaded.ops.exact:
             return False

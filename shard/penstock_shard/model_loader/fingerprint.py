@@ -29,9 +29,9 @@ from penstock_shard.ops.cpu_ops import CpuOps
 from penstock_shard.worker.sampling.sampler import SAMPLER_REVISION
 
 _DIGEST_BYTES = 16
-# Longer than any vector register, and a multiple of none.
+# More values than a vector register holds, and no multiple of its size.
 _NUM_VALUES = 4099
-# The outermost package, at any depth of this module.
+# The folder of the outermost package.
 _PACKAGE = Path(__file__).parents[__name__.count(".") - 1]
 _HAS_KERNELS = re.compile(r"^\s*@triton\.", re.MULTILINE)
 # Functions of the sampler, rotary tables and modelling code whose rounding depends on the
@@ -52,7 +52,7 @@ _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "layer_norm": lambda x: functional.layer_norm(x, x.shape),
     "log_softmax": lambda x: torch.log_softmax(x, dim=0),
     "softmax": lambda x: torch.softmax(x, dim=0),
-    # Angles grow with positions.
+    # Large arguments, because angles grow with positions.
     "cos": lambda x: torch.cos(x * 1000),
     "sin": lambda x: torch.sin(x * 1000),
     "pow": lambda x: 10000.0 ** (x / 8),
@@ -93,14 +93,13 @@ def _kernels(ops: Ops) -> tuple[str, ...]:
     """Return a hash of the kernels; for Triton also its version and the device."""
     if isinstance(ops, CpuOps) and ops.weights == "bfloat16" and ops.kernels.uses_tiles:
         return (kernel_hash(), "tiles")
-    # On a GPU, Triton's kernels compute the layers with any attention backend.
+    # On a GPU, Triton kernels compute parts of a layer with any attention backend.
     if ops.device.type == "cpu" and ops.backend.name != "triton":
         return (kernel_hash(),)
     return (_triton_hash(), importlib.metadata.version("triton"), *_device(ops.device))
 
 
 def _triton_hash() -> str:
-    """Hash the sources of all Triton kernels and of the code that launches them."""
     total = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for path in triton_sources(_PACKAGE):
         total.update(path.read_bytes() + b"\0")
@@ -108,7 +107,7 @@ def _triton_hash() -> str:
 
 
 def triton_sources(folder: Path) -> list[Path]:
-    """Return the modules below `folder` that import Triton, or a module with kernels in it.
+    """Return the modules below `folder` that import Triton or a module with kernels.
 
     Raises ModelError if there are no kernels, because the hash would then not depend on them.
     """
@@ -143,7 +142,7 @@ def torch_bits(device: torch.device | None = None) -> str:
 
 @functools.cache
 def _fixed_values() -> tuple[Tensor, Tensor]:
-    """Return values between -8 and 8 in both dtypes that we use."""
+    """Return values between -8 and 8, in float32 and in float64."""
     generator = random.Random(1)
     values = [generator.uniform(-8, 8) for _ in range(_NUM_VALUES)]
     return torch.tensor(values, dtype=torch.float32), torch.tensor(values, dtype=torch.float64)

@@ -33,8 +33,8 @@ def generation_defaults(
 
 
 def usable_defaults(stated: Mapping[str, object]) -> tuple[dict[str, float], list[str]]:
-    """The defaults in a model's own configuration that are in bounds, and a line about each that is
-    not.
+    """Return a model's default sampling values that are in bounds, and a line about each of the
+    others.
     """
     usable: dict[str, float] = {}
     unusable = []
@@ -63,7 +63,7 @@ def _eos_token_ids(
 
 def as_ids(value: Any) -> tuple[int, ...] | None:
     """Return a configuration's ids, a list or a single value; None if there are none. Raises
-    ModelError for values that are no ids.
+    ModelError for values that are not ids.
     """
     if value is None:
         return None

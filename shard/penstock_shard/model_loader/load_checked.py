@@ -64,8 +64,8 @@ class CheckedLoad:
 def load_checked(
     config: ShardConfig, model_dir: Path, progress: Callable[[str], None]
 ) -> CheckedLoad:
-    """Load and check, or take a kept load. Raises ModelError if the model cannot be loaded, or
-    would be served wrongly.
+    """Load and check a model, or take a kept one. Raises ModelError if the model cannot be loaded,
+    or would be served wrongly.
     """
     cache = LoadCache(load_directory(), config.load_cache_bytes, _kept_types(), progress)
     key = _key(config, model_dir) if _may_keep(config) else ""
@@ -109,7 +109,7 @@ def _may_keep(config: ShardConfig) -> bool:
         config.load_cache_bytes > 0
         and config.tensor_parallel_size == 1
         and config.load_format != "dummy"
-        # Memory for adapters is part of the model.
+        # A model holds memory for adapters, which would be kept too.
         and not config.serves_adapters
         # The model's own code may do anything.
         and not config.trust_remote_code
@@ -118,7 +118,7 @@ def _may_keep(config: ShardConfig) -> bool:
 
 
 def _key(config: ShardConfig, model_dir: Path) -> str:
-    """Return the load's key, or ''. Without a key, the load will report the reason."""
+    """Return the load's key; '' if that fails. Loading then reports the reason."""
     try:
         return load_key(config, model_dir)
     except (OSError, ModelError, KernelBuildError):
@@ -126,7 +126,7 @@ def _key(config: ShardConfig, model_dir: Path) -> str:
 
 
 def _read(cache: LoadCache, key: str) -> CheckedLoad | None:
-    """Return the kept load, or None. Without kernels for it, the load will report the reason."""
+    """Return the kept load, or None. If its kernels cannot be built, loading reports the reason."""
     try:
         kept = cache.read(key)
     except KernelBuildError:

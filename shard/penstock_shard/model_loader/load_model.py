@@ -2,7 +2,7 @@
 code.
 
 For our decoder, the attention backend is chosen before weights are read. A transformers module must
-be loaded first, because only one token run through it shows the attention parameters of its layers.
+be loaded first, because only a run of one token shows the attention parameters of its layers.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from penstock_shard.models.transformers.packed_weights import pack_weights
 from penstock_shard.models.transformers.transformers_model import ATTENTION_NAME, TransformersModel
 from penstock_shard.ops.base import Ops, Rope
 
-# Errors for configuration values that our decoder cannot interpret. transformers' code then knows
-# the values or reports them.
+# Errors for configuration values that our decoder cannot interpret. transformers' code is used
+# then: it knows such values or reports them.
 _ODD_VALUES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 # Flags with which transformers modules keep their weights as ordinary tensors.
 _PLAINEST = "--attention-backend sdpa --dtype float32"
@@ -73,7 +73,7 @@ class ModelFiles:
     config: PreTrainedConfig
     max_model_len: int
     trust_remote_code: bool = False
-    # Random weights; only the configuration is read.
+    # True for random weights. Then only the configuration is read.
     dummy: bool = False
 
 
@@ -84,7 +84,8 @@ class ModelPart:
     model: Decoder | TransformersModel
     # This rank's share of each divided linear layer.
     shares: Shares = field(default_factory=dict)
-    # All ranks call this after each has loaded its part. Raises ModelError.
+    # All ranks call this after each has loaded its part. Raises ModelError if the parts do not
+    # compute the same as the whole model.
     check: Callable[[], None] = no_check
 
 
@@ -146,7 +147,7 @@ def _checkpoint(files: ModelFiles, ops: Ops, progress: Callable[[str], None]) ->
 
 def _check_not_exact(ops: Ops, reason: Exception) -> None:
     """Raise ModelError if transformers' code would break the promise of exact ops."""
-    # Only products of packed weights are our exact products. On tensors, torch computes them.
+    # Our exact products need packed weights. torch computes products with ordinary tensors.
     if ops.exact and ops.keeps_tensors:
         raise ModelError(
             f"--exact: this model runs through transformers' code ({reason}), whose results on "
@@ -235,7 +236,8 @@ class _Loading:
         checkpoint = None if self.checkpoint is None else self.checkpoint.for_transformers()
         dtype = ops.dtype
         if ops.device.type == "cpu" and not ops.keeps_tensors:
-            # Packing converts weights anyway. In the file's dtype they stay in the file's mapping.
+            # Packing converts weights anyway. Until then, they need no memory besides the mapped
+            # file.
             stored = None if checkpoint is None else checkpoint.main_dtype()
             dtype = stored or torch.float32
         # With several ranks the whole model may not fit one device, so it is divided on cpu first.
@@ -277,7 +279,7 @@ class _Loading:
 
 
 def _as_stored(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
-    """Return the spec with the checkpoint's facts. As in transformers, a head that differs from the
+    """Change the spec to fit the checkpoint. As in transformers, a head that differs from the
     embedding is not tied to it, and the embedding's scale is rounded to the weights' dtype.
     """
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"

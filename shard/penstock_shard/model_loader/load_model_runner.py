@@ -31,7 +31,8 @@ from penstock_shard.worker.logits_processors.order import every_processor
 from penstock_shard.worker.model_runner import ModelRunner
 from penstock_shard.worker.outputs.all_outputs import every_output
 
-# Bytes of logits that a step keeps for prompt log-probabilities, and the least number of rows.
+# The most bytes of logits that a step keeps for prompt log-probabilities, and the rows kept in any
+# case.
 _SCORED_BYTES = 64 * 2**20
 _LEAST_SCORED = 16
 
@@ -118,7 +119,6 @@ def _info(
     prepared: PreparedModel,
     progress: Callable[[str], None],
 ) -> RunnerInfo:
-    """Raises ModelError if files cannot be read."""
     loaded, checks, weights_hash = load.loaded, load.checks, load.weights_hash
     model, ops = loaded.model, loaded.ops
     eos_token_ids, defaults = generation_defaults(
@@ -149,8 +149,8 @@ def _info(
         attention_backend=describe_backend(ops.backend, ops.device),
         capabilities=CAPABILITIES | ({"embed"} if embedding else set()),
         embedding=embedding,
-        # On cpu the step needs the processor that would prepare the next step.
         max_scored_tokens=max(_LEAST_SCORED, _SCORED_BYTES // (4 * loaded.vocab_size)),
+        # On cpu, preparing the next step would take the processor from the running one.
         max_steps_ahead=0 if model.device.type == "cpu" else 1,
         worst_step_s=checks.worst_step_s,
         batch_invariant=checks.batch_invariant,

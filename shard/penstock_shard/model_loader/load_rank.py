@@ -61,7 +61,7 @@ def _load(
     if ranks is not None:
         # If products are exact, sums over ranks must also have the same bits in any batch.
         ranks.in_order = ops.exact
-    # Before memory is measured, because adapters take some.
+    # Do this before memory is measured, because adapters take some.
     bank = _open_bank(config, loaded, ops, progress)
     return LoadedModel(
         part=part,

@@ -35,7 +35,7 @@ _FAKE_BLOCK_SIZE = 16
 _FAKE_BLOCKS = 65_536
 # The fake runner has memory for a sequence of this many tokens, 8 bytes each.
 _FAKE_MOST_TOKENS = 2**24
-# Several times any vocabulary's size. It is bounded because the fake runner lists all ids.
+# Ids are below this, several times any vocabulary's size, because the fake runner lists all ids.
 _MOST_TOKENS = 2**22
 
 
@@ -143,9 +143,7 @@ def _fake_runner(config: ShardConfig, model_dir: Path, files: dict[str, bytes]) 
 
 
 def _ids_of(tokenizer: dict[str, Any]) -> tuple[list[int], set[int]]:
-    """Return ordinary ids, and ids of added tokens. Raises ValueError for values that are no
-    ids.
-    """
+    """Return ordinary ids and added tokens' ids. Raises ValueError for values that are not ids."""
     special = {token["id"] for token in tokenizer.get("added_tokens", [])}
     vocab = tokenizer["model"]["vocab"]
     ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))

@@ -22,19 +22,20 @@ from penstock_shard.selfcheck.random_steps import RandomSequence, RandomSteps
 
 # The smallest size assumed for a graph, because the driver cannot report graphs of small models.
 _LEAST_GRAPH_BYTES = 2 * 2**20
-# The first sequence is longer than the part that one program of our decode attention reads.
+# The lengths of test sequences. The first is longer than what one program of our decode attention
+# reads.
 _CHECK_LENGTHS = (300, 40, 7, 23)
-# CPU kernels read a sequence of any length in one way.
+# Short ones suffice, because CPU kernels read any length in one way.
 _CHECK_LENGTHS_ON_DEMAND = (20, 17, 7, 3)
 # The largest difference of a replay's logits from the model's, in standard deviations. They differ
-# because other kernels multiply another number of rows.
+# because other kernels multiply the padded rows of a graph.
 _TOLERANCE = {torch.float32: 1e-2, torch.float16: 0.15, torch.bfloat16: 0.5}
 
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """Sequences, and the logits of their last tokens, without an adapter and, if adapters are
-    served, with one.
+    """Sequences, and the logits of their last tokens: without an adapter, and then with one if
+    adapters are served.
     """
 
     sequences: list[RandomSequence]
@@ -165,8 +166,8 @@ class GraphPreparation:
 def _decoded(
     steps: RandomSteps, sequences: abc.Sequence[RandomSequence], num_adapters: int
 ) -> list[Tensor]:
-    """Return logits of the last tokens, for each adapter index below `num_adapters`; 0 is no
-    adapter.
+    """Return the logits of last tokens: a tensor for each adapter index below `num_adapters` (0 is
+    no adapter).
     """
     logits = []
     for index in range(num_adapters):

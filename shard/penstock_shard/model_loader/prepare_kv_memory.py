@@ -35,11 +35,11 @@ from penstock_shard.selfcheck.random_steps import (
 from penstock_shard.worker.logits_processors.order import every_processor
 from penstock_shard.worker.sampling.sampler import Sampler, SampleRows
 
-# Sequences whose states are reserved before memory is divided between states and blocks.
+# The number of sequences whose states get memory before it is divided between states and blocks.
 _MOST_STATES = 16
 _COSTLY = SamplingParams(top_k=2000, top_p=0.9, min_p=0.01, typical_p=0.9, presence_penalty=0.1)
-# Parameters whose kernels are compiled at load: for the model's logits, and for changed copies of
-# rows.
+# Sampling parameters whose kernels are compiled at load. Some sample from the model's logits, some
+# from changed copies of rows.
 _BY_KERNELS = (SamplingParams(top_p=0.9), SamplingParams(), SamplingParams(presence_penalty=0.1))
 
 
@@ -146,7 +146,8 @@ class MemoryPreparation:
             torch.softmax(logits, dim=-1, dtype=torch.float64)
             return
         one_token = RandomSequence([0], [])
-        # First with penalties, all filters and log-probabilities, then with cheaper parameters.
+        # Sample first with penalties, all filters and log-probabilities, then with cheaper
+        # parameters.
         for sampling in (_COSTLY, *_BY_KERNELS):
             sampler = Sampler(every_processor())
             for slot in range(len(logits)):

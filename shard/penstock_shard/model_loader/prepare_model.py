@@ -30,7 +30,8 @@ def prepare_model(
     beside_bytes: int,
     progress: Callable[[str], None],
 ) -> PreparedModel:
-    """Measure, allocate, record. `beside_bytes` of memory are reserved for other work than steps.
+    """Measure memory, allocate KV blocks, record graphs. `beside_bytes` are reserved for work
+    outside steps.
 
     Raises ModelError if the model does not fit.
     """

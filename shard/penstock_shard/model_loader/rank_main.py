@@ -1,7 +1,7 @@
 """The process of a rank other than 0: loads its part of a model, then follows rank 0's messages.
 
-Rank 0's engine starts this process; on other machines `node` does. If rank 0 or this process ends,
-the other ends too. The main thread computes, another thread receives.
+Rank 0's engine starts this process; on other machines, `distributed/node.py` does. If rank 0 or
+this process ends, the other ends too. The main thread computes, another thread receives.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> int:
     """Run until rank 0 is gone. The arguments are rank 0's address and port, and the numbers of a
     `RankSpec`.
     """
-    # Service managers signal all processes at once. Rank 0 decides when we end.
+    # Service managers signal all processes at once, but rank 0 decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     address, port, *numbers = sys.argv[1:]
@@ -102,7 +102,7 @@ def _serve(
 
             loaded, ranks = _load(line, join, place, address)
     except ModelError as error:
-        # Sent before the connection closes. Rank 0 reads this message only while it loads.
+        # Send this before the connection closes. Rank 0 reads it only while it loads.
         with contextlib.suppress(OSError):
             line.send(Failed(str(error)))
         return 1
@@ -146,7 +146,7 @@ def _say_nothing(text: str) -> None:
 
 
 def _connect(address: str, port: int, *, patiently: bool) -> socket.socket | None:
-    """Return None if no process listens. With `patiently`, retry until one listens."""
+    """Return a connection; None if no process listens. With `patiently`, retry until one does."""
     while True:
         try:
             connection = socket.create_connection((address, port), timeout=10)

@@ -65,7 +65,7 @@ class LoadOptions:
     device: torch.device
     dtype: torch.dtype
     trust_remote_code: bool = False
-    # Random weights; only the configuration is read.
+    # True for random weights. Then only the configuration is read.
     dummy: bool = False
     # Replacements of the directory's files: tensors by name, or objects that give a tensor when
     # transformers slices them with an ellipsis.
@@ -152,8 +152,9 @@ def _class_of(config: PreTrainedConfig, options: LoadOptions) -> type[PreTrained
 
 
 def _is_of_model(name: str, module: PreTrainedModel, options: LoadOptions) -> bool:
-    """Tell whether an unread tensor belongs to a layer of the model. Others belong to parts that
-    the model does not need, such as heads for training, unless these parts are left out already.
+    """Tell whether an unread tensor belongs to a layer. Other tensors belong to parts that the
+    model does not need, such as heads for training. If these parts are left out already, all
+    tensors count.
     """
     if _LEFTOVERS.search(name):
         return False

@@ -87,7 +87,7 @@ class CausalModel(Protocol):
         adapters: Tensor | None = None,
         images: ImageInputs | None = None,
     ) -> ForwardOutput:
-        """Run a step. input_ids and positions are int64 [T]; `batches` has one for each cache
+        """Run a step. input_ids and positions are int64 [T]; `batches` has a batch for each cache
         group. logit_rows int64 [N] and hidden_rows int64 [M] are ascending indices into the T
         tokens. If N is T, logit_rows are all tokens in order.
 

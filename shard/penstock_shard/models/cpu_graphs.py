@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock_shard.kernels.cpu import CpuKernels
 from penstock_shard.kernels.recorded_calls import RecordedCalls
 
-# In larger steps, Python's time is small beside the kernels'.
+# The most rows of recorded steps. In larger ones, Python's time is small beside the kernels'.
 MOST_ROWS = 16
 
 _aten = torch.ops.aten
-# These only allocate memory or make views.
+# Operations that only allocate memory or make views.
 _NO_WORK = {
     *(_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided),
     *(_aten.view, _aten._unsafe_view, _aten.reshape, _aten.as_strided, _aten.detach, _aten.alias),

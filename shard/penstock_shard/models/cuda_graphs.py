@@ -1,5 +1,5 @@
-"""Decode steps, captured as graphs and replayed. Each row has one token. A GPU then does not wait
-for kernel launches, and a CPU (`cpu_graphs`) not for Python.
+"""Decode steps, captured as graphs and replayed. Each row has one token. So a GPU does not wait for
+kernel launches, and a CPU (`cpu_graphs`) does not wait for Python.
 
 A graph computes a fixed number of rows over block tables of a fixed width, at fixed addresses.
 Smaller steps are padded with rows that see one token, in a block that no request has. All graphs
@@ -36,9 +36,9 @@ from penstock_shard.models.step_inputs import InputLayout, StepInputs, attention
 # (bound, step): up to `bound` rows, pad to a multiple of `step` rows. Steps with drafts may have
 # more rows than the last bound. They run without a graph, which would save little.
 _STEPS = ((256, 8), (1024, 64))
-# The narrowest block table has room for the first number of tokens over all rows, or the second in
-# each row, whichever is more. Our exact attention launches a program for every 256 tokens and KV
-# head.
+# The narrowest block tables have room for this many tokens in all rows together, or for
+# _NARROW_ROW_TOKENS in each row if that is more. Our exact attention launches a program for every
+# 256 tokens and KV head.
 _NARROW_TOKENS = 2**16
 _NARROW_ROW_TOKENS = 1024
 # Each wider table has room for 4 times the tokens of the one before. To save graphs, only the
@@ -53,7 +53,7 @@ _EXTRA_PER_ROW = 3
 
 
 class GraphShape(NamedTuple):
-    """Rows, blocks in each row's table, and true if rows may have adapters."""
+    """A graph's rows, the blocks in each row's table, and true if rows may have adapters."""
 
     num_rows: int
     num_blocks: int
@@ -63,7 +63,7 @@ class GraphShape(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StaticInputs:
     """A graph's fixed inputs: the memory, its layout, and its parts as forward takes them. `rows`
-    int64 are the tokens whose logits are computed: all.
+    int64 are all tokens, because logits are computed for all.
     """
 
     memory: Tensor
@@ -118,7 +118,7 @@ class CudaGraph:
             # Compile kernels and allocate workspaces, which cannot be captured.
             work()
             self._stream.synchronize()
-            # `torch.cuda.graph` would collect garbage.
+            # `torch.cuda.graph` would also collect garbage.
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = work()
@@ -177,8 +177,8 @@ class GraphedModel:
         serves_adapters: bool = False,
         exact_rows: bool = False,
     ) -> None:
-        """Use graphs for steps of at most `max_rows` rows; with `serves_adapters`, also if rows
-        have adapters. With `exact_rows`, the first step with a new number of rows captures a graph
+        """Use graphs for steps of at most `max_rows` rows; with `serves_adapters`, also for rows
+        with adapters. With `exact_rows`, the first step with a new number of rows captures a graph
         without padding.
         """
         self.device = model.device
@@ -301,7 +301,7 @@ class GraphedModel:
         return self._captured[shape].static
 
     def pad(self, arrays: StepInputs[NDArray[Any]], num_rows: int) -> None:
-        """Make all rows after the first `num_rows` padding rows."""
+        """Turn all rows after the first `num_rows` into padding rows."""
         arrays.input_ids[num_rows:] = 0
         arrays.positions[num_rows:] = 0
         arrays.adapters[num_rows:] = 0
@@ -402,7 +402,7 @@ def _copy_inputs(
 
 
 def _row_counts(most: int) -> list[int]:
-    """Row counts of graphs for steps of up to `most` rows, up to the last bound."""
+    """Return the row counts of graphs for steps of at most `most` rows, up to the last bound."""
     counts = [1, 2, 4]
     for bound, step in _STEPS:
         counts += range(counts[-1] // step * step + step, bound + 1, step)

@@ -18,7 +18,7 @@ class Embedding:
         """Copy the table. Raises ValueError for a value that float16 cannot hold."""
         self.table = torch.empty(table.shape, dtype=_stored_dtype(table, ops), device=ops.device)
         self._ops = ops
-        # In pieces, so that the mapped file and the copy are never both in memory.
+        # Copy in pieces, so that the mapped file and the copy are never both in memory.
         for start in range(0, len(table), _ROWS):
             piece = table[start : start + _ROWS]
             copy = self.table[start : start + _ROWS].copy_(piece)
@@ -32,8 +32,8 @@ class Embedding:
 
 
 def _stored_dtype(table: Tensor, ops: Ops) -> torch.dtype:
-    """The ops' dtype unless it is float32; else the checkpoint's dtype, but float16 instead of
-    float32 if the other weights are float16 or smaller.
+    """Return the ops' dtype if it is not float32; otherwise the checkpoint's dtype, but float16
+    instead of float32 if the other weights are float16 or smaller.
     """
     if ops.dtype is not torch.float32:
         return ops.dtype

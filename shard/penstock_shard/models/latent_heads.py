@@ -36,7 +36,7 @@ class LatentHeads:
         )
 
     def absorb(self, query: Tensor) -> Tensor:
-        """query [T, H, N + P], its last P elements rotated -> [T, H, R + P]."""
+        """Map query [T, H, N + P], whose last P elements are rotated, to [T, H, R + P]."""
         size = self.keys.in_features
         latent = _by_head(self.keys, query[..., :size])
         return torch.cat((latent, query[..., size:]), dim=-1)

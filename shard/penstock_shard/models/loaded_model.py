@@ -37,7 +37,8 @@ class LoadedModel:
     part: CausalModel
     # The adapters of `part`; None if it takes none.
     bank: LoraBank | None
-    # With several ranks, all call this once each has its part. Raises ModelError.
+    # With several ranks, all call this after each has loaded its part. Raises ModelError if they do
+    # not compute the same as the whole model.
     check: Callable[[], None]
     # Runs steps: `part`, wrapped for CUDA graphs if decodes may be captured. On rank 0 of several,
     # a `MirroredModel` over all ranks.
@@ -61,6 +62,6 @@ class LoadedModel:
         return dataclasses.replace(self, model=graphs or self.part, graphs=graphs)
 
     def over_ranks(self, whole: Graphs) -> LoadedModel:
-        """Return rank 0's model once all ranks have their parts. `whole` runs steps on all."""
+        """Return rank 0's model for steps over all ranks, which `whole` runs."""
         graphs = None if self.graphs is None else whole
         return dataclasses.replace(self, model=whole, graphs=graphs)

@@ -33,8 +33,8 @@ class StateCache:
 
 
 class PagedCaches:
-    """The caches of a model's layers. Layers of different groups that share a plane of a pool use
-    the same memory, but different blocks.
+    """The caches of a model's layers. A plane is memory in a pool: layers of different groups may
+    share it, but use different blocks.
     """
 
     def __init__(self, layout: CacheLayout) -> None:

@@ -41,7 +41,7 @@ class _History:
         self.waited = False
 
     def read(self, token_ids: abc.Sequence[int]) -> NDArray[np.int32]:
-        """Return all tokens as an array. Only new ones are copied."""
+        """Return all tokens as an array. Only new tokens are copied."""
         count = len(token_ids)
         if count > len(self._ids):
             grown = np.empty(count + max(_SPARE, count // 4), dtype=np.int32)
@@ -67,7 +67,7 @@ class Drafter:
         self.accepted_total = 0
 
     def expects(self, sequence: Sequence) -> bool:
-        """Tell whether to wait for the pending tokens, because a draft may follow them."""
+        """Tell whether to wait for the tokens being sampled, because a draft may follow them."""
         history = self._history(sequence)
         if sequence.num_tokens < history.quiet_until:
             return False
@@ -75,7 +75,7 @@ class Drafter:
         return history.waited
 
     def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """Draft up to `most` next tokens of a sequence without pending tokens; often none."""
+        """Draft up to `most` next tokens of a sequence whose tokens are all known; often none."""
         history = self._history(sequence)
         if most <= 0 or len(sequence.token_ids) < history.quiet_until:
             return []

@@ -133,8 +133,8 @@ class ImageEncoder(Protocol):
     """The images of requests, and the features that the model's encoder computes from their pixels.
 
     Called between steps. Only requests with the same `salt` share features. If `salt` is None, the
-    KV cache has all of an image's tokens. Then only the image's positions are needed, which take no
-    encoder and are the same for every request.
+    KV cache has all of an image's tokens. Then only the image's positions are needed. They need no
+    encoder, and are the same for every request.
     """
 
     # The token id that stands for a part of an image in a prompt.
@@ -156,8 +156,8 @@ class ImageEncoder(Protocol):
         """Tell whether the image is encoded."""
 
     def encode(self, salt: str | None, image: PromptImage) -> bool:
-        """Start to encode the image, in parallel with steps. True if it is encoded. Raises
-        `ImageUnusable`.
+        """Start to encode the image, in parallel with steps. True if it is already encoded. Raises
+        `ImageUnusable` if it cannot be.
         """
 
     def cancel(self, salt: str | None, image: PromptImage) -> None:
@@ -181,11 +181,11 @@ class Runner(Protocol):
 
     @property
     def adapters(self) -> AdapterStore | None:
-        """None if the runner does not serve adapters."""
+        """The runner's adapters; None if it serves none."""
 
     @property
     def images(self) -> ImageEncoder | None:
-        """None if the runner does not serve images."""
+        """The runner's images; None if it serves none."""
 
     def launch(self, batch: Batch) -> None:
         """Start a step, and return before the step is over if the runner can."""
@@ -202,7 +202,7 @@ class Runner(Protocol):
         """Drop all state of the sequence in this slot. It has ended or will be admitted again."""
 
     def copy_states(self, copies: abc.Sequence[tuple[int, int]]) -> None:
-        """Copy states while no step is running, like `Batch.state_copies`."""
+        """Copy states, as `Batch.state_copies` does, while no step is running."""
 
     def read_block(self, group: int, block_id: int, into: memoryview) -> None:
         """Copy the `RunnerInfo.block_bytes` bytes of a group's block, as the finished steps left

@@ -79,9 +79,8 @@ class FakeKv:
     def run(self, batch: Batch, tokens_of: Callable[[int], abc.Sequence[int]]) -> None:
         """Copy states, write the tokens of each row, then read the rows' blocks.
 
-        `tokens_of` gives the known tokens of the sequence in a slot. A decode row that goes on
-        without a new block does not read, because many such reads would take most of the step's
-        time.
+        `tokens_of` gives the known tokens of the sequence in a slot. A decode row without a new
+        block does not read, because many such reads would take most of the step's time.
         """
         self.copy_states(batch.state_copies)
         going_on: list[int] = []
@@ -154,7 +153,7 @@ class FakeKv:
                 positions = np.arange(start, len(names))
                 places = blocks[positions // self._block_size], positions % self._block_size
                 memory[places] = names[start:] ^ _salt(index)
-        # Later rows overwrite what drafts wrote.
+        # Unknown after drafts, because later rows overwrite what drafts wrote.
         self._num_written[slot] = -1 if batch.drafts[row] else len(names)
         self._last[slot] = names[-1]
 
@@ -170,7 +169,6 @@ class FakeKv:
                 self.misread[slot] = True
 
     def _names(self, slot: int, token_ids: abc.Sequence[int]) -> Names:
-        """Return each token's value, before the group's salt is applied."""
         ids = np.asarray(token_ids, dtype=np.uint64)
         names: Names = np.cumsum(_hashes(ids, np.arange(len(ids))), dtype=np.uint64)
         names += self._roots[slot]

@@ -19,7 +19,9 @@ from penstock_shard.worker.base import Admission, Batch, ImageEncoder
 
 
 class FeatureSource(ImageEncoder, Protocol):
-    """The encoder interface that a model's runner needs. All methods raise `ImageUnusable`."""
+    """The encoder interface that a model's runner needs. Methods raise `ImageUnusable` if they
+    fail.
+    """
 
     # The axis of positions for each rotary frequency; empty if there is one axis.
     axis_of_frequencies: tuple[int, ...]
@@ -40,7 +42,7 @@ class _Placed:
     features: ImageFeatures | None = None
 
     def runs(self) -> list[tuple[int, int]]:
-        """Return the runs of tokens that have features: first and end, in the sequence."""
+        """Return the runs of tokens with features, as (first, end) in the sequence."""
         has_row = np.pad(np.diff(self.num_before), 1)
         edges = np.flatnonzero(np.diff(has_row)) + self.image.offset
         return [(int(first), int(end)) for first, end in edges.reshape(-1, 2)]
@@ -48,7 +50,7 @@ class _Placed:
 
 @dataclass(slots=True)
 class _Seeing:
-    """If `error` is set, the sequence's rows are void."""
+    """A sequence with images. If `error` is set, its rows are void."""
 
     placed: list[_Placed]
     positions: PromptPositions | None = None
@@ -69,8 +71,8 @@ class _Found:
     errors: dict[int, str] = field(default_factory=dict)
 
     def add(self, first: int, own: Integers, begin: int, features: ImageFeatures) -> None:
-        """Add the features from `begin` on, for a sequence's tokens `own`. Their indices in the
-        step are `own + first`.
+        """Add the features from `begin` on, for the tokens `own` of a sequence. The tokens' indices
+        in the step are `own + first`.
         """
         end = begin + len(own)
         self.places.append(torch.from_numpy(own + first))

@@ -52,7 +52,7 @@ class SamplingInputs:
 @dataclass(frozen=True, slots=True)
 class PendingTokens:
     """Input tokens that the previous step has not sampled yet: their slots, int64 [G] on the
-    device, and their `places` in `input_ids`, int64 [G]; None for the first G places.
+    device, and their `places` in `input_ids`, int64 [G], or None if they are the first G.
     """
 
     slots: Tensor
@@ -128,17 +128,17 @@ class ImagePlaces(Protocol):
     """The facts about images that an input builder needs."""
 
     def shifts(self, slots: Integers) -> Integers | None:
-        """Return, for each slot, position minus index of a token after all images; None if all are
-        0.
+        """Return, for tokens after a slot's images, position minus index; None if that is 0 in all
+        slots.
         """
 
     def spans(self, batch: Batch) -> abc.Sequence[tuple[int, int]]:
-        """Return the runs of image tokens in a batch, in order: first and end of each. Images that
-        are only partly in the batch are left out.
+        """Return the runs of image tokens in a batch, in order, as (first, end). Images that are
+        only partly in the batch are left out.
         """
 
     def are_in(self, batch: Batch) -> bool:
-        """Tell whether a batch has tokens of images, or before an image, and so needs more than
+        """Tell whether a batch has tokens of an image or before one. It then needs more inputs than
         ids.
         """
 
@@ -270,7 +270,7 @@ class InputBuilder:
         tokens: _Tokens,
         rows: _AttentionRows,
     ) -> None:
-        """Fill the inputs of attention. If a graph has more rows, pad them."""
+        """Fill the inputs of attention. If a graph has more rows, add padding rows."""
         count, total, size = len(rows.slots), tokens.total, self._block_size
         arrays.positions[:total] = tokens.positions
         if self._images is not None and (shifts := self._images.shifts(own_slots)) is not None:
@@ -311,7 +311,7 @@ _layout = lru_cache(maxsize=256)(InputLayout)
 
 
 def _num_visible(group: CacheGroup, lengths: Integers) -> Integers:
-    """Return how many of each row's keys attention sees: those in the row's attention chunk."""
+    """Return the number of keys that each row sees: those in the row's attention chunk."""
     return lengths if group.chunk is None else (lengths - 1) % group.chunk + 1
 
 

@@ -35,8 +35,6 @@ MakeOutputs = Callable[[Slots, Sampler], abc.Sequence[RowOutput]]
 
 @dataclass(slots=True)
 class _Pass:
-    """A step's forward pass."""
-
     inputs: Inputs
     # The logits to sample from, until they are sampled.
     logits: Tensor | None = None
@@ -91,9 +89,9 @@ class ModelRunner:
         adapters: AdapterStore | None = None,
         images: FeatureSource | None = None,
     ) -> None:
-        """`make_outputs` makes the outputs of rows besides sampled tokens. By default there are
-        none, and no logits processors. `graphs`, `adapters` and `images` are the model's, if it has
-        any.
+        """`make_outputs` makes the outputs of rows besides sampled tokens. By default there are no
+        such outputs, and no logits processors. `graphs`, `adapters` and `images` are the model's,
+        if it has any.
         """
         self.model = model
         self._adapters = adapters
@@ -184,7 +182,8 @@ class ModelRunner:
                 raise
             step.failure = first_line(error)
         if step.failure:
-            # Not in `except`, where the error's traceback keeps tensors of the step alive.
+            # Do this outside of `except`, where the error's traceback keeps tensors of the step
+            # alive.
             step.forward = None
             self._sampler.abandon()
             empty_caches(self.model.device)

@@ -87,7 +87,7 @@ class WindowCounts:
 
     @property
     def counts(self) -> NDArray[np.int64]:
-        """The count of each of `ids`; 0 for a token that only the prompt's part has."""
+        """The count of each of `ids`; 0 for a token that occurs only in the prompt's part."""
         return self._columns[1, : self._num_distinct]
 
     def add(self, token_id: int) -> None:
@@ -139,7 +139,7 @@ class BadWords:
         self._single: list[int] = []
         # Keyed by a word's second-last id: (all its ids but the last, its last id).
         self._longer: dict[int, list[tuple[tuple[int, ...], int]]] = {}
-        # The number of last output tokens that can complete a word.
+        # The largest number of output tokens that are compared with a word's beginning.
         self.num_tail_tokens = 0
         for word in words:
             *beginning, last = word

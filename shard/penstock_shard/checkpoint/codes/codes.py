@@ -19,13 +19,13 @@ class Codes:
     values: Tensor
     # float32 [N, ceil(K / group)].
     scales: Tensor
-    # float32 like the scales, or None.
+    # float32 [N, ceil(K / group)], or None.
     minimums: Tensor | None
     bits: Literal[4, 8]
-    # Columns that share a scale.
+    # The number of columns that share a scale.
     group: int
     zero: int
-    # int64 [K]: the input that each column is multiplied by; None if it is the column's own.
+    # int64 [K]: the index of the input that multiplies each column; None if column i takes input i.
     order: Tensor | None = None
 
     def dense(self) -> Tensor:
@@ -54,7 +54,9 @@ class Codes:
 def with_zeros(
     values: Tensor, scales: Tensor, zeros: Tensor | int, bits: Literal[4, 8], group: int
 ) -> Codes:
-    """Make codes [N, K] for scale * (code - zero), with zeros [N, groups] or one for all."""
+    """Make codes [N, K] for scale * (code - zero). `zeros` is [N, groups], or one number for all
+    codes.
+    """
     if isinstance(zeros, Tensor):
         first = int(zeros.flatten()[0])
         if bool((zeros == first).all()):

@@ -61,7 +61,7 @@ def _halves(packed: _Bytes) -> _Bytes:
 
 
 def _fifth_bits(packed: _Bytes) -> _Bytes:
-    """Return [B, 32] for [B, 4]: the bits in order, each as bit 4 of a code."""
+    """Unpack [B, 4] to [B, 32]: each bit, in order, becomes bit 4 of a code."""
     return np.unpackbits(packed, axis=1, bitorder="little") * _FIFTH
 
 
@@ -87,8 +87,8 @@ def _q8_0(blocks: _Bytes) -> _Parts:
 
 
 def _k_scales(blocks: _Bytes) -> tuple[_Floats, _Floats]:
-    """Return scales and minimums of Q4_K and Q5_K: six bits each, in the 12 bytes after two
-    floats.
+    """Return scales and minimums of Q4_K and Q5_K. The 12 bytes after two float16 factors hold
+    them, with 6 bits each.
     """
     packed = blocks[:, 4:16]
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]

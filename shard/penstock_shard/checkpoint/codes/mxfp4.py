@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock_shard.checkpoint.codes.codes import Codes
 
-# Columns that share a scale.
+# The number of columns that share a scale.
 GROUP = 32
 # Twice the value of the 4-bit numbers 0 to 7. Numbers from 8 on are the negative values.
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)

@@ -32,7 +32,7 @@ class StoredMatrix(Protocol):
 
     def dense(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the dequantized matrix, float32 [N, K]. Raises ValueError for tensors that do not
-        fit together; its message can follow a tensor's name.
+        fit together. Callers put the matrix's name before the message.
         """
 
     def codes(self, parts: Sequence[Tensor]) -> Codes | None:
@@ -50,8 +50,8 @@ class ScaledMatrix:
     block: tuple[int, int]
 
     def dense(self, parts: Sequence[Tensor]) -> Tensor:
-        """Dequantize parts: the numbers; one scale for each block, in any shape; and zero points in
-        the same form, if any.
+        """Dequantize `parts`: the numbers, one scale for each block in any shape, and, if there are
+        any, zero points in the same shape.
         """
         weight = parts[0].float()
         if len(parts) > 2:
@@ -66,15 +66,13 @@ class ScaledMatrix:
         return with_zeros(values, scales, zeros[0] + 128 if zeros else 128, 8, self.block[1])
 
     def _by_rows(self, values: Tensor) -> Tensor:
-        """Turn a number for each block into one for each row and group of columns, float32 [N,
-        groups].
-        """
+        """Repeat one value per block into one per row and group of columns, float32 [N, groups]."""
         rows, columns = self.shape
         counts = (-(-rows // self.block[0]), -(-columns // self.block[1]))
         return values.float().reshape(counts).repeat_interleave(self.block[0], dim=0)[:rows]
 
     def _spread(self, values: Tensor) -> Tensor:
-        """Repeat a number for each block to broadcast to [N, K]."""
+        """Repeat one value per block so that the result broadcasts to [N, K]."""
         counts = tuple(-(-size // each) for size, each in zip(self.shape, self.block, strict=True))
         spread = values.float().reshape(counts)
         for dim, size in enumerate(self.shape):
@@ -94,7 +92,7 @@ class PackedMatrix:
     bits: int
     group: int
     has_zeros: bool
-    # True if another tensor [K] has the group of each column.
+    # True if another tensor [K] holds the group of each column.
     has_order: bool
 
     def dense(self, parts: Sequence[Tensor]) -> Tensor:
@@ -114,8 +112,9 @@ class PackedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class GptqMatrix:
-    """GPTQ's matrix: the transposed [K, N], packed along its columns; zero points [G, N], packed
-    along their rows; scales [G, N]; and the group of each of the K inputs.
+    """GPTQ's matrix, transposed to [K, N] and packed along its columns. Zero points [G, N] are
+    packed along their rows. Scales are [G, N]. Another tensor has the group of each of the K
+    inputs.
     """
 
     names: tuple[str, ...]
@@ -143,8 +142,8 @@ class GptqMatrix:
 
 @dataclass(frozen=True, slots=True)
 class AwqMatrix:
-    """AWQ's matrix: the transposed [K, N] and zero points [G, N] in 4 bits, eight columns to a word
-    in AWQ's order; and scales [G, N].
+    """AWQ's matrix, transposed to [K, N]. It and its zero points [G, N] have 4 bits, with eight
+    columns to a word in AWQ's order. Scales are [G, N].
     """
 
     names: tuple[str, ...]
@@ -189,7 +188,7 @@ def _bits(bits: int) -> Literal[4, 8]:
 
 def _in_groups(codes: Codes, groups: Tensor | None) -> Codes:
     """Sort the columns of codes by `groups`, int [K], so that a group's columns are adjacent."""
-    # Negative entries mean that the columns have no order.
+    # Negative entries mean that columns keep their order.
     if groups is None or bool((groups < 0).any()):
         return codes
     count, columns = codes.scales.shape[1], codes.values.shape[1]

@@ -1,5 +1,5 @@
-"""Bounds of the numbers in a model's configuration. They are far above every model's numbers, but
-objects of these sizes take little memory.
+"""Upper bounds on numbers in a model's configuration. No known model comes near them, and objects
+of these sizes still take little memory.
 """
 
 from __future__ import annotations

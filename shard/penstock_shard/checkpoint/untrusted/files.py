@@ -1,8 +1,8 @@
 """Reads files that a model's or an adapter's author made. They must be regular files of a bounded
 size.
 
-Routers and messages publish their content. So a link may lead only within the directory or into the
-blobs of a hub's cache. Weights are not published, so they may be anywhere.
+Routers get their content, and error messages quote it. So a link may lead only within the directory
+or into the blobs of a hub's cache. Weights are not published, so they may be anywhere.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SNAPSHOTS, _BLOBS, _OF_HUB = "snapshots", "blobs", "models--"
 
 def check_files(directory: Path) -> None:
     """Check the directory and its subdirectories. Raises ModelError, with the path, for a file that
-    is not regular, or is no weights and leads out of the directory.
+    is not regular, or that links out of the directory and does not hold weights.
     """
     for path in _files(directory):
         check_file(directory, path)
@@ -67,7 +67,7 @@ def check_names(directory: Path, name: str) -> None:
     if not (directory / name).exists():
         return
     for text in _texts(read_json(directory / name)):
-        # The string as it is, and as a name in the directory.
+        # Try the string as a path of its own, and as a path within the directory.
         for place in (text, os.path.join(directory, text)):
             if os.path.exists(place) and not os.path.isdir(place):
                 found = Path(place).resolve()
@@ -96,7 +96,6 @@ def _allowed(directory: Path) -> list[Path]:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    """Yield all files in a directory and in its visible subdirectories."""
     for path in sorted(directory.iterdir()):
         if not path.is_dir():
             yield path
@@ -152,7 +151,7 @@ def _within(value: Any) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises ModelError if it is none, OSError if it cannot be read."""
+    """Read a JSON object. Raises ModelError if there is none, OSError if reading fails."""
     value = read_json(path)
     if not isinstance(value, dict):
         raise ModelError(f"{path}: is not a JSON object")

@@ -1,5 +1,5 @@
-"""Checks that a GGUF file holds what its header claims, before the package gguf makes objects of
-each claimed number.
+"""Checks that a GGUF file holds what its header claims, before the package gguf makes as many
+objects as the header claims.
 
 The format is: "GGUF", version, counts of tensors and of fields; for each field a name, a type and a
 value; for each tensor its name, sizes, type and offset. Strings begin with their length, arrays
@@ -17,23 +17,23 @@ from penstock_shard.checkpoint.untrusted.files import open_regular
 from penstock_shard.errors import ModelError
 
 _MAGIC = b"GGUF"
-# Bytes of a number, by its type.
+# The bytes of a number, by GGUF's type ids.
 _NUMBERS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
 # The smallest size in bytes of a field and of a tensor's entry.
 _FIELD_BYTES, _TENSOR_BYTES = 13, 32
-# The longest name of a field or a tensor.
+# The most bytes in the name of a field or tensor.
 _NAME_BYTES = 400
-# Strings in arrays are bounded, each and in total, because transformers splits a token at each
-# place and copies both parts.
+# The most bytes of a string in an array; their sum is also bounded. transformers splits a token at
+# each place and copies both parts.
 _ELEMENT_BYTES = 2048
 _MOST_ELEMENT_BYTES = 2**25
 _DIMENSIONS = 4
-# The largest number of elements of all arrays. gguf makes two objects for each, which takes 10 s in
-# all. A vocabulary of 262,144 tokens, with types and merges, has three quarters of this.
+# The largest number of elements in all arrays together. gguf makes two objects for each, in 10 s
+# for all. A vocabulary of 262,144 tokens, with types and merges, has three quarters of this.
 _MOST_ELEMENTS = 2**20
 _MOST_FIELDS, _MOST_TENSORS = 4096, 65_536
-# No code is shorter than an eighth of a bit.
+# No quantized value takes less than an eighth of a bit.
 _VALUES_PER_BYTE = 64
 
 

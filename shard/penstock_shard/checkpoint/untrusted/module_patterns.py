@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Bounds on a pattern's characters and its groups' depth.
+# Bounds on a pattern's length and on its groups' depth.
 _LONGEST = 400
 _DEEPEST = 8
-# Bound on the characters of patterns that are not plain names, times modules: a second or two.
+# Bound on the total length of patterns, except plain names, times the modules. Such work takes a
+# second or two.
 _MOST_WORK = 2_000_000
 _NAME = re.compile(r"(?:[\w-]|\\?\.)+")
 _ELEMENT = re.compile(
@@ -26,7 +27,7 @@ _RANGE = re.compile(r"(.)-(.)")
 _WORD = frozenset(string.ascii_letters + string.digits + "_")
 _CLASSES = {"d": frozenset(string.digits), "w": _WORD}
 
-# Maps places in a name, as bits, at which a pattern may begin, to places at which it may end.
+# Maps the places where a part of a pattern may begin, as bits, to the places where it may end.
 _Step = Callable[["_Name", int], int]
 
 
@@ -35,7 +36,7 @@ class PatternUnreadable(Exception):
 
 
 class ModulePatterns:
-    """Values by patterns. The first one that matches the end of a module's name applies."""
+    """Maps patterns to values. The first pattern that matches the end of a name applies."""
 
     def __init__(self, stated: Mapping[str, Any], num_modules: int) -> None:
         """Raises PatternUnreadable, for example if matching `num_modules` names would take long."""
@@ -57,7 +58,7 @@ class ModulePatterns:
             self._expressions.append((order, _read(pattern), value))
 
     def value(self, module: str, default: Any) -> Any:
-        """Return a module's value, or `default` if no pattern fits."""
+        """Return the value of the first pattern that fits the module, or `default`."""
         parts = module.split(".")
         endings = (".".join(parts[start:]) for start in range(len(parts)))
         found = [self._names[ending] for ending in endings if ending in self._names]
@@ -69,8 +70,8 @@ class ModulePatterns:
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """A module's name. `places` maps each character to its places, as bits. `begins` are the places
-    where an ending of the name begins.
+    """A module's name. `places` maps each character to its places in the name, as bits. `begins`
+    are the places where a match may begin.
     """
 
     length: int
@@ -95,7 +96,7 @@ class _Name:
 
 
 def _read(pattern: str) -> _Step:
-    """Raises PatternUnreadable."""
+    """Compile a pattern. Raises PatternUnreadable if it is not supported."""
     if len(pattern) > _LONGEST:
         raise PatternUnreadable(
             f"{_short(pattern)} has {len(pattern)} characters; {_LONGEST} are served"
@@ -151,7 +152,7 @@ def _element(pattern: str, at: int) -> tuple[_Step, int]:
 
 
 def _meant(match: re.Match[str]) -> frozenset[str] | None:
-    """Return the characters of an element; None if it matches any."""
+    """Return the characters that an element matches; None if it matches any."""
     escaped: str | None = match["escaped"]
     if escaped:
         return _CLASSES.get(escaped, frozenset(escaped))
@@ -175,7 +176,7 @@ def _characters(meant: frozenset[str] | None, repeat: str) -> _Step:
 
 
 def _run_on(starts: int, fits: int) -> int:
-    """Return the places that fitting characters reach, in steps that double."""
+    """Return `starts` and all places that they reach over `fits`."""
     length = 1
     while fits:
         starts |= (starts & fits) << length

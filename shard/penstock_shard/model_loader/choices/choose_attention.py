@@ -30,17 +30,17 @@ from penstock_shard.errors import (
 from penstock_shard.ops.base import Ops
 from penstock_shard.selfcheck.attention import make_case
 
-# The largest difference from float32 over the same rounded keys, values and queries. It is relative
-# to 1 + |expected|.
+# The largest difference from attention in float32 over the same rounded keys, values and queries.
+# It is relative to 1 + |expected|.
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-# The largest number of queries of a sequence: on cuda several tiles of a kernel; on cpu few,
+# The most queries of a test sequence: on cuda enough for several tiles of a kernel; on cpu few,
 # because Triton's interpreter is slow.
 _MOST_QUERIES = {"cuda": 300, "cpu": 24}
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    # A name, or "auto".
+    # The backend's name, or "auto".
     backend: str = "auto"
     # The dtype of cached keys and values; None for the activations' dtype.
     kv_dtype: torch.dtype | None = None
@@ -48,7 +48,7 @@ class AttentionOptions:
 
 
 def serves_latents(ops: Ops, wish: AttentionOptions) -> bool:
-    """Tell whether an allowed backend takes values from keys, as latent layers need."""
+    """Tell whether an allowed backend can take values out of the keys, as latent layers need."""
     layer = LayerSpec(0, 1, 1, 24, 16, 1.0, values_in_keys=True)
     return any(backend.refusal(layer, ops.dtype) is None for backend in _backends(ops, wish, []))
 
@@ -91,7 +91,7 @@ def _backends(ops: Ops, wish: AttentionOptions, reasons: list[str]) -> Iterator[
 
 
 def _kinds(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
-    """Return the first layer of each kind that attends."""
+    """Return the first layer of each kind of attention layer."""
     kinds: dict[LayerSpec, LayerSpec] = {}
     for layer in layers:
         if layer.state is None:
@@ -102,8 +102,8 @@ def _kinds(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
 def fault_of(
     backend: AttentionBackend, ops: Ops, layers: Sequence[LayerSpec], wish: AttentionOptions
 ) -> str | None:
-    """Return why the backend does not serve these layers here, as text after its name; None if it
-    does.
+    """Return why the backend does not serve these layers here (text that follows its name); None if
+    it does.
     """
     for layer in layers:
         reason = backend.refusal(layer, ops.dtype)
@@ -160,7 +160,7 @@ def _difference(
     kv_dtype: torch.dtype,
     block_size: int,
 ) -> str | None:
-    """Return a difference from the reference that rounding does not explain, or None."""
+    """Describe a difference from the reference that rounding does not explain, or return None."""
     most = _MOST_QUERIES.get(ops.device.type, max(_MOST_QUERIES.values()))
     trial = make_case(layer, ops.dtype, kv_dtype, ops.device, most)
     full = torch.float32

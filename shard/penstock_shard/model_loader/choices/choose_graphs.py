@@ -18,7 +18,9 @@ from penstock_shard.ops.quantized import captures_fp8
 def choose_graphs(
     config: ShardConfig, loaded: LoadedModel, progress: Callable[[str], None]
 ) -> GraphedModel | None:
-    """Wrap this rank's part to record decodes; return None if it cannot or must not be recorded."""
+    """Wrap this rank's part so that its decodes are recorded; return None if they cannot or must
+    not be.
+    """
     part, ops = loaded.part, loaded.ops
     if config.enforce_eager or not ops.backend.capturable:
         return None
@@ -33,7 +35,7 @@ def choose_graphs(
     if ops.weights == "fp8" and not captures_fp8(part.device):
         progress("CUDA graphs: none, products in fp8 need torch 2.12 for them on this GPU")
         return None
-    # In a graph, a step with drafts has a row for each of its logits.
+    # max_step_logits bounds the rows: a step with drafts has a row for each of its logits.
     return GraphedModel(
         part,
         config.max_step_logits,

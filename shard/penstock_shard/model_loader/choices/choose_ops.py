@@ -35,7 +35,7 @@ from penstock_shard.selfcheck.ops import triton_fault
 # Values of --dtype with which weights on a GPU may be fp8 or int4, because activations are
 # bfloat16.
 _WITH_FEW_BITS = ("auto", "bfloat16")
-# Levels of the kernels that have instructions for bfloat16.
+# Levels of the cpu kernels with bfloat16 instructions.
 _WITH_BFLOAT16 = ("avx512_amx", "avx512_bf16")
 _FASTER = (
     "this CPU multiplies bfloat16 faster: --dtype bfloat16 gave 1.7 times the tokens with 16 "
@@ -193,7 +193,7 @@ def _kernel_weights(
     if config.dtype != "auto":
         return cast(KernelKind, config.dtype)
     scheme = scheme_of(hf_config)
-    # With several ranks, parts of a matrix are read dequantized.
+    # Several ranks read their parts of a matrix dequantized, not as codes.
     is_whole = config.tensor_parallel_size == 1
     return "codes" if scheme is not None and scheme.has_codes and is_whole else "float16"
 

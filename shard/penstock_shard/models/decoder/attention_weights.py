@@ -172,6 +172,6 @@ class AttentionWeights:
             return HeadNorm(query, key, spec.norm_eps, spec.norm_offset)
         if spec.head_norms is None or not rotates:
             return None
-        # Norms without weights commute with rotation.
+        # Norms without weights give the same before and after rotation.
         ones = self._reader.ones(layer.head_dim)
         return HeadNorm(ones, ones, spec.norm_eps, 0.0)

@@ -136,7 +136,7 @@ class Decoder:
             self._running = self._layers
 
     def _kind(self, layer: LayerSpec) -> tuple[object, ...]:
-        """Everything except weights in which layers may differ."""
+        """Return all that layers may differ in, except their weights."""
         spec, index = self._spec, layer.index
         own = dataclasses.replace(layer, index=0, reads=None)
         has = (index in spec.keys_as_values, layer.reads is not None, spec.has_experts(index))
@@ -172,7 +172,8 @@ class Decoder:
             batch = batches[layer.group]
             attended = self._attention(layer, stream, update, positions, batch, tokens)
             if layer is self._running[-1] and not needs_all:
-                # Keys and values are cached: only these tokens need the last layer.
+                # Keys and values are in the cache, so only tokens with logits need the last layer's
+                # rest.
                 stream, attended = stream[rows], attended[rows]
                 tokens = None if tokens is None else tokens.of(rows)
             update = self._feed_forward(layer, stream, attended, tokens)

@@ -19,8 +19,8 @@ from penstock_shard.ops.base import SWIGLU_ALPHA, SWIGLU_LIMIT
 class Family:
     """The differences of one model type from Llama."""
 
-    # In transformers: the module under `models`, and the prefix of class names (without
-    # `rotary_prefix`, also of rotary classes).
+    # The module under transformers' `models`, and the prefix of its class names (also of rotary
+    # classes unless `rotary_prefix` is set).
     module: str
     prefix: str
     # Configuration values read in addition to `_READ`, and rope parameters in addition to
@@ -32,12 +32,12 @@ class Family:
     head_norms: Literal["learned", "plain"] | None = None
     interleaved: bool = False
     latent: bool = False
-    # True if one tensor has query, key and value; and if one has gate and up.
+    # True if one tensor has query, key and value; in the next field, gate and up.
     fused_heads: bool = False
     fused_gates: bool = False
     gemma: bool = False
-    # Like Gemma 4: norm weights as they are, unscaled scores, normed values, and the other values
-    # of `_GEMMA4_READS`.
+    # Like Gemma 4: norm weights without offset, unscaled scores, normed values, and the other
+    # values of `_GEMMA4_READS`.
     gemma4: bool = False
     # Like Qwen3-Next: norm weights are stored minus 1, attention has a gate, and other layers a
     # state.
@@ -48,19 +48,19 @@ class Family:
     experts: ExpertNames | None = None
     scores: Literal["softmax", "sigmoid"] = "softmax"
     scores_eps: float = 1e-20
-    # True if an expert's score multiplies its input; otherwise its share multiplies its output.
+    # True if an expert's routing weight multiplies its input, not its output.
     scales_inputs: bool = False
     # True if attention's output matrix has a bias when queries, keys and values do.
     output_bias: bool = True
     # True if an image's tokens see the whole image, including later tokens.
     bidirectional_images: bool = False
-    # Like gpt-oss: heads have attention sinks, and the activation is its own.
+    # Like gpt-oss: heads have attention sinks, and the activation is gpt-oss' own.
     gpt_oss: bool = False
 
 
-# Values of DeepSeek V3 that transformers does not read.
+# Configuration values of DeepSeek V3 that transformers assumes without reading them.
 _DEEPSEEK_V3_VALUES = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
-# Values of Qwen3.5 that transformers does not read.
+# Configuration values of Qwen3.5 that transformers assumes without reading them.
 _QWEN35_VALUES = {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
 # The values of gpt-oss that the kernels implement.
 _GPT_OSS_VALUES = {"swiglu_alpha": SWIGLU_ALPHA, "swiglu_limit": SWIGLU_LIMIT}
@@ -89,7 +89,7 @@ _GEMMA4_READS = frozenset(
         "attention_k_eq_v",
         "num_kv_shared_layers",
         "use_bidirectional_attention",
-        # Embeddings of layers; models with them are refused.
+        # Size of per-layer embeddings; models with them are refused.
         "vocab_size_per_layer_input",
         "enable_moe_block",
         "top_k_experts",
@@ -161,7 +161,7 @@ _DEEPSEEK_EXPERT_READS = frozenset(
         "n_group",
         "topk_group",
         "num_nextn_predict_layers",
-        # Constants in transformers.
+        # transformers assumes these values.
         *_DEEPSEEK_V3_VALUES,
         # Used only in training.
         "aux_loss_alpha",
@@ -211,7 +211,7 @@ _DELTA_READS = frozenset(
         "linear_value_head_dim",
         "linear_num_key_heads",
         "linear_num_value_heads",
-        # Constants in transformers.
+        # transformers assumes these values.
         *_QWEN35_VALUES,
         # For the prediction of further tokens, whose weights have separate names.
         "mtp_num_hidden_layers",
@@ -249,7 +249,7 @@ _LFM2_SIZES = frozenset(
         "block_ffn_dim_multiplier",
         "block_multiple_of",
         "full_attn_idxs",
-        # Duplicates, or used only to initialize weights.
+        # Values that repeat others, or only initialize weights.
         "block_dim",
         "block_mlp_init_scale",
         "block_norm_eps",
@@ -272,7 +272,7 @@ FAMILIES = {
         "ministral3",
         "Ministral3",
         frozenset({"sliding_window"}),
-        # max_position_embeddings is also in the configuration itself.
+        # max_position_embeddings is here and in the configuration itself.
         rope_reads=frozenset({"llama_4_scaling_beta", "max_position_embeddings"}),
     ),
     "phi3": Family(
@@ -454,7 +454,7 @@ FAMILIES = {
 
 
 def own_layer_types(text: PreTrainedConfig) -> set[str]:
-    """The layer types of a model that only our decoder serves."""
+    """The layer types of this model that only our decoder serves."""
     family = FAMILIES.get(text.model_type)
     if text.model_type == "llama4_text":
         return {"chunked_attention"}

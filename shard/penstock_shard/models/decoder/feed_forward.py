@@ -17,7 +17,7 @@ from penstock_shard.ops.base import Activation, Experts, Matrix, Ops, Routing, R
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardScratch:
-    """Memory for intermediate results, [T, ...]. Ops may use it."""
+    """Memory for intermediate results, [T, ...], which ops may use."""
 
     gate_up: Tensor | None
     active: Tensor | None
@@ -94,9 +94,9 @@ class Sparse:
     shared_gate: Matrix | None = None
     # True if the routing weight multiplies an expert's input, not its output.
     scales_inputs: bool = False
-    # Multiplies the experts' inputs, but not the router's, [H].
+    # [H]: multiplies the experts' inputs, but not the router's.
     input_weight: Tensor | None = None
-    # Added to the router's logits, [E], and to each expert's products, [E, 2I] and [E, H].
+    # Biases of the router's logits, [E], and of each expert's products, [E, 2I] and [E, H].
     router_bias: Tensor | None = None
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
@@ -111,7 +111,7 @@ class Sparse:
         scratch: FeedForwardScratch,
         adapters: TokenAdapters | None = None,
     ) -> Tensor:
-        # No adapters: `check_fit` refuses adapters for experts.
+        # `adapters` is unused, because `check_fit` refuses adapters for experts.
         ops = self.ops
         routing = ops.route(self.router.linear(hidden, self.router_bias), self.rule, self.bias)
         rows = hidden[routing.tokens]
@@ -146,14 +146,14 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class DenseAndSparse:
-    """The sum of a dense part and experts, each normed (Gemma 4). Both take one norm without
-    weights, multiplied by their own weights.
+    """The sum of a dense part and experts, each normed (Gemma 4). Both get the same input, normed
+    without weights, times a weight of their own.
     """
 
     ops: Ops
     dense: Dense
     sparse: FeedForward
-    # Multiplies the dense part's input, [H]; the norms of both outputs, float32 [H].
+    # [H]: multiplies the dense part's input. Then the norms of both outputs, float32 [H].
     input_weight: Tensor
     dense_norm: Tensor
     sparse_norm: Tensor

@@ -97,7 +97,7 @@ class FeedForwardWeights:
         )
 
     def _biases(self, experts: ExpertsSpec, prefix: str, patterns: Sequence[str]) -> Tensor:
-        """The biases of these weights, concatenated for each expert: [E, N] in the dtype of
+        """Read the biases of these weights, concatenated for each expert: [E, N] in the dtype of
         activations.
         """
         biases = [

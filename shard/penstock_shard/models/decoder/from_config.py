@@ -81,15 +81,15 @@ def decoder_spec(config: PreTrainedConfig, *, trust_remote_code: bool = False) -
 
 
 def _activation(config: PreTrainedConfig, family: Family) -> Activation:
-    """Some Gemmas also have the older hidden_act, with another value. LFM2 has only one
-    activation.
+    """Return the activation. Some Gemmas also have an older hidden_act with another value. LFM2 has
+    only one activation.
     """
     name = config.hidden_activation if family.gemma else getattr(config, "hidden_act", "silu")
     if family.conv:
         return "silu"
     if family.gpt_oss:
         return "clamped_swiglu"
-    # The kernels activate the convolutions before the delta rule.
+    # With the delta rule, the kernels activate convolutions with silu only.
     if name not in _ACTIVATIONS or (family.delta and name != "silu"):
         raise NotOurs(f"activation {name}")
     return _ACTIVATIONS[name]
@@ -114,8 +114,8 @@ def _unread(config: PreTrainedConfig, count: int) -> tuple[str, ...]:
 
 
 def _experts(config: PreTrainedConfig, family: Family) -> ExpertsSpec | None:
-    """None if no layer has experts. Experts without a width of their own, as in Mixtral, are as
-    wide as `intermediate_size`.
+    """Return None if no layer has experts. Experts without a width of their own, as in Mixtral,
+    have `intermediate_size`.
     """
     if family.experts is None or not getattr(config, "enable_moe_block", True):
         return None
@@ -145,7 +145,7 @@ def _experts(config: PreTrainedConfig, family: Family) -> ExpertsSpec | None:
 
 
 def _layers_with_experts(config: PreTrainedConfig) -> frozenset[int]:
-    """The layers with experts, by values that differ between families. By default all."""
+    """Return the layers with experts, by default all. Families state them by different values."""
     count = int(config.num_hidden_layers)
     listed = getattr(config, "moe_layers", None)
     if listed is not None:
@@ -241,7 +241,7 @@ def _layers(config: PreTrainedConfig, family: Family) -> Iterator[LayerSpec]:
 
 
 def _heads(config: PreTrainedConfig, family: Family, num_heads: int) -> LayerSpec:
-    """A layer whose heads have keys and values, by the layer's own configuration."""
+    """Return the spec of a layer with keys and values, from the layer's own configuration."""
     head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // num_heads)
     query_size = head_dim
     if family.gemma:
@@ -290,7 +290,7 @@ def _latent_heads(config: PreTrainedConfig, family: Family, num_heads: int) -> L
 def _of_type(
     config: PreTrainedConfig, family: Family, layer_type: str, layer: LayerSpec
 ) -> LayerSpec:
-    """Add the type's visible keys or state to the layer."""
+    """Add to the spec what the layer's type decides: the visible keys, or a state."""
     if layer_type == "sliding_attention" and int(config.sliding_window) < 1:
         raise NotOurs(f"sliding_window {config.sliding_window}")
     if layer_type == "sliding_attention":
@@ -316,7 +316,7 @@ def _check_pattern(config: PreTrainedConfig, types: Sequence[str]) -> None:
 
 
 def _default_types(config: PreTrainedConfig, count: int) -> list[str]:
-    """Without `layer_types`, a window applies to all layers."""
+    """Return types for models without `layer_types`. A window then applies to all layers."""
     windowed = getattr(config, "sliding_window", None) is not None
     return ["sliding_attention" if windowed else "full_attention"] * count
 

@@ -23,12 +23,10 @@ from penstock_shard.ops.base import Ops
 
 @dataclass(frozen=True, slots=True)
 class GatedDeltaNet:
-    """See the module's docstring. `spec.state` has the sizes."""
-
     ops: Ops
     spec: LayerSpec
-    # Hidden states -> in the order of `columns`: queries, keys and values; gates of the output; for
-    # each head the inputs of corrections and of decays.
+    # Hidden states -> queries, keys and values; gates of the output; for each head the inputs of
+    # corrections and of decays. `columns` gives the order, if it is another.
     inputs: Linear
     columns: Tensor | None
     # float32 [taps, channels]

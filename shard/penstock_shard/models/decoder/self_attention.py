@@ -22,7 +22,7 @@ from penstock_shard.ops.base import HeadNorm, Ops, Rope
 
 @dataclass(frozen=True, slots=True)
 class AttentionScratch:
-    """Memory for intermediate results, [T, ...]. Ops may use it."""
+    """Memory for intermediate results, [T, ...], which ops may use."""
 
     qkv: Tensor | None
     query: Tensor | None
@@ -33,7 +33,7 @@ NO_ATTENTION_SCRATCH = AttentionScratch(None, None)
 
 class Attention(Protocol):
     """Normed hidden states [T, H] -> attention output [T, Hq * Dv]. Writes the tokens' keys and
-    values to the cache. Positions are int64 [T], or [T, rotary_dim / 2] if frequencies have their
+    values to the cache. Positions are int64 [T], or [T, rotary_dim / 2] if each frequency has its
     own.
     """
 

@@ -21,8 +21,6 @@ from penstock_shard.ops.base import Ops
 
 @dataclass(frozen=True, slots=True)
 class ShortConv:
-    """See the module's docstring."""
-
     ops: Ops
     # Hidden states -> gates of the inputs, gates of the outputs, and inputs, [T, C] each.
     inputs: Linear

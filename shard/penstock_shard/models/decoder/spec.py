@@ -27,12 +27,12 @@ class ExpertNames:
     gate: str
     up: str
     down: str
-    # Added to an expert's score when experts are chosen.
+    # The tensor that is added to an expert's score when experts are chosen.
     bias: str | None = None
-    # Added to the router's logits; and true if each expert's matrices have biases.
+    # The biases of the router's logits; then true if each expert's matrices have biases.
     router_bias: str | None = None
     has_biases: bool = False
-    # The modules of the shared experts, which are stored as one, and of their gate.
+    # The modules of the shared experts, which are stored as one module, and of their gate.
     shared: str | None = None
     shared_gate: str | None = None
 
@@ -86,7 +86,7 @@ class LatentSpec:
     query_rank: int | None
     # Elements of the latent of keys and values.
     rank: int
-    # Elements per head: of queries and keys, without and with rotation, and of values.
+    # A head's elements: of queries and keys without rotation, of both with rotation, and of values.
     plain: int
     rotated: int
     value: int
@@ -100,8 +100,8 @@ class DeltaSpec:
     """Layers of the gated delta rule. Each layer's `state` has its heads' number and sizes."""
 
     key_heads: int
-    # True if queries, keys, values and gates are grouped by key head, like the inputs of
-    # corrections and decays.
+    # True if the checkpoint groups queries, keys, values and gates by key head, and likewise the
+    # inputs of corrections and decays.
     is_fused: bool
 
 
@@ -127,7 +127,7 @@ class DecoderSpec:
     head_norms: Literal["learned", "plain"] | None
     # True if values are normed, without weights.
     value_norms: bool
-    # Layers whose values equal keys before norm and rotation.
+    # Layers whose values are the keys before norm and rotation.
     keys_as_values: frozenset[int]
     qkv_bias: bool
     output_bias: bool
@@ -135,7 +135,7 @@ class DecoderSpec:
     embedding_scale: float
     logit_softcap: float | None
     tied: bool
-    # True if one tensor has query, key and value; and if one has gate and up.
+    # True if one tensor has query, key and value; in the next field, gate and up.
     fused_heads: bool
     fused_gates: bool
     # True if a number multiplies the residual stream after each layer.

@@ -63,7 +63,7 @@ class RandomTensors:
 class TensorReader:
     """Reads a spec's tensors from a source. `progress` gets a line every few seconds.
 
-    Methods raise ModelError, which names the tensor, for a value that the kind of weights cannot
+    Methods raise ModelError, which names the tensor, for a value that the type of weights cannot
     hold.
     """
 
@@ -98,8 +98,8 @@ class TensorReader:
         patterns: Sequence[str],
         scales: Sequence[float] | None = None,
     ) -> Experts:
-        """Pack these tensors of every expert, multiplied by its scale. One expert's tensors are
-        stacked into one matrix.
+        """Pack these tensors of every expert, multiplied by the expert's scale. An expert's tensors
+        are stacked into one matrix.
         """
         names = [[prefix + each.format(expert) for each in patterns] for expert in range(count)]
         if scales is None and self._codes(names[0]) is not None:

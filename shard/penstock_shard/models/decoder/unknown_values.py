@@ -79,7 +79,7 @@ _INDIFFERENT = {
 }
 
 
-# Values for which false or 0 means something.
+# Values that mean something even if they are false or 0.
 _SAYING_SO = {
     "decoder_sparse_step",
     "enable_moe_block",
@@ -109,7 +109,7 @@ def refuse_unknown(config: PreTrainedConfig, family: Family) -> None:
     for rope in nested or [parameters]:
         rope_type = rope.get("rope_type", "default")
         if rope_type == "yarn" and family.head_norms == "plain":
-            # yarn's rotation changes the length, which a later norm would undo.
+            # yarn's rotation changes the length of vectors, which a later norm would undo.
             raise NotOurs("rope type yarn before norms of heads")
         if rope_type not in _ROPE_TYPES:
             raise NotOurs(f"rope type {rope_type}")

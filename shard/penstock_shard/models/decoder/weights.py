@@ -66,7 +66,7 @@ def read_weights(
     """Read and pack all weights. `ropes` has a table for each of the spec's rope types. `progress`
     gets a line every few seconds.
 
-    Raises ModelError, which names the tensor, for a value that the kind of weights cannot hold.
+    Raises ModelError, which names the tensor, for a value that the type of weights cannot hold.
     """
     reader = TensorReader(spec, source, ops, progress)
     # Pack the largest matrix first: packing needs memory, and little else is loaded yet.

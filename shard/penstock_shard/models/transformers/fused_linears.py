@@ -68,13 +68,13 @@ class FusedProduct:
             bounds.append(bounds[-1] + linear.out_features)
         self._bounds = bounds
         self._matrix = matrix
-        # Each layer's own matrix, if they turned out not to share their input.
+        # Each layer's own matrix, if the layers turned out not to share their input.
         self._apart: list[Matrix] = []
         self._input: Tensor | None = None
         self._result: Tensor | None = None
         # Layers that have not yet taken their part of the result.
         self._open: set[int] = set()
-        # For probing: a copy of the input, and true if all layers saw the same one.
+        # True while the model is probed; a copy of the input; true if all layers saw this input.
         self._watched = False
         self._before: Tensor | None = None
         self._shared = True
@@ -119,7 +119,7 @@ class FusedProduct:
         return same
 
     def watch(self) -> None:
-        """Check until `settle` that the layers share their input."""
+        """Check, until `settle`, that the layers share their input."""
         self._watched, self._shared = True, True
 
     def settle(self) -> bool:

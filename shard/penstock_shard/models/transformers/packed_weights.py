@@ -135,7 +135,7 @@ def pack_weights(module: PreTrainedModel, ops: Ops, progress: Callable[[str], No
 
     Packs linear layers, GPT-2's transposed ones, stacked experts, routers and embeddings. Linear
     layers that share an input become one matrix. Raises ModelError, which names the tensor, for a
-    value that the kind of weights cannot hold.
+    value that the type of weights cannot hold.
     """
     matrices = _Matrices(ops)
     # Pack the largest weight first: packing needs memory, and little else is loaded yet.

@@ -23,11 +23,11 @@ from penstock_shard.errors import ModelError
 from penstock_shard.models.paged_caches import StateCache
 from penstock_shard.ops.base import Ops
 
-# Types of layers: with a state (some also attend), and without attention.
+# Layer types with a state. Hybrid layers also have attention.
 WITH_STATE = {"linear_attention", "conv", "hybrid"}
 WITHOUT_ATTENTION = {"linear_attention", "conv", "mlp", "moe"}
 LAYER_TYPES = WITH_STATE | WITHOUT_ATTENTION
-# Models with these mixers. Each has a test of its tokens.
+# Models whose mixers are served. Each has a test of its tokens.
 _SERVED = {
     "bailing_hybrid",
     "bamba",
@@ -178,7 +178,7 @@ class _Step:
         return mixer.out_proj(mixer.output_gate(hidden_states).sigmoid() * normed), None
 
 
-# Functions that modelling code calls without a cache, and their replacements.
+# Functions that modelling code calls if it has no cache, and their replacements.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "causal_conv1d_fn": _Step.convolve,
     "torch_chunk_gated_delta_rule": _Step.delta_rule,
@@ -186,7 +186,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": _Step.scan_heads,
     "mamba_selective_scan": _Step.scan_channels,
 }
-# Mixers without a function for their recurrence.
+# Mixers without a separate function for their recurrence, and their replacements.
 _REPLACED: dict[str, Callable[..., Any]] = {
     "MiniMaxLightningAttention": _Step.attend_lightning,
 }
@@ -197,13 +197,13 @@ _step: _Step | None = None
 
 
 def are_served(text: PreTrainedConfig) -> bool:
-    """True if we serve this model's layers with a state."""
+    """True if layers with a state are served in this type of model."""
     return text.model_type in _SERVED
 
 
 @contextmanager
 def serving(ops: Ops, find: FindState) -> Iterator[None]:
-    """Inside the context, mixers of `run_on_states` compute on our states."""
+    """Inside the context, mixers that `run_on_states` changed compute on our states."""
     global _step
     outer, _step = _step, _Step(ops, find)
     try:
@@ -221,7 +221,7 @@ def run_on_states(module: PreTrainedModel) -> None:
         if not functions and type(mixer).__name__ not in _REPLACED:
             continue
         for name in functions:
-            # The file of the code, which the class may have inherited.
+            # The globals of the code's file; the class may have inherited the code.
             of_file = inspect.unwrap(type(mixer).forward).__globals__
             of_file[name] = _served(of_file[name], _FUNCTIONS[name])
         if hasattr(mixer, "time_step_limit"):
@@ -230,8 +230,8 @@ def run_on_states(module: PreTrainedModel) -> None:
 
 
 def _time_step_limit(text: PreTrainedConfig) -> tuple[float, float]:
-    """The configured limit. Some mixers instead use the smallest step of their initial weights as a
-    bound, only for prompts. Raises ModelError unless the limit is two numbers.
+    """Return the configured limit. For prompts, some mixers instead use the smallest step of their
+    initial weights as a bound. Raises ModelError unless the limit is two numbers.
     """
     limit = getattr(text, "time_step_limit", None)
     if limit is None:
@@ -280,8 +280,8 @@ def _served(function: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
 
 
 def _with_index(mixer: Any) -> Callable[..., Any]:
-    """Return a forward that calls the replacement of the mixer's class, if any, while a step is
-    served.
+    """Return a forward that calls the replacement for the mixer's class, if there is one, while a
+    step is served.
     """
     forward, index = mixer.forward, int(mixer.layer_idx)
     ours = _REPLACED.get(type(mixer).__name__)

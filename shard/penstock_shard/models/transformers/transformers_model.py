@@ -101,7 +101,7 @@ def _attention_function(
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Without this, transformers would build a dense mask."""
+    """Keep transformers from building a dense mask."""
     return _mask
 
 
@@ -169,7 +169,7 @@ class TransformersModel:
         return tuple(specs), diverted[0].shape[1] if len(diverted) == 1 else 0
 
     def _state_index(self, layer: int) -> int:
-        """Count states after all layers, because a layer may also attend."""
+        """Number the states after all layers, because a layer with a state may also attend."""
         return layer + self._num_layers
 
     @property
@@ -220,7 +220,8 @@ class TransformersModel:
     def _one_of_each_kind(self, stack: nn.ModuleList) -> list[int]:
         """Indices of a layer of each kind, and of the layers whose keys they read."""
         if any(getattr(module, "is_shared_by_layers", False) for module in stack.modules()):
-            # Shared modules get their layer index from their place in the stack.
+            # Shared modules get their layer index from their place in the stack, so keep all
+            # layers.
             return list(range(len(stack)))
         specs = {spec.index: dataclasses.replace(spec, index=0) for spec in self._layers}
         kinds: dict[tuple[LayerSpec | None, LayerSpec | None, str], int] = {}
@@ -346,7 +347,7 @@ def own_logits(module: PreTrainedModel, token_ids: Tensor) -> Tensor:
 def layer_stacks(
     module: nn.Module, num_layers: int
 ) -> Iterator[tuple[nn.Module, str, nn.ModuleList]]:
-    """Yield each list of the model's layers: the module, the list's name there, and the list."""
+    """Yield each list of the model's layers: the module that has it, its name there, the list."""
     for parent in module.modules():
         for name, child in parent.named_children():
             if not isinstance(child, nn.ModuleList) or len(child) != num_layers:
@@ -374,8 +375,8 @@ def _note_layer(shared: Any, _: Any, named: dict[str, Any]) -> None:
 
 
 def _set_layer_types(text: PreTrainedConfig, types: Sequence[str] | None) -> None:
-    """Types that follow from other fields stay unchanged. A layer then takes another type's mask,
-    which does no harm because there are no masks.
+    """Types that follow from other fields stay unchanged. The layer then takes another type's mask,
+    but there are no masks, so this does no harm.
     """
     with suppress(AttributeError):
         if types:

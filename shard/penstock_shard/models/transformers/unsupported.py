@@ -53,7 +53,7 @@ def check_config(config: PreTrainedConfig, max_model_len: int) -> None:
     """Raise ModelError if the configuration shows that the model cannot be served."""
     name = architecture_of(config)
     text = config.get_text_config()
-    # First, because reading a differing attribute raises an error.
+    # Check this first, because reading a differing attribute raises an error.
     differing = set(getattr(text, "per_layer_attributes", None) or ()) - _LAYER_ATTRIBUTES
     if differing:
         raise ModelError(
@@ -107,7 +107,7 @@ def _other_purpose(name: str, config: PreTrainedConfig) -> str | None:
 
 
 def _is_encoder(name: str, config: PreTrainedConfig) -> bool:
-    """True if tokens see later ones: in a type that fills in masks, or a changed decoder."""
+    """True if tokens see later tokens: in a type that fills in masks, or in a changed decoder."""
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING:
         return not getattr(config, "is_decoder", False)
     text = config.get_text_config()
@@ -118,7 +118,9 @@ def _is_encoder(name: str, config: PreTrainedConfig) -> bool:
 
 
 def _check_heads(name: str, text: PreTrainedConfig) -> None:
-    """Modelling code would fail only at its first step, with an error about tensor shapes."""
+    """Check sizes now. Modelling code would fail only at its first step, with an error about
+    shapes.
+    """
     heads = getattr(text, "num_attention_heads", None)
     kv_heads = getattr(text, "num_key_value_heads", None)
     if heads and kv_heads is not None and (kv_heads < 1 or heads % kv_heads):

@@ -59,7 +59,7 @@ class PreparedShaping:
     changes: abc.Sequence[abc.Sequence[tuple[int, LogitsState]]]
 
     def problem(self, row: int) -> str:
-        """Return why no token can be drawn for a row, if a processor knows."""
+        """Return why no token can be drawn for a row, if a processor knows the reason."""
         states = (state for changed in self.changes for other, state in changed if other == row)
         return next((state.problem for state in states if state.problem), "")
 
@@ -83,7 +83,7 @@ class LogitsShaping:
         self._states: dict[int, _SlotState] = {}
 
     def admit(self, admission: Admission) -> bool:
-        """Register the sequence that now has this slot. True if it has a state."""
+        """Register the sequence that now has this slot. True if processors have a state for it."""
         slot = admission.slot
         self.release(slot)
         wants = any(processor.wants(admission.request) for processor in self._processors)

@@ -21,8 +21,8 @@ from penstock_shard.worker.base import Admission
 
 
 class LogitsState:
-    """A processor's state of one sequence, at one position of its output. The first position
-    follows the admission's tokens. This base class is for a change that is the same at all
+    """A processor's state of one sequence, at one position of its output. The first position is
+    that after the admission's tokens. This base class is for a change that is the same at all
     positions.
     """
 

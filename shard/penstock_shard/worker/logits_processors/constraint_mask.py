@@ -80,7 +80,7 @@ def mask_rows(logits: Tensor, rows: abc.Sequence[tuple[int, NDArray[np.int32] | 
         return
     masks = np.stack([mask for _, mask in masked])
     if is_host(logits):
-        # Row by row on this thread, because torch's thread pool is busy computing.
+        # Work row by row on this thread, because torch's thread pool is busy computing.
         values, forbidden = logits.numpy(), unpacked(~masks, logits.shape[1])
         for (i, _), row in zip(masked, forbidden, strict=True):
             np.copyto(values[i], -np.inf, where=row)

@@ -33,7 +33,7 @@ class _Short(LogitsState):
 
 
 class MinTokens(LogitsProcessor[_Short]):
-    """If there is a constraint, it decides where stop ids may be drawn."""
+    """Bans stop ids. A constraint decides for itself where they may be drawn."""
 
     def wants(self, request: Request) -> bool:
         return request.min_tokens > 0 and request.constraint is None

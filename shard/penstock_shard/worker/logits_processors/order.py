@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def every_processor(masks: MaskFiller | None = None) -> LogitsShaping:
-    """Without `masks` no request may have a constraint."""
+    """Return all processors. Without `masks`, no request may have a constraint."""
     return LogitsShaping(
         [Penalties(), Bias(), AllowedIds(), BadWords(), MinTokens(), ConstraintMask(masks)]
     )

@@ -24,8 +24,8 @@ from penstock_shard.worker.slot_state import Slots
 @dataclass(frozen=True, slots=True)
 class DraftRow:
     """Row `row` of the batch, which has drafts. Its first token to sample has output position
-    `position` and logits row `place`, and verifies the first draft. The logits after each draft
-    follow.
+    `position` and logits row `place`, and verifies the first draft. The next logits rows are those
+    after each draft.
     """
 
     row: int
@@ -115,7 +115,9 @@ class _Pending:
 
 
 class Verification:
-    """Rows that need only logits are enqueued at once. The others are drawn in `finish`."""
+    """Verifies drafts. Rows whose tokens depend only on logits are enqueued at once, others drawn
+    in `finish`.
+    """
 
     def __init__(self, sampler: Sampler, logits: Tensor, drafts: abc.Sequence[DraftRow]) -> None:
         """`logits` [N, V] have any float type."""
@@ -162,7 +164,7 @@ class Verification:
 def _next_rows(
     answers: abc.Sequence[_Answer], counts: abc.Sequence[int]
 ) -> tuple[SampleRows, NDArray[np.int64]]:
-    """Return each answer's next `counts[i]` rows, and the indices of their logits."""
+    """Return the next `counts[i]` rows of each answer i, and the indices of their logits."""
     slots: list[int] = []
     positions: list[int] = []
     places: list[int] = []
@@ -177,7 +179,6 @@ def _next_rows(
 def _hand_out(
     answers: abc.Sequence[_Answer], counts: abc.Sequence[int], results: abc.Sequence[RowResult]
 ) -> None:
-    """Give answer i its next `counts[i]` results."""
     start = 0
     for answer, count in zip(answers, counts, strict=True):
         answer.take(results[start : start + count])

@@ -1,7 +1,7 @@
 """Final hidden states -> one vector for each prompt.
 
-The sum of a prompt's chunks is kept in float64, so that chunks change the mean rarely, and only in
-the last bit of a value.
+The sum over a prompt's chunks is kept in float64. So the division into chunks changes the mean
+rarely, and only in the last bit of a value.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Embeddings:
         return _Pending(found)
 
     def _add(self, hidden: Tensor, slot: int, adds: bool, is_last: bool) -> RowResult | None:
-        """Take hidden states [n, H] of a prompt. Return its result after the last chunk. If `adds`,
-        the prompt has an earlier sum.
+        """Take hidden states [n, H] of a prompt. Return its result after the last chunk. `adds` is
+        true if the prompt has an earlier sum.
         """
         total = hidden.sum(dim=0, dtype=torch.float64)
         # Without `adds`, another sequence may have left its sum in this slot.

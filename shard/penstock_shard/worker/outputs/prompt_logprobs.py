@@ -57,7 +57,6 @@ class PromptLogprobs:
         pass
 
     def _score(self, inputs: Inputs, logits: Tensor, row: int) -> _RowScores:
-        """Score the prompt tokens that this row predicts. `logits` [N, V] has all rows."""
         batch = inputs.batch
         slot, count, place = batch.slots[row], batch.scored[row], int(inputs.places[row])
         own = logits[place : place + count]

@@ -40,8 +40,8 @@ _Route = Callable[[Tensor, Tensor, NDArray[np.intp], Columns], Tensor]
 
 
 def draw(logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns) -> Tensor:
-    """Draw a token for each of the rows `index` of logits [N, V]: int64 [n] on their device. `best`
-    float32 [N] is the largest logit of each row. No row is greedy.
+    """Draw a token for each of the n rows `index` of logits [N, V]. Return int64 [n] on their
+    device. `best` float32 [N] is the largest logit of each row. No row is greedy.
 
     A row whose largest logit is not finite gets an arbitrary token. The host waits for the device
     only for rows with typical-p and, without Triton, for rows with top-p and no top-k.
@@ -61,7 +61,7 @@ def draw(logits: Tensor, best: Tensor, index: NDArray[np.intp], columns: Columns
 
 
 def _routes(columns: Columns, *, with_kernels: bool) -> list[tuple[NDArray[np.bool_], _Route]]:
-    """Return each way of drawing, and bool [n]: the rows that are drawn in this way."""
+    """Return pairs: the rows to draw, as bool [n], and the way to draw them."""
     typical = columns.typical_p < 1.0
     has_k = columns.top_k > 0
     by_p = (columns.top_p < 1.0) & ~has_k

@@ -48,7 +48,7 @@ SAMPLER_REVISION = 1
 # Codes in place of a token: the model's logits are not finite, or no token is left to draw.
 _NO_LOGITS = -1
 _NO_TOKEN = -2
-# OpenAI's maximum, which few requests exceed.
+# OpenAI's maximum of log-probabilities for a token, which few requests exceed.
 _FEW_LOGPROBS = 20
 # Uniform numbers are computed for this many positions at once.
 _POSITIONS = 16
@@ -58,7 +58,7 @@ _Index = NDArray[np.intp]
 @dataclass(frozen=True, slots=True)
 class SampleRows:
     """Row i draws output token `positions[i]` of the sequence in `slots[i]`. Positions also count
-    tokens delivered before this attempt. Only a slot whose sequence is not stateful may occur
+    tokens that an earlier attempt delivered. Only a slot whose sequence is not stateful may occur
     several times.
     """
 
@@ -142,7 +142,7 @@ class Sampler:
         self._shaping.abandon()
 
     def sample(self, logits: Tensor, rows: SampleRows) -> list[RowResult]:
-        """Do both halves at once: logits [N, V] -> one result for each row.
+        """Enqueue and finish at once: logits [N, V] -> one result for each row.
 
         If a row has NaN logits or no token left to draw, only this row gets an error.
         """
@@ -195,7 +195,7 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """The logits [N, V], changed copies of some rows, and the largest logit of each row of both."""
+    """The logits [N, V], changed copies of some rows, and the largest logit of each row in both."""
 
     logits: Tensor
     best: Tensor
@@ -277,8 +277,8 @@ class _SamplingColumns:
         self.stateful = np.zeros(0, dtype=np.bool_)
         # The number of best log-probabilities wanted; -1 if the token's own is not wanted either.
         self.best_logprobs: Integers = np.zeros(0, dtype=np.int64)
-        # Uniform numbers for one run of `_POSITIONS` positions. Runs are counted from 1; 0 means
-        # none.
+        # Each slot's uniform numbers for one run of `_POSITIONS` positions, and the run's number
+        # from 1 on; 0 means none.
         self._uniforms = np.zeros((0, _POSITIONS))
         self._runs: Integers = np.zeros(0, dtype=np.int64)
 
@@ -337,6 +337,6 @@ def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     if not is_host(logits):
         best, tokens = logits.max(dim=1)
         return best, tokens
-    # numpy's argmax uses vector instructions: a seventh of torch's time.
+    # numpy's argmax uses vector instructions, and takes a seventh of torch's time.
     tokens = torch.from_numpy(logits.numpy().argmax(axis=1))
     return logits.gather(1, tokens.unsqueeze(1)).squeeze(1), tokens

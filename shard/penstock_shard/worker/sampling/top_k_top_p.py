@@ -29,7 +29,7 @@ Floats: TypeAlias = NDArray[np.float64]
 # that is less likely by this factor is never drawn.
 ONE = 2.0**42
 # Filters other than top-k first try this many tokens, then all. For rows with top-k, the window is
-# the largest k of a step up to this; rows with a larger k form another group.
+# the largest k among rows with at most this k; rows with a larger k form another group.
 _WINDOW = 1024
 # Dividing float32 by a smaller temperature gives infinity. At this temperature the largest logit
 # always wins unless another is within 3e-5.
@@ -137,7 +137,9 @@ def pick(cumulative: Tensor, total: Tensor, uniform: Tensor) -> Tensor:
 
 
 def most_likely(rows: Rows, chosen: abc.Sequence[int]) -> Iterator[FilteredTokens]:
-    """Yield what top-k, then top-p (of what top-k left), then min-p keep, for the chosen rows."""
+    """Yield the tokens of the chosen rows that top-k, then top-p (of what top-k left), then min-p
+    keep.
+    """
     # For a row with top-k, the first window is enough.
     first = {i: int(rows.columns.top_k[i]) for i in chosen}
     totals = torch.zeros_like(rows.top_k)
@@ -166,7 +168,7 @@ def _keep_most_likely(
     count = torch.minimum(count, most)
     if rows.has_floor:
         above = (weights >= rows.floor[index]).sum(dim=1, keepdim=True)
-        # With NaN logits no weight may qualify.
+        # With NaN logits it can be that no weight qualifies.
         count = torch.minimum(count, above).clamp_(min=1)
     return FilteredTokens(index, ids, cumulative, count), cumulative[:, -1:] >= goal
 
@@ -175,7 +177,7 @@ def share(share: Tensor, total: Tensor) -> Tensor:
     """Return the smallest whole weight that is at least `share` of a total, but not above the
     total.
     """
-    # A total may round down as a float: a share of 1 must not lose the last token.
+    # The float total may round down, but a share of 1 must not lose the last token.
     return torch.where(share < 1.0, (share * total).ceil().long(), total)
 
 
@@ -233,7 +235,7 @@ def _smallest(keys: Tensor, k: int) -> Tensor:
     """Return the k smallest of int64 keys [n, V], in order. The keys are overwritten."""
     if not is_host(keys):
         return keys.topk(k, dim=1, largest=False).values
-    # numpy's partition and sort use vector instructions: a tenth of torch's time.
+    # numpy's partition and sort use vector instructions, and take a tenth of torch's time.
     array = keys.numpy()
     if k < array.shape[1]:
         array.partition(k - 1, axis=1)

@@ -33,8 +33,9 @@ def draw_typical(rows: Rows) -> Tensor:
 
 
 def _nearest_to_entropy(rows: Rows, weights: Tensor) -> Iterator[FilteredTokens]:
-    """Yield the tokens that typical-p keeps, of the tokens with a weight. Their log-probabilities
-    are nearest to the mean (minus the entropy), and together they have `typical_p` of the mass.
+    """Yield the tokens that typical-p keeps, among those with a weight above 0. Their
+    log-probabilities are nearest to the mean (minus the entropy), and together they have
+    `typical_p` of the mass.
 
     Scaled logits have the same distances as log-probabilities.
     """
