@@ -26,12 +26,13 @@ class SequenceState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The known tokens of a request, and the number of computed ones.
+    """The known tokens of a request, and the number of tokens that are computed.
 
-    A step that computes the last known token samples one more. Steps overlap, so counts are ahead
-    of values. `token_ids` has the prompt and the output tokens that came back. `num_pending` counts
-    the tokens that launched steps will sample. `num_computed` counts the tokens of launched steps:
-    their keys and values are, or soon will be, in the KV cache.
+    A step that computes the last known token samples the next token. A step is launched before the
+    results of earlier steps come back, so counts are ahead of token values. `token_ids` has the
+    prompt and the output tokens that came back. `num_pending` counts the tokens that launched steps
+    will sample. `num_computed` counts the tokens of launched steps: their keys and values are, or
+    soon will be, in the KV cache.
     """
 
     request: Request
@@ -116,7 +117,7 @@ class Sequence:
 
     def take_unsent(self, start: int, prompt_logprobs: Logprobs) -> Logprobs:
         """Return the prompt log-probabilities of a row that began at `start`, without those that
-        were sent before a preemption. Count them as sent.
+        were sent before a preemption. All that are returned count as sent.
         """
         known = self.num_prompt_logprobs_sent - start
         if known > 0:

@@ -48,7 +48,7 @@ class LibraryBackend(PairBackend, ABC):
     capturable = True
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
-        """Return the refusals of all libraries."""
+        """Return a reason that all libraries have to refuse the layer; None if there is none."""
         if dtype not in _HALF:
             return f"serves float16 and bfloat16, not {dtype_name(dtype)}"
         if spec.values_in_keys:

@@ -93,7 +93,7 @@ def _gather(part: Tensor, row: RowSpan) -> Tensor:
 
 
 def _decode(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Attend with one query [1, Hq, D] over all keys: [1, Hq, Dv].
+    """Attend with one query [1, Hq, D] over all keys; return [1, Hq, Dv].
 
     Query heads that share a KV head become the query axis, so that each key is read once.
     """
@@ -114,8 +114,8 @@ def _masked(
     *,
     is_bidirectional: bool,
 ) -> Tensor:
-    """Attend with query [n, Hq, D] of the last n keys of [Hkv, L, D], some queries at a time: [n,
-    Hq, Dv].
+    """Attend with the queries [n, Hq, D] of the last n of the keys [Hkv, L, D], some queries at a
+    time; return [n, Hq, Dv].
     """
     num_queries, num_heads, head_dim = query.shape
     num_kv_heads, num_keys, _ = keys.shape
@@ -148,7 +148,7 @@ def _masked(
 
 
 class _Place(NamedTuple):
-    """The place of queries among keys; see `visible_keys`."""
+    """The position of queries among keys; see `visible_keys`."""
 
     num_queries: int
     num_keys: int
@@ -167,7 +167,7 @@ def _cached_mask(batch: AttentionBatch, place: _Place, device: torch.device) -> 
 def _explicit(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, how: ScoreParams
 ) -> Tensor:
-    """Attend in separate operations, for a softcap or sinks; shapes as in `_masked`."""
+    """Attend in separate operations, as a softcap or sinks require; shapes as in `_masked`."""
     scores = torch.matmul(query, keys.transpose(-1, -2)).float() * how.scale
     if how.softcap is not None:
         scores = torch.tanh(scores / how.softcap) * how.softcap

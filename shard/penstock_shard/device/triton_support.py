@@ -1,6 +1,7 @@
 """Tells whether Triton kernels may be launched on a type of device.
 
-They may if the package is installed and the check at load, which reports here, found no fault.
+The package must be installed, and the check at load must have found no fault. The check reports its
+result to this module.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ def gather_group(
     rendezvous = RankRendezvous(size, alone=config.nnodes == 1)
     followers = Followers(lines, list(processes.values()))
     followers.tell(Join(config, str(model_dir), rendezvous.port))
-    # Joining torch.distributed blocks until all ranks join. So each rank first reports that it can.
+    # Joining torch.distributed blocks until all ranks join. So each rank first reports that it can
+    # join.
     followers.answers(Arrived)
     rendezvous.await_others(followers.check)
     with followers.watched():

@@ -46,7 +46,7 @@ _FILES = (
     "weights.h",
 )
 SOURCES = tuple(Path(__file__).with_name(name) for name in _FILES)
-# Best first. A machine that runs one level also runs those after it.
+# Levels, best first. A machine that runs one level also runs those after it.
 TILES = "avx512_amx"
 LEVELS = (TILES, "avx512_bf16", "avx512", "avx2", "portable")
 # The best level, with its tile instructions emulated, for tests on any processor.
@@ -175,8 +175,8 @@ def _features() -> set[str]:
 
 
 def _macos_features() -> set[str]:
-    """Return an Intel Mac's CPU features in lower case. The needed ones have the same names on
-    Linux.
+    """Return an Intel Mac's CPU features in lower case. The features that levels need have the same
+    names on Linux.
     """
     if sys.platform != "darwin":
         return set()
