@@ -54,7 +54,7 @@ class BlockManager:
         self._enable_prefix_caching = enable_prefix_caching
         self._pools = [BlockPool(num_blocks) for num_blocks in pools]
         self._pool_of = [self._pools[group.pool] for group in groups]
-        # Most blocks that a sequence of any length has at once in each group.
+        # The largest number of blocks that a sequence has at once in each group.
         self._most = [group.most_blocks(max_chunk_tokens, block_size) for group in groups]
         # Groups that take blocks back while a sequence runs.
         self._sliding = [i for i, group in enumerate(groups) if group.reach is not None]
@@ -99,7 +99,7 @@ class BlockManager:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks for each group in the scarcest pool."""
+        """The number of blocks that the scarcest pool has for each of its groups."""
         return blocks_each([pool.num_blocks for pool in self._pools], self._groups)
 
     @property
@@ -123,8 +123,8 @@ class BlockManager:
 
     @property
     def num_insertions(self) -> int:
-        """Counts the blocks cached so far, up to the first state that the next step copies: if that
-        step is lost, the state is never copied.
+        """The number of blocks cached so far. If the next step copies states, this counts only up
+        to the first of them, because a lost step never copies its states.
         """
         return self._num_before_copies if self._state_copies else self.prefixes.num_insertions
 
@@ -163,8 +163,8 @@ class BlockManager:
         return [[new[group] for new in taken] for group in range(num_groups)]
 
     def acquire_prefix(self, sequence: Sequence) -> int:
-        """Give a sequence without blocks those of its longest cached prefix. For blocks that only
-        host memory has, `grow` gives device blocks and `loads_of` lists the copies.
+        """Give a sequence that has no blocks the blocks of its longest cached prefix. For blocks
+        that only host memory has, `grow` gives device blocks and `loads_of` lists the copies.
 
         Returns the number of tokens found. The last known token is always left to be computed,
         because sampling needs its logits.
@@ -189,8 +189,8 @@ class BlockManager:
         return len(found) * self.block_size
 
     def acquire_copies(self, sequence: Sequence) -> None:
-        """Give its prefix's blocks to a sequence that will not run, and blocks to load copies into;
-        none if the copies would take over half of the free blocks.
+        """Give a sequence that will not run the blocks of its cached prefix, and blocks into which
+        to load copies. Give none if the copies would take over half of the free blocks.
         """
         found = self.acquire_prefix(sequence)
         pool, lacking = self.shortage(sequence, found)
@@ -211,8 +211,8 @@ class BlockManager:
 
     def slide(self, sequence: Sequence, start: int) -> None:
         """Give back the blocks that no token from `start` on sees, and keep the state if it is due.
-        Launched steps may still read the blocks, because their next owner writes them in a later
-        step.
+        Launched steps may still read these blocks, because a block's next owner writes it in a
+        later step.
         """
         table = self._table(sequence)
         for group in self._sliding:
@@ -225,7 +225,9 @@ class BlockManager:
             self._keep_states(sequence, table, start)
 
     def shortage(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
-        """Return the scarcest pool and how many free blocks it lacks; at most 0 if enough."""
+        """Return the scarcest pool and the number of free blocks that it lacks; 0 or less if it has
+        enough.
+        """
         table = self._table(sequence)
         shortages = [-pool.num_free for pool in self._pools]
         for group, blocks in enumerate(table.groups):
@@ -265,8 +267,8 @@ class BlockManager:
         return () if table is None else table.loads
 
     def awaits_loads(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
-        """True if a load for one of `others` is for this sequence's prefix too, which will then be
-        cached.
+        """True if a load for one of `others` is of a block in this sequence's prefix. The block
+        will then be cached.
         """
         table = self._table(sequence)
         for loads in map(self.loads_of, others):
@@ -295,7 +297,7 @@ class BlockManager:
         return is_wrong(table.doubt) or (table.prefix is not None and is_wrong(table.prefix.doubt))
 
     def use_prefix(self, sequence: Sequence) -> None:
-        """Have the cached blocks of a sequence that will run again copied to host memory."""
+        """Copy the cached blocks of a sequence to host memory later, because it will run again."""
         if not self.prefixes.has_copies:
             return
         prefix, found = self._table(sequence).prefix, list[Prefix]()
@@ -306,8 +308,8 @@ class BlockManager:
 
     def chunk_limit(self, sequence: Sequence, limit: int) -> int:
         """Return how many tokens, at most `limit`, a step may compute of a sequence. The step ends
-        where the state is kept and, for some models, does not divide an image. 0 if the next image
-        is longer.
+        where the state is kept and, for some models, does not divide an image. If the next image
+        has more tokens than `limit`, return 0.
         """
         start = sequence.num_computed
         if self._states and self._enable_prefix_caching:
@@ -317,7 +319,9 @@ class BlockManager:
         return limit
 
     def least_chunk(self, sequence: Sequence, start: int) -> int:
-        """Return the fewest tokens from `start` on that a step can compute of a sequence."""
+        """Return the smallest number of tokens from `start` on that a step can compute of a
+        sequence.
+        """
         return max(1, sequence.image_at(start)) if self._keeps_images_whole else 1
 
     @property
@@ -382,7 +386,9 @@ class BlockManager:
         self._tables.pop(sequence, None)
 
     def retain(self, last: Prefix, until_s: float, priority: int) -> None:
-        """Have a prefix's blocks copied, and reused after all blocks that are not retained."""
+        """Retain a prefix's blocks: they are copied, and reused only after all blocks that are not
+        retained.
+        """
         self.prefixes.use(self.retention.retain(last, until_s, priority))
 
     def _empty_table(self, hashes: list[bytes]) -> BlockTable:
@@ -402,7 +408,7 @@ class BlockManager:
         return new
 
     def _missing(self, group: int, blocks: GroupBlocks, num_tokens: int) -> int:
-        """Count the blocks that a sequence lacks for `num_tokens`, up to `_most` in all."""
+        """Count the blocks that a sequence lacks for `num_tokens`. It has at most `_most` at once."""
         if self._groups[group].has_state:
             # A step never writes a state that is kept for others.
             has_own = blocks.ids and blocks.ids[0] not in self._pool_of[group].cached
@@ -421,7 +427,8 @@ class BlockManager:
                 ids.append(load.block_id)
                 new_blocks[load.group].append(load.block_id)
             else:
-                # All new blocks so far belong to the found prefix, so the indices agree.
+                # So far, all new blocks belong to the found prefix, so a block has the same index
+                # in both lists.
                 ids[load.index] = new_blocks[load.group][load.index] = load.block_id
 
     def _first_visible(self, group: int, start: int) -> int:
@@ -516,7 +523,7 @@ class BlockManager:
     def _cache_block(
         self, sequence: Sequence, table: BlockTable, parent: Prefix, index: int
     ) -> Prefix:
-        """Cache a block of each group. Returns the prefix that they end."""
+        """Cache a block of each group. Returns the prefix that ends with these blocks."""
         prefix = self.prefixes.child(parent, table.hashes[index], self._tokens(sequence, index))
         for group, blocks in enumerate(table.groups):
             # If two sequences compute the same block, the first stays cached. A block may be given
@@ -528,7 +535,7 @@ class BlockManager:
         return prefix
 
     def _mark(self, sequence: Sequence, table: BlockTable, num_known: int) -> None:
-        """Keep the state after the last full block and where the known prefix ends."""
+        """Keep the state after `start` tokens of launched steps, if a block is free."""
         last = (sequence.num_tokens - 1) // self.block_size
         others = {num_known * self.block_size, last * self.block_size}
         table.boundaries = Boundaries(self._state_spacing, others)
@@ -541,7 +548,9 @@ class BlockManager:
         blocks.ids = [own]
 
     def _keep_states(self, sequence: Sequence, table: BlockTable, start: int) -> None:
-        """Keep the state after `start` tokens, which are in launched steps, if a block is free."""
+        """Keep the state after `start` tokens if a block is free. Launched steps compute these
+        tokens.
+        """
         count = start // self.block_size
         if not self._enable_prefix_caching or len(sequence.token_ids) < start:
             return

@@ -27,7 +27,7 @@ class Prefix:
     token_ids: tuple[int, ...]
     block_ids: list[int]
     slots: list[int]
-    # Blocks before the last one.
+    # The number of blocks before the last one.
     index: int
     # True if its root has a salt.
     is_salted: bool = False
@@ -39,7 +39,7 @@ class Prefix:
     num_retained: int = field(default=0, repr=False)
 
     def has(self, group: int) -> bool:
-        """Tell whether the device or host memory has its block of a group."""
+        """Tell whether the device or host memory has the prefix's block of a group."""
         return self.block_ids[group] != NO_BLOCK or self.slots[group] != NO_BLOCK
 
     def chain(self) -> Iterator[Prefix]:
@@ -118,7 +118,8 @@ class PrefixTree:
         self.prune(prefix)
 
     def check_integrity(self, users: Iterable[Prefix]) -> None:
-        """Recount each prefix's users. `users` has a prefix for each user that is no child.
+        """Recount each prefix's users. `users` has a prefix once for each of its users, except its
+        children.
 
         Raises:
             AssertionError: a prefix has fewer users than were counted, or nothing needs it.
@@ -126,7 +127,7 @@ class PrefixTree:
         counted = Counter(map(id, users))
         counted.update(id(each.parent) for each in self._by_digest.values() if each.parent)
         for prefix in self._by_digest.values():
-            # A replaced prefix may still count at its parent.
+            # A replaced prefix may still be counted as a user of its parent.
             found = counted[id(prefix)]
             assert prefix.num_users >= found, f"{prefix}: {found} users, {prefix.num_users} kept"
             needed = prefix.num_users or not prefix.is_empty
