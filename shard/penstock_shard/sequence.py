@@ -71,7 +71,6 @@ class Sequence:
 
     @classmethod
     def of(cls, request: Request, adapter_index: int = 0) -> Sequence:
-        """Make the sequence of a new request."""
         token_ids = array("I", request.prompt + request.output)
         num_prompt_tokens = request.num_prompt_tokens
         num_delivered = len(token_ids) - num_prompt_tokens

@@ -38,7 +38,6 @@ class CacheLayout:
     planes: tuple[tuple[tuple[LayerSpec, ...], ...], ...]
 
     def block_bytes(self, pool: int, block_size: int, itemsize: int) -> int:
-        """Return the bytes of a block, with elements of `itemsize` bytes."""
         return sum(
             block_size * first.elements_per_token * itemsize
             if first.state is None

@@ -59,7 +59,6 @@ class FlashAttention2(_FlashAttention):
     table = "block_table"
 
     def __init__(self, library: ModuleType) -> None:
-        """`library` is the module `flash_attn`."""
         super().__init__(library, str(library.__version__))
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:

@@ -41,7 +41,6 @@ class LibraryBackend(PairBackend, ABC):
     """The part of an `AttentionBackend` that does not depend on the library."""
 
     name: str
-    # The library's version.
     version: str
     block_multiple: int
     # Calls for decodes take no lengths from the host, except the block table's width.

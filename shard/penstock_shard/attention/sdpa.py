@@ -1,7 +1,7 @@
 """Reference backend: torch's scaled_dot_product_attention row by row, on any device and dtype.
 
-Each row's blocks are gathered separately: for 16 rows of 160 tokens, this takes 1.2 ms a layer on
-one AVX2 core. A padded gather for the whole batch takes 1.0 ms, but more if lengths differ.
+Each row's blocks are gathered separately. A padded gather for the whole batch is a sixth faster if
+rows have equal lengths, but slower if lengths differ.
 """
 
 from __future__ import annotations

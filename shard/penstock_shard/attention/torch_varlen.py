@@ -1,6 +1,6 @@
 """Backend over torch's own `varlen_attn` (torch >= 2.13), which is flash-attn 2 in the torch wheel.
 
-torch 2.13 is the first release with `block_table`. Limits: blocks of a multiple of 256 tokens;
+Limits: blocks of a multiple of 256 tokens;
 tables, lengths and their sums int32; data fp16 or bf16; head sizes a multiple of 8 up to 256; no
 softcap, no sinks.
 """

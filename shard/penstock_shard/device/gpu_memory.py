@@ -45,7 +45,6 @@ def free_bytes(device: torch.device, share: float) -> int:
 
 
 def empty_caches(device: torch.device) -> None:
-    """Release unused memory of torch's caching allocator."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

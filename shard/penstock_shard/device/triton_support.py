@@ -11,7 +11,6 @@ import importlib.util
 
 _MISSING = "the triton package is not installed; torch for CUDA brings it along"
 
-# The fault that the last check of each device type found.
 _faults: dict[str, str] = {}
 
 

@@ -97,7 +97,6 @@ def local_spec(spec: DecoderSpec, size: int) -> DecoderSpec:
 
 
 def _inner_sizes(spec: DecoderSpec) -> dict[str, int]:
-    """Return the inner sizes of layers, by their names in configurations."""
     if spec.experts is None:
         return {"intermediate_size": spec.intermediate_size}
     sizes = {"moe_intermediate_size": spec.experts.intermediate_size}
@@ -139,7 +138,6 @@ def rank_shares(spec: DecoderSpec, rank: int, size: int) -> Shares:
 
 
 def _heads(leaf: str, rows: int, layer: LayerSpec, rank: int, size: int) -> tuple[slice, ...]:
-    """Return the rows of a rank's heads; several ranks may share a KV head."""
     if leaf in ("q_proj", "q_b_proj", "kv_b_proj"):
         return (even_part(rows, rank, size),)
     queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
@@ -152,7 +150,6 @@ def _heads(leaf: str, rows: int, layer: LayerSpec, rank: int, size: int) -> tupl
 
 
 def even_part(length: int, rank: int, size: int) -> slice:
-    """Return a rank's slice of `length` rows or columns."""
     count = length // size
     return slice(rank * count, (rank + 1) * count)
 

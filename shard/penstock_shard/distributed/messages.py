@@ -122,7 +122,6 @@ class MessageSocket(Generic[Received]):
     def __init__(
         self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[Received]
     ) -> None:
-        """`decoder` decodes the other end's messages."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _notice_a_silent_end(connection)
         self._connection = connection

@@ -240,7 +240,6 @@ def _first_error(output: str) -> str:
 
 
 def main() -> int:
-    """Build all levels in the cache. Return 0 if at least one was built."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     built = 0
     for level in LEVELS if x86 else ("portable",):

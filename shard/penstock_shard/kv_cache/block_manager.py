@@ -140,7 +140,6 @@ class BlockManager:
         return self._pools[pool].num_free
 
     def blocks_of(self, sequence: Sequence, group: int = 0) -> abc.Sequence[int]:
-        """Return the sequence's blocks in a group, in the order of its tokens."""
         table = self._tables.get(sequence)
         return () if table is None else table.groups[group].ids[table.groups[group].first :]
 
@@ -408,7 +407,7 @@ class BlockManager:
         return new
 
     def _missing(self, group: int, blocks: GroupBlocks, num_tokens: int) -> int:
-        """Count the blocks that a sequence lacks for `num_tokens`. It has at most `_most` at once."""
+        """Count the blocks that a sequence lacks for `num_tokens`, with at most `_most` in all."""
         if self._groups[group].has_state:
             # A step never writes a state that is kept for others.
             has_own = blocks.ids and blocks.ids[0] not in self._pool_of[group].cached

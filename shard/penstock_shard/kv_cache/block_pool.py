@@ -34,7 +34,6 @@ class BlockPool:
         # Free retained blocks in the order of reuse; and all retained blocks.
         self._free_retained: OrderedDict[int, None] = OrderedDict()
         self._retained: set[int] = set()
-        # Retained blocks that were reused.
         self.retained_taken_total = 0
 
     @property

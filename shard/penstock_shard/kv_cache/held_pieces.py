@@ -42,7 +42,6 @@ class HeldPieces:
         pools: abc.Sequence[BlockPool],
         block_size: int,
     ) -> None:
-        """Follow the prefixes of a tree. `pools` are the device's blocks."""
         self._tree = tree
         self._pool_of = [pools[group.pool] for group in groups]
         whole = [i for i, each in enumerate(groups) if each.reach is None and not each.has_state]

@@ -211,7 +211,6 @@ class PrefixCache:
 
     @property
     def num_copies(self) -> int:
-        """Slots with copies."""
         return sum(len(pool.cached) for pool in self._host_pools)
 
     @property

@@ -48,7 +48,7 @@ class CpuMatrix:
         has_rows: bool,
         order: Tensor | None = None,
     ) -> None:
-        """`order` int64 [K] has the index of each column's input; None if columns are in order."""
+        """Column i of the weight is for input `order[i]` (int64 [K]); None: for input i."""
         self._kernels = kernels
         self._parts = parts
         self._order = order

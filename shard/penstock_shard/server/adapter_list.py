@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _SUFFIX = ".json"
 # Larger than the longest possible list.
 _MOST_BYTES = 16 * 2**20
-# Most lists in one directory. The oldest are deleted.
+# The largest number of lists in one directory. The oldest are deleted.
 _MOST_LISTS = 1024
 
 

@@ -426,7 +426,7 @@ class EngineSupervisor:
             self._process.writer.transport.abort()
 
     def _excuse(self, late_s: float) -> None:
-        """Do not count time for which our own process was stopped as the engine's silence."""
+        """Do not count the time for which our own process was stopped as silence of the engine."""
         if late_s > _STOPPED_S:
             self._beat_at_s = min(self._clock(), self._beat_at_s + late_s)
 
@@ -471,8 +471,8 @@ class EngineSupervisor:
         process.writer.close()
         try:
             try:
-                # Not `wait_for`: before Python 3.12 it may lose a cancellation at the moment of
-                # exit.
+                # Do not use `wait_for`: before Python 3.12 it may lose a cancellation at the moment
+                # of exit.
                 async with asyncio.timeout(1.0):
                     return await process.wait()
             except TimeoutError:

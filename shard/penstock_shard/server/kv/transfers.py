@@ -139,7 +139,8 @@ class BlockTransfers:
                     fetch.cancel()
 
     async def export(self, prefix: PrefixNames, num_known: int) -> AsyncGenerator[memoryview, None]:
-        """Yield the engine's records of a prefix, parents first. Each is valid until the next.
+        """Yield the engine's records of a prefix, parents first. Each record is valid until the
+        next.
 
         Raises:
             TooManyExports: too many other peers are being served.
@@ -213,7 +214,9 @@ class BlockTransfers:
     async def _receive(
         self, fetch: Fetch, arena: Arena, came: list[Slot], on_record: Callable[[], None]
     ) -> None:
-        """Write arriving records into slots. `came`: slots not yet reported to the engine."""
+        """Write arriving records into slots. `came` are the slots not yet reported to the
+        engine.
+        """
         num_bytes = 0
         found = self._peers.fetch(fetch.source, self.namespace, fetch.prefix, fetch.num_known)
         async with aclosing(found) as records:
@@ -227,7 +230,7 @@ class BlockTransfers:
                     num_bytes = 0
 
     async def _put(self, fetch: Fetch, arena: Arena, record: memoryview, came: list[Slot]) -> int:
-        """Return the record's length."""
+        """Put a record into a slot; return the record's length."""
         name = arena.name_of(record)
         if name is None or not arena.is_whole(record, name):
             self._peers.distrust(fetch.source, "a block came that is damaged")
