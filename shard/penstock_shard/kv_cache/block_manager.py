@@ -109,7 +109,6 @@ class BlockManager:
 
     @property
     def num_free_unretained(self) -> int:
-        """Blocks of the scarcest pool that are free and not retained."""
         return min(pool.num_free_unretained for pool in self._pools)
 
     @property
@@ -118,7 +117,6 @@ class BlockManager:
 
     @property
     def num_kept_states(self) -> int:
-        """States kept for other sequences."""
         return sum(len(self._pool_of[group].cached) for group in self._states)
 
     @property
@@ -480,7 +478,6 @@ class BlockManager:
     def _share(
         self, sequence: Sequence, table: BlockTable, group: int, found: list[Prefix]
     ) -> None:
-        """Share the blocks of a found prefix that the next token sees."""
         blocks, pool = table.groups[group], self._pool_of[group]
         if self._groups[group].has_state:
             kept = found[-1].block_ids[group]

@@ -51,7 +51,6 @@ class Prefix:
 
     @property
     def is_empty(self) -> bool:
-        """True if it has neither blocks nor copies."""
         # NO_BLOCK is negative.
         return max(self.block_ids, default=NO_BLOCK) < 0 and max(self.slots, default=NO_BLOCK) < 0
 

@@ -65,7 +65,7 @@ class Arena:
         """Keep the records in `memory` if they have the same namespace and layout.
 
         Raises:
-            ValueError: `memory` lacks room for a block of each pool. The text names the bytes needed.
+            ValueError: `memory` has no room for a block of each pool. The text has the bytes needed.
         """
         self._memory = memory
         self._block_bytes = info.block_bytes
@@ -187,7 +187,6 @@ class Arena:
     def put(
         self, slot: int, group: int, record: bytes | memoryview, *, is_proven: bool = True
     ) -> None:
-        """Put an intact record into a slot."""
         pool = self._pool_of[group]
         self.clear(pool, slot)
         start, end = self._start(pool, slot), self._start(pool, slot) + len(record)

@@ -200,7 +200,6 @@ class ServerAdapters:
         return "" if adapter.content_hash else "the list has no hash of it"
 
     def _check(self, name: str, source: str) -> None:
-        """Raise `Refusal` for a bad name or source."""
         reason = name_refusal(name, self._config.served_model_names)
         if reason:
             self._refuse("name", name, reason)

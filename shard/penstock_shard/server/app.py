@@ -162,7 +162,6 @@ def _peers(config: ShardConfig, memory: int | None, dates: CertificateDates) -> 
 
 
 def _transfers(memory: int | None, peers: KvPeers | None) -> BlockTransfers | None:
-    """Return the exchange of blocks with peers; None without peers. Raises OSError."""
     if memory is None or peers is None:
         return None
     return BlockTransfers(map_shared_memory(memory), peers)
@@ -195,7 +194,6 @@ async def _keep_spare(engine: EngineSupervisor, standby: Standby) -> None:
 def _follower(
     config: ShardConfig, engine: EngineSupervisor, sink: SpanSink | None
 ) -> Follower | None:
-    """Return the recorder of requests; None if requests are neither logged nor traced."""
     if sink is None and not config.log_requests:
         return None
     return Follower(
@@ -218,9 +216,6 @@ def _open_port(
 
 
 def _certificates(config: ShardConfig, dates: CertificateDates) -> ServerCertificates | None:
-    """Return the server's certificates; None without TLS. Raises `TlsFilesUnusable` if they cannot
-    be used.
-    """
     cert_file, client_ca_file = config.tls_cert_file, config.tls_client_ca_file
     if cert_file is None or config.tls_key_file is None:
         return None
@@ -290,7 +285,6 @@ def _build_server(
 async def _run_until_stopped(
     engine: EngineSupervisor, servicer: ShardServicer, config: ShardConfig
 ) -> int:
-    """Run until a signal, or until the engine fails; return the exit status."""
     stopped = asyncio.create_task(_stop_on_signals().wait())
     running = asyncio.create_task(engine.run())
     await asyncio.wait([stopped, running], return_when=asyncio.FIRST_COMPLETED)

@@ -452,7 +452,6 @@ class EngineSupervisor:
                     self._transfers.take(message)
 
     async def _start(self) -> ChildProcess:
-        """Raises OSError if the system refuses."""
         self._process = process = await self._start_process()
         config = dataclasses.replace(self._config, api_key=None, kv_peer_key=None)
         start = messages.Start(config, self.adapters.begin_engine())

@@ -418,7 +418,6 @@ def _objective(asked: AskedObjective) -> Objective | None:
 
 
 def _array(ids: abc.Sequence[int]) -> TokenIds:
-    """Return token ids as an array, without a copy if they are one already."""
     return np.asarray(ids, dtype="<u4")
 
 
