@@ -433,7 +433,8 @@ class ShardConfig(ObservingConfig):
 
     def __post_init__(self) -> None:
         if not self.served_model_names:
-            # Resolve the path only once, because a link in it may change while the shard runs.
+            # Resolve the model's path only once, because a link in it may change while the shard
+            # runs.
             object.__setattr__(self, "served_model_names", (model_name(self.model),))
 
     @property

@@ -47,7 +47,7 @@ class LibraryBackend(PairBackend, ABC):
     capturable = True
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
-        """Return a reason that all libraries have to refuse the layer; None if there is none."""
+        """Return a reason for refusal that holds for all libraries; None if there is none."""
         if dtype not in _HALF:
             return f"serves float16 and bfloat16, not {dtype_name(dtype)}"
         if spec.values_in_keys:

@@ -114,8 +114,8 @@ def _masked(
     *,
     is_bidirectional: bool,
 ) -> Tensor:
-    """Attend with the queries [n, Hq, D] of the last n of the keys [Hkv, L, D], some queries at a
-    time; return [n, Hq, Dv].
+    """Attend with queries [n, Hq, D], some at a time, over keys [Hkv, L, D]. The queries are of the
+    last n tokens. Return [n, Hq, Dv].
     """
     num_queries, num_heads, head_dim = query.shape
     num_kv_heads, num_keys, _ = keys.shape

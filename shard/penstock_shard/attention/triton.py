@@ -36,7 +36,7 @@ from penstock_shard.kernels.triton_device import shared_bytes
 from penstock_shard.kernels.triton_layers import write_heads
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# The largest memory for partial results of splits.
+# The largest amount of memory for partial results of splits.
 _SCRATCH_BYTES = 256 << 20
 # This many programs without keys take as long as one program takes for a key.
 _KEYS_PER_PROGRAM = 3
@@ -253,7 +253,7 @@ class _Call:
     def _some_by_splits(
         self, tiling: _Tiling, splits: tuple[int, int], low: int, high: int
     ) -> None:
-        """Compute tokens [low, high). `splits` is the largest number of splits of a tile, and the
+        """Compute tokens [low, high). `splits` has the largest number of splits of a tile, and the
         number of keys in the smallest split.
         """
         batch, num_splits = self._batch, splits[0]

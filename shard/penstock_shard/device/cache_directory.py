@@ -159,7 +159,7 @@ def _check_owner(place: Path, status: os.stat_result) -> None:
 
 
 def replace_file(made: Path, path: Path) -> None:
-    """Sync a file to disk, then rename it. Without the sync, a crash could leave it empty."""
+    """Sync a file to disk, then rename it. Without the sync, a crash could leave an empty file."""
     with made.open("rb") as file:
         os.fsync(file.fileno())
     made.replace(path)

@@ -30,8 +30,8 @@ _BY_COLUMNS = {"o_proj", "down_proj", "w2"}
 
 
 def divided_by(leaf: str) -> str | None:
-    """Return "heads", "rows" or "columns", by which a weight [N, K] is divided; None if it stays
-    whole. `leaf` is the last part of its module's name.
+    """Tell how a weight [N, K] is divided: by "heads", "rows" or "columns"; None if it stays whole.
+    `leaf` is the last part of its module's name.
     """
     if leaf in _BY_HEADS:
         return "heads"
@@ -41,8 +41,8 @@ def divided_by(leaf: str) -> str | None:
 
 
 def check_divisible(size: int, sizes: dict[str, int], num_kv_heads: int) -> None:
-    """Raise ModelError unless `size` ranks divide each of `sizes`, a dict by name, and each rank
-    gets equally many KV heads or equally many ranks share one.
+    """Raise ModelError unless `size` divides each of `sizes`, by name, and ranks can divide or
+    share the KV heads evenly.
     """
     for name, value in sizes.items():
         if value % size:

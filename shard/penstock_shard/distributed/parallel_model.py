@@ -147,7 +147,7 @@ class MirroredModel:
         try:
             self._graphs.capture(shapes, block_size, pad_blocks)
         except torch.OutOfMemoryError as error:
-            # Only memory may be short on rank 0 alone. Work that cannot be captured fails on every
+            # Memory may be short on rank 0 alone. All other failures to capture occur on every
             # rank.
             raise RankFailed(
                 f"rank 0 could not record its CUDA graphs: {error}; lower "

@@ -91,8 +91,8 @@ class Followers:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Wrap work that blocks in torch.distributed, so that nobody calls `check` or `answers`. If
-        a rank sends `Failed` meanwhile, it counts as lost. Raises ModelError if a rank has sent it
+        """Wrap work that blocks in torch.distributed. Nobody calls `check` or `answers` meanwhile,
+        so a rank that sends `Failed` counts as lost. Raises ModelError if a rank has sent it
         already.
         """
         self._nobody_asks = True

@@ -171,8 +171,8 @@ class CpuKernels:
         return self.level in (TILES, MODEL_OF_TILES)
 
     def check_instructions(self) -> None:
-        """Raise KernelBuildError if this machine's instructions do not give the results, bit for
-        bit, that are defined.
+        """Raise KernelBuildError if this machine's instructions do not give exactly the defined
+        results.
         """
         if self._differs():
             raise KernelBuildError(f"{self.level} instructions give other bits than defined")

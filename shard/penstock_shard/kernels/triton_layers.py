@@ -24,7 +24,7 @@ _LARGEST_FP8 = tl.constexpr(448.0)
 _ACTIVE_BLOCK = 1024
 # Values in a piece, if a program computes a whole row in pieces to round it to fp8.
 _ROUNDED_BLOCK = 8192
-# Pointers into a step's shared input buffer, at any alignment. Kernels are not specialized on it.
+# Pointers into a step's shared input buffer. Kernels are not specialized on their alignment.
 _UNALIGNED = ("slots_ptr",)
 
 

@@ -181,8 +181,8 @@ def tiling(num_columns: int, depth: int, itemsize: int, shared: int, *, rows: in
 def fixed_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Return x [T, K] @ weight [N, K].T + bias [N], [T, N]. The bits of a row depend only on that
-    row.
+    """Return x [T, K] @ weight [N, K].T + bias [N], [T, N]. A result row's bits depend only on its
+    row of x.
     """
     x = x.contiguous()
     num_rows, (num_columns, depth) = len(x), weight.shape

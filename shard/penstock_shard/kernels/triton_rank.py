@@ -147,7 +147,8 @@ def _rung(index: tl.constexpr, low, high, is_first):
     if index == _RUNGS - 1:
         return high
     bottom = tl.maximum(low, 0).to(tl.float32, bitcast=True)
-    # If the range is infinite, divide only the part with weights, or a large part.
+    # A range without an end ends at 32, beyond which logits weigh nothing, or at 16 times its begin
+    # if that is more.
     top = tl.minimum(tl.maximum(16.0 * bottom, 32.0), 3.4028234663852886e38)
     top = tl.where(high == _MOST_BITS, top, high.to(tl.float32, bitcast=True))
     depth = bottom + (top - bottom) * ((index + 1) / _RUNGS)

@@ -121,8 +121,8 @@ class BlockManager:
 
     @property
     def num_insertions(self) -> int:
-        """The number of blocks cached so far. If the next step copies states, this counts only up
-        to the first of them, because a lost step never copies its states.
+        """The number of blocks cached so far. If the next step copies states, only blocks cached
+        before the first of these copies count, because a lost step would never make them.
         """
         return self._num_before_copies if self._state_copies else self.prefixes.num_insertions
 
@@ -294,7 +294,9 @@ class BlockManager:
         return is_wrong(table.doubt) or (table.prefix is not None and is_wrong(table.prefix.doubt))
 
     def use_prefix(self, sequence: Sequence) -> None:
-        """Copy the cached blocks of a sequence to host memory later, because it will run again."""
+        """Queue a sequence's cached blocks to be copied to host memory, because it will run
+        again.
+        """
         if not self.prefixes.has_copies:
             return
         prefix, found = self._table(sequence).prefix, list[Prefix]()
@@ -531,7 +533,7 @@ class BlockManager:
         return prefix
 
     def _mark(self, sequence: Sequence, table: BlockTable, num_known: int) -> None:
-        """Keep the state after `start` tokens of launched steps, if a block is free."""
+        """Set where to keep the state: after the last full block and at the known prefix's end."""
         last = (sequence.num_tokens - 1) // self.block_size
         others = {num_known * self.block_size, last * self.block_size}
         table.boundaries = Boundaries(self._state_spacing, others)

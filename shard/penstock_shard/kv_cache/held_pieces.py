@@ -29,7 +29,9 @@ class Disk(Protocol):
         """Tell whether the disk has a block."""
 
     def take_changes(self, most: int) -> list[tuple[int, bytes]]:
-        """Return at most `most` blocks that were written or deleted: index in prefix, and hash."""
+        """Return at most `most` blocks that were written or deleted, each as its index in the
+        prefix and its hash.
+        """
 
 
 class HeldPieces:

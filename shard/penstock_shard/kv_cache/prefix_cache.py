@@ -97,8 +97,8 @@ class PrefixCache:
         """Return the length of the longest found prefix that has all blocks which the next token
         sees.
         """
-        # For each group and each number of prefixes: how many of the last prefixes have their
-        # blocks, without a gap.
+        # For each group, `run[count]` is the number of blocks without a gap at the end of the first
+        # `count` prefixes.
         runs = [(group, _runs(group, found)) for group in self._sliding]
         count = len(found)
         while count and (
@@ -219,8 +219,8 @@ class PrefixCache:
         return bool(self._wishes or self._evictions)
 
     def use(self, prefixes: abc.Sequence[Prefix]) -> None:
-        """Copy the blocks of these prefixes later, because the prefixes are used again. Copies of
-        first blocks stay longest, because later blocks are useless without them.
+        """Queue the blocks of these prefixes to be copied, because the prefixes are used again.
+        Copies of first blocks stay longest, because later blocks are useless without them.
         """
         if not self._host_pools:
             return
@@ -257,7 +257,7 @@ class PrefixCache:
         return list(dict.fromkeys((each.prefix, each.group) for each in cached))
 
     def save_of(self, prefix: Prefix, group: int) -> Save:
-        """Return a save of a cached block that is computed, as `take_saves` would."""
+        """Return a `Save` of a cached block that is computed, as `take_saves` would."""
         prefix.num_users += 1
         return Save(prefix, group, prefix.block_ids[group], 0)
 

@@ -65,7 +65,7 @@ class Arena:
         """Keep the records in `memory` if they have the same namespace and layout.
 
         Raises:
-            ValueError: `memory` has no room for a block of each pool. The text has the bytes needed.
+            ValueError: `memory` has no room for a block of each pool. The text has the needed size.
         """
         self._memory = memory
         self._block_bytes = info.block_bytes

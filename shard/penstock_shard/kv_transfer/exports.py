@@ -17,7 +17,7 @@ _SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """A prefix without blocks, except those whose copies in host memory are known to be right."""
+    """A prefix as if it had only the blocks whose copies in host memory are known to be right."""
 
     prefix: Prefix
 

@@ -68,7 +68,7 @@ class HostTier:
                 self._arena.clear(pool, slot)
 
     def load(self, load: Load) -> bool:
-        """Copy a block back. Return False if its copy is gone, or damaged and so dropped."""
+        """Copy a block back. Return False if its copy is gone or damaged. Drop a damaged copy."""
         prefix, group = load.prefix, load.group
         if prefix.slots[group] != load.slot:
             return False
@@ -87,7 +87,7 @@ class HostTier:
         """Copy a block that a collected step computed."""
         prefix, group, block_id = save.prefix, save.group, save.block_id
         pool = self._arena.pool_of(group)
-        # Another block, a right one, may have replaced this one, which was wrong.
+        # A right block may have replaced this block, which was wrong.
         is_it = prefix.block_ids[group] in (NO_BLOCK, block_id) and not is_wrong(prefix.doubt)
         if is_it and prefix.slots[group] == NO_BLOCK and self._prefixes.has_free_slot(pool):
             slot = self._prefixes.take_slot(group)

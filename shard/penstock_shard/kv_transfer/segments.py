@@ -161,7 +161,9 @@ class Segments:
             offset += self._arena.record_bytes(name.group)
 
     def read(self, name: RecordName) -> bytes | None:
-        """Return a record; None if it is missing, or damaged and so forgotten. Raises OSError."""
+        """Return a record; None if it is missing or damaged. Forget a damaged record. Raises
+        OSError.
+        """
         segment, offset, _ = self._places.get(_key(name), (None, 0, 0))
         if segment is None:
             return None

@@ -85,8 +85,8 @@ class RoutingRule:
     scale: float = 1.0
     # Added to the sum of sigmoids, which may be 0.
     eps: float = 1e-20
-    # Experts are in equal `groups`. A token's experts are in its best `top_groups` groups; a group
-    # is ranked by the sum of its two highest scores.
+    # The experts are divided into `groups` of equal size. A token's experts are in its best
+    # `top_groups` groups; a group is ranked by the sum of its two highest scores.
     groups: int = 1
     top_groups: int = 1
 
@@ -166,8 +166,8 @@ class Ops(Protocol):
         """Stack weights [N_i, K] of any strides and float dtype into one matrix.
 
         `exact` keeps the precision of activations, for products on which choices depend, such as a
-        router's. Raises ValueError for a value that the kind of weights cannot hold; its message
-        can follow a tensor's name.
+        router's. Raises ValueError for a value that the kind of weights cannot hold. Callers put a
+        tensor's name before the message.
         """
 
     @property

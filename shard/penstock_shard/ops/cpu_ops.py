@@ -48,7 +48,9 @@ class CpuMatrix:
         has_rows: bool,
         order: Tensor | None = None,
     ) -> None:
-        """Column i of the weight is for input `order[i]` (int64 [K]); None: for input i."""
+        """Column i of the weight multiplies input `order[i]` (int64 [K]), or input i without
+        `order`.
+        """
         self._kernels = kernels
         self._parts = parts
         self._order = order

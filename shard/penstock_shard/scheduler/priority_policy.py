@@ -93,7 +93,7 @@ class PriorityPolicy(FcfsPolicy):
         self, waiting: abc.Collection[Sequence], budget: StepBudget, now_s: float
     ) -> abc.Iterator[Sequence]:
         """Yield sequences by class. Every other sequence is chosen by age; only one in
-        `_AGED_PLACES` if the oldest has a lower class.
+        `_AGED_PLACES` if the aged sequence has a lower class.
         """
         by_age, in_order = self._queues(waiting, now_s)
         given: set[Sequence] = set()

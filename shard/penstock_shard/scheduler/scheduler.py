@@ -110,8 +110,8 @@ class Scheduler:
         # Tokens computed by collected steps.
         self.prompt_tokens_total = 0
         self.decode_tokens_total = 0
-        # Tokens that running sequences' prompts still lack after the last step, without each
-        # prompt's last.
+        # Tokens that running sequences' prompts lack after the last step, without each prompt's
+        # last token.
         self.num_prefill_tokens_left = 0
 
     @property
@@ -216,7 +216,7 @@ class Scheduler:
         prompt_rows = list(self._prompt_rows(prefilling, budget, now_s, admits=admits))
         self.num_prefill_tokens_left = num_left(prefilling, prompt_rows)
         for row in prompt_rows:
-            # If all but the last token of a prompt is cached, it is a decode row too.
+            # A prompt of which all tokens but the last are cached is a decode row too.
             rows.insert(0 if row.count == 1 and row.samples else len(rows.starts), row)
         if not rows.starts:
             return Batch()

@@ -101,9 +101,7 @@ class Speculation:
         self._drafted.clear()
 
     def _most(self, row: Row, tokens: int, time_s: float, budget: StepBudget) -> int:
-        """Return the largest number of drafts for a row, by the budget and the sequence's
-        `max_tokens`.
-        """
+        """Return the largest number of drafts for a row, within the budget and `max_tokens`."""
         sequence = row.sequence
         # The draft needs all earlier tokens, but some are pending.
         if tokens <= 0 or sequence.num_pending:

@@ -31,7 +31,7 @@ class SchedulerLimits:
     # The largest number of prompt tokens in steps with decodes. Longer prompts count as long: the
     # time of the decodes bounds their chunks.
     max_prefill_tokens: int = 2**31
-    # The largest number of prompt tokens in a step that may get log-probabilities.
+    # The largest number of prompt tokens that may get log-probabilities in a step.
     max_scored_tokens: int = 2**31
     # True if decodes do not bound prompts, because they will soon move to another shard.
     prompts_first: bool = False

@@ -112,7 +112,7 @@ def make_case(
     most_queries: int,
 ) -> AttentionCase:
     """Make sequences of several lengths, one longer than the layer's window. Both dtypes hold their
-    numbers exactly. The last `most_queries` tokens of each sequence are computed.
+    keys and values exactly. The last `most_queries` tokens of each sequence are computed.
     """
     lengths = [1, 16, 40, 300, 530]
     if spec.window is not None and spec.window <= _LONGEST_WINDOW:
