@@ -37,7 +37,7 @@ class ConstraintLimits:
 
 
 def adapter(text: str) -> tuple[str, str]:
-    """Parse an adapter's NAME=PATH. Raises ArgumentTypeError."""
+    """Parse an adapter's NAME=PATH. Raises ArgumentTypeError for other text."""
     name, _, source = text.partition("=")
     if not (name and source):
         raise argparse.ArgumentTypeError(f"must be NAME=PATH, not {short(text)}")
@@ -45,7 +45,7 @@ def adapter(text: str) -> tuple[str, str]:
 
 
 def engine_arg(text: str) -> tuple[str, str]:
-    """Parse an engine argument's NAME=VALUE. Raises ArgumentTypeError."""
+    """Parse an engine argument's NAME=VALUE. Raises ArgumentTypeError for other text."""
     name, given, value = text.partition("=")
     if not (name.isidentifier() and given):
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {short(text)}")

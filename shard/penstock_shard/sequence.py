@@ -36,7 +36,7 @@ class Sequence:
     """
 
     request: Request
-    # Four bytes a token; a list would take about forty.
+    # An array takes 4 bytes a token; a list would take about 40.
     token_ids: array[int]
     num_prompt_tokens: int
     # Output tokens of earlier attempts, which are not sent again.
@@ -50,7 +50,8 @@ class Sequence:
     arrived_s: float = 0.0
 
     state: SequenceState = SequenceState.WAITING
-    # The index in the runner's arrays, from the start until the last step is collected; else -1.
+    # The index in the runner's arrays, from the first step until the last step is collected; else
+    # -1.
     slot: int = -1
     num_pending: int = 0
     num_computed: int = 0

@@ -215,7 +215,9 @@ class AttentionBackend(Protocol):
         """
 
     def memory(self, cache: LayerCache) -> tuple[Tensor, ...]:
-        """Return the cache's tensors [num_blocks, ...]: keys, and values unless in keys."""
+        """Return the cache's tensors [num_blocks, ...]: keys, and values unless they are in the
+        keys.
+        """
 
     def attend(
         self,

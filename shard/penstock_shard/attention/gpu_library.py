@@ -47,7 +47,6 @@ class LibraryBackend(PairBackend, ABC):
     capturable = True
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
-        """Return a reason for refusal that holds for all libraries; None if there is none."""
         if dtype not in _HALF:
             return f"serves float16 and bfloat16, not {dtype_name(dtype)}"
         if spec.values_in_keys:

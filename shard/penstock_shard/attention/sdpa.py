@@ -21,7 +21,8 @@ from penstock_shard.attention.base import (
     visible_keys,
 )
 
-# The most scores (queries times keys) of one masked product; a float mask of 4 million takes 16 MB.
+# The largest number of scores (queries times keys) in one masked product; a float mask of 4 million
+# takes 16 MB.
 _MAX_SCORES = 4_000_000
 
 

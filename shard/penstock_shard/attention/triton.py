@@ -329,7 +329,6 @@ class _Call:
 
     @property
     def _most_keys(self) -> int:
-        """The number of keys for which a row of the block table has room."""
         return self._batch.block_table.shape[1] * self._batch.block_size
 
     def _num_splits(self, queries: int, smallest: int) -> int:

@@ -48,7 +48,7 @@ def cache_directory() -> Path:
 
 
 def load_directory() -> Path:
-    """The directory of kept loads; it may not exist yet."""
+    """The directory of kept model loads; it may not exist yet."""
     chosen = os.environ.get("PENSTOCK_LOAD_CACHE")
     return Path(chosen) if chosen else cache_directory() / "loads"
 

@@ -96,8 +96,8 @@ class RankRendezvous:
     """
 
     def __init__(self, size: int, *, alone: bool) -> None:
-        """Open a port. `alone`: all ranks are on this machine. Raises ModelError if no port can be
-        bound.
+        """Open a port. `alone` is true if all ranks are on this machine. Raises ModelError if no
+        port can be bound.
         """
         self._size = size
         try:

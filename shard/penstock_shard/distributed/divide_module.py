@@ -65,7 +65,7 @@ def divide_module(module: PreTrainedModel, ranks: Ranks) -> Shares:
 def _check_sizes(module: PreTrainedModel, count: int) -> None:
     text = module.config.get_text_config()
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    # Sizes that differ between layers are lists; `_cut` checks them.
+    # A size that differs between layers is a list; `_cut` checks it.
     sizes = {name: size for name in names if isinstance(size := getattr(text, name, None), int)}
     check_divisible(count, sizes, count)
 

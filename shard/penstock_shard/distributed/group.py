@@ -30,7 +30,7 @@ class RankGroup:
         """Wait until the other ranks have loaded; return the whole model. `own` is rank 0's part.
 
         Raises ModelError if a rank cannot load its part, has other weights or another attention
-        backend, or if the ranks do not compute the same as the undivided model.
+        backend than rank 0, or if the ranks do not compute the same as the undivided model.
         """
         for rank, loaded in enumerate(self.followers.answers(Loaded), start=1):
             if loaded.attention_backend != attention_backend:

@@ -202,7 +202,7 @@ class MirroredModel:
 
     def least_free(self, num_bytes: int, share: float) -> int:
         """Return the smallest free memory of all ranks. `num_bytes` is rank 0's free memory, which
-        on cpu all ranks share. A rank may use `share` of its device.
+        on cpu all ranks share. A rank may use `share` of its device's memory.
         """
         if self.device.type == "cpu":
             return num_bytes // self._ranks.size

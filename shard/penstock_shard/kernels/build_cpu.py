@@ -122,7 +122,8 @@ def libraries(level: str, progress: Callable[[str], None]) -> Iterator[Path]:
     """Yield libraries to try until one loads: the cached one; if that is damaged, one compiled into
     the cache; if the cache is unusable or mounted noexec, one in a temporary directory.
 
-    `progress` gets a line that says why the cache is not used. Raises KernelBuildError.
+    `progress` gets a line that says why the cache is not used. Raises KernelBuildError if compiling
+    fails.
     """
     name = _library_name(level)
     try:

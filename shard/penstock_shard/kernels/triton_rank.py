@@ -39,7 +39,7 @@ def draw_ranked(logits: Tensor, best: Tensor, settings: Tensor, one: float) -> T
     rows, columns, device = len(settings), logits.shape[1], logits.device
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    # torch scales logits and takes exponentials, so that weights are the same as elsewhere.
+    # torch takes the exponentials, so that weights are the same as elsewhere.
     table = torch.empty(2, rows, columns, device=device)
     grid = (rows, triton.cdiv(columns, _BLOCK))
     _scale_kernel[grid](table, logits, best, settings, logits.stride(0), columns, _BLOCK)

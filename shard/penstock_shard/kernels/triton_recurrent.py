@@ -23,13 +23,13 @@ _CONV_CHANNELS, _CONV_TOKENS = 256, 32
 # Numbers of columns of a head's matrix in a program of the delta rule, and of rows in a program of
 # the scan.
 _DELTA_COLUMNS, _SCAN_ROWS = 32, 16
-# Pointers of any alignment into a step's shared input buffer. Kernels are not specialized on it.
+# Pointers into a step's shared input buffer. Kernels are not specialized on their alignment.
 _UNALIGNED = ("table_ptr", "cu_ptr", "lens_ptr")
 
 
 class Step(NamedTuple):
-    """A step's sequences: cumulative tokens int32 [B + 1], lengths int32 [B], and the block table
-    int32 [B, M], whose first column has the states' slots.
+    """A step's sequences: cumulative numbers of tokens int32 [B + 1], lengths int32 [B], and the
+    block table int32 [B, M], whose first column has the states' slots.
     """
 
     cu_queries: Tensor
@@ -61,8 +61,8 @@ def _input_at(
     place, start, begins, x_ptr, state_ptr, channel, inside,
     TAPS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Return a channel's input at a place of the step. Inputs before the sequence's first token are
-    in the state.
+    """Return a channel's input at a place of the step. Inputs from before the step are in the
+    state.
     """
     is_here = place >= start
     now = tl.load(x_ptr + place * CHANNELS + channel, mask=inside & is_here, other=0.0)

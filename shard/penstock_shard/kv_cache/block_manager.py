@@ -377,7 +377,6 @@ class BlockManager:
         self._tables[sequence] = self._empty_table(table.hashes)
 
     def forget(self, sequence: Sequence) -> None:
-        """Take back all blocks of an ended sequence."""
         table = self._tables.get(sequence)
         if table is not None and table.prefix is not None:
             self.retention.note_end(sequence.request, table.prefix)

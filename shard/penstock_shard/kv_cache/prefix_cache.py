@@ -129,7 +129,7 @@ class PrefixCache:
         return count - 1 if self._groups[group].has_state else self.first_visible(group, count)
 
     def is_useful(self, prefix: HasBlocks) -> bool:
-        """Tell whether a prefix has its blocks of all groups that need every block."""
+        """Tell whether a prefix has its block in each group that needs every block."""
         return all(prefix.has(group) for group in self._whole)
 
     def root(self, digest: bytes, *, is_salted: bool = False) -> Prefix:
@@ -190,7 +190,7 @@ class PrefixCache:
                     self.forget(cached)
 
     def _withdraw(self, prefix: Prefix, group: int) -> None:
-        """Do not copy a block, because it is wrong."""
+        """Do not copy a block that waits to be copied, because its contents are wrong."""
         save = self._wishes.pop((id(prefix), group), None)
         if save is not None:
             self.leave(save.prefix)
@@ -205,7 +205,7 @@ class PrefixCache:
 
     @property
     def most_copies(self) -> int:
-        """Blocks of each group that host memory has room for."""
+        """The number of blocks of each group for which host memory has room."""
         sharers = Counter(group.pool for group in self._groups)
         return min(self._host_pools[pool].num_blocks // count for pool, count in sharers.items())
 

@@ -90,7 +90,9 @@ class PrefixTree:
         *,
         is_salted: bool = False,
     ) -> Prefix:
-        """Add a prefix that `find` does not find. It replaces any other with its hash."""
+        """Add a prefix that `find` does not find. It replaces any other prefix with the same
+        hash.
+        """
         num_blocks = 0 if parent is None else self._num_groups
         nowhere = [NO_BLOCK] * num_blocks
         index = -1 if parent is None else parent.index + 1

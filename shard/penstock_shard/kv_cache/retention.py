@@ -110,7 +110,7 @@ class Retention:
     def retain(self, last: Prefix, until_s: float, priority: int) -> list[Prefix]:
         """Retain a prefix's blocks from its start on, while the share has room; in a group with a
         window, only blocks that the next token sees. Returns the retained prefixes, shortest first;
-        none if the prefix is already retained as long at this priority.
+        none if the prefix is already retained for as long at this priority.
         """
         before = self._retained.get(last)
         if before is not None:

@@ -140,7 +140,6 @@ class DiskTier:
             self._news.notify()
 
     def take(self, most: int) -> list[Read]:
-        """Return at most `most` finished reads."""
         taken: list[Read] = []
         with self._news:
             while self._done and len(taken) < most:

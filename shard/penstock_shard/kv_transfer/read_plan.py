@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
 from penstock_shard.kv_cache.prefix_tree import Prefix
 
-# Tells whether a place has a block, by its group and chained hash.
+# Tells whether a place has a block with this group and chained hash.
 HasBlock = Callable[[int, bytes], bool]
 
 

@@ -25,7 +25,8 @@ _MAGIC = b"penstock KV\0"
 # A segment's header: magic, namespace, and CRC-32 of both.
 _HEADER = struct.Struct("<12s16sI")
 _SUFFIX = ".kv"
-# A segment takes at most 1/16 of the bytes, and records of at most 1/16 of the age limit.
+# A segment takes at most 1/16 of the directory's bytes, and records from at most 1/16 of the age
+# limit.
 _PARTS = 16
 _LOCK_WAIT_S = 5.0
 # At most this many changes wait to be taken. The oldest are forgotten.

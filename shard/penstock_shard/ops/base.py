@@ -280,7 +280,7 @@ class Ops(Protocol):
         read by c; d x is added.
 
         dt float32 [T, H], positive; a float32 [H], or [H, N] for each column of a state; b and c
-        [T, G, N], each of H / G heads; d float32 [H]; state float32 [n, H, D, N], indexed as in
+        [T, G, N], each for H / G heads; d float32 [H]; state float32 [n, H, D, N], indexed as in
         `short_conv`, is updated.
         """
 

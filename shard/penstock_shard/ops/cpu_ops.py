@@ -244,7 +244,6 @@ def _fit_halves(codes: Codes) -> bool:
 
 
 def _layout(codes: Codes, in_halves: bool) -> CodeLayout | None:
-    """Return the kernels' layout for these codes; None if there is none."""
     group = codes.group
     if codes.scales.shape[1] == 1:
         group = -(-codes.values.shape[1] // UNIT) * UNIT

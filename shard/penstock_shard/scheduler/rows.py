@@ -11,7 +11,7 @@ from penstock_shard.worker.base import Admission, Batch
 
 @dataclass(slots=True)
 class Row:
-    """Tokens [start, start + count) of a sequence. See `Batch` for the rest."""
+    """Tokens [start, start + count) of a sequence. See `Batch` for the other fields."""
 
     sequence: Sequence
     start: int

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 # These are constants, because looking up an enumeration's member takes as long as counting a token.
 _ENDED = SequenceState.ENDED
 _RUNNING = SequenceState.RUNNING
-# In one of this many steps a long prompt's chunk is a little larger than predicted to fit. Chunks
-# of one size would never correct a wrong prediction of `StepTime`.
+# In one of `_PROBE_STEPS` steps, a long prompt's chunk is a little larger than predicted to fit.
+# Chunks of one size would never correct a wrong prediction of `StepTime`.
 _PROBE_STEPS = 8
 # After this many steps, a sequence that lacked blocks looks in the prefix cache again: others may
 # have cached more of its prompt.

@@ -33,7 +33,7 @@ class SchedulerLimits:
     max_prefill_tokens: int = 2**31
     # The largest number of prompt tokens that may get log-probabilities in a step.
     max_scored_tokens: int = 2**31
-    # True if decodes do not bound prompts, because they will soon move to another shard.
+    # True if decodes, which will soon move to another shard, do not bound prompts.
     prompts_first: bool = False
 
 

@@ -146,7 +146,6 @@ class _Watched:
         return (self._sequence, start, end - start)
 
     def _cut(self, starts: abc.Sequence[int]) -> _Way:
-        """Cut the sequence at these ascending positions."""
         bounds = [0, *(start for start in starts if start < self._length), self._length]
         return [[self._piece(*piece)] for piece in itertools.pairwise(bounds)]
 

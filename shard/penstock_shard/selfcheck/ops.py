@@ -237,7 +237,6 @@ def _of_rounding(
 
 
 def _added(noise: _Noise) -> tuple[Tensor, Tensor]:
-    """Return a sublayer's results, and the residual stream."""
     return noise.rows(_TOKENS, 48), noise.rows(_TOKENS, 48)
 
 

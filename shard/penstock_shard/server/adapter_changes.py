@@ -152,7 +152,6 @@ class ServerAdapters:
         self._keep()
 
     def _keep(self) -> None:
-        """Note the loaded adapters for the next engine and process."""
         flags = self._config.loras
         self._wanted = [
             WantedAdapter(

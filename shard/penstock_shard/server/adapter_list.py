@@ -60,7 +60,7 @@ class AdapterList:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-list")
 
     def read(self) -> list[KeptAdapter]:
-        """Return the listed adapters. Blocks on the disk, so call it before serving."""
+        """Return the listed adapters. Waits for the disk, so call it before serving."""
         try:
             if not self.path.exists():
                 self._written = []
@@ -78,7 +78,7 @@ class AdapterList:
         return self._written or []
 
     def _read(self) -> list[KeptAdapter]:
-        """Raises OSError, or ValueError if the file is not a list."""
+        """Read the list. Raises OSError, or ValueError if the file is not a list."""
         if not self.path.is_file():
             raise ValueError("no regular file")
         with self.path.open("rb") as file:

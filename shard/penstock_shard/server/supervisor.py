@@ -205,7 +205,6 @@ class EngineSupervisor:
     def _check(
         self, route: Route, request: Request, constraint: Constraint, caller: Hashable
     ) -> None:
-        """Hand the request to the engine once its constraint is valid."""
         verdict = self._checker.known(constraint)
         if verdict is None:
             waiting = self._await_verdict(route, request, constraint, caller)

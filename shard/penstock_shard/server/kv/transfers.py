@@ -75,7 +75,7 @@ class Peers(Protocol):
         """Note that a peer took longer than computing would have."""
 
     def distrust(self, source: str, reason: str) -> NoReturn:
-        """Stop trusting a peer. Raises Distrusted."""
+        """Stop trusting a peer, and raise Distrusted."""
 
 
 class BlockTransfers:
