@@ -159,8 +159,8 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 
 def _options(how: AttentionParams) -> dict[str, Any]:
-    """Return the arguments that all calls share. Without a window, both sides of it are -1, and
-    only `causal` bounds the keys.
+    """Return the arguments that all calls share. Without a window, both sizes are -1, and only
+    `causal` bounds the keys.
     """
     return {
         "softmax_scale": how.scale,

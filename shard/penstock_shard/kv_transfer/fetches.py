@@ -111,8 +111,8 @@ class Fetches:
         return pool, other
 
     def _doubt(self, prefix: Prefix, group: int, doubt: Doubt) -> None:
-        """Put a block in doubt until its fetch is settled. With groups that have a window or keep
-        states, no check would settle the doubt, so count the block as proven.
+        """Put a block in doubt until its fetch is settled. With groups that have a window, chunks
+        or states, no check would settle the doubt, so count the block as proven.
         """
         if self._prefixes.slides:
             pool = self._arena.pool_of(group)

@@ -39,8 +39,8 @@ _TURN_S = 2.0
 _MOST_FETCHES = 8
 # Time for the engine to provide copies.
 _EXPORT_S = 10.0
-# Longest wait for the first block: `_FIRST_S`, when the peer's host may be gone, or this share of
-# the deadline, when the peer may be overloaded.
+# The longest wait for the first block is `_FIRST_S`, because the peer's host may be gone, or
+# `_FIRST_SHARE` of the deadline if that is less, because the peer may be overloaded.
 _FIRST_S = 3.0
 _FIRST_SHARE = 1 / 3
 # Report arrivals to the engine when they have this size or are complete, or when slots run out.
