@@ -18,8 +18,8 @@ from penstock_shard.ipc.process_group import adopt_orphans
 def main() -> int:
     # Until the server installs its own handlers, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Otherwise numpy's BLAS starts a thread for each core, here and in the engine, which takes a
-    # quarter of a start's processor time. torch's threads are set elsewhere.
+    # Otherwise numpy's BLAS starts a thread for each core, in this process and in the engine. That
+    # takes a quarter of the processor time that a start needs. torch's threads are set elsewhere.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     config = parse_config(sys.argv[1:])
     set_up_logging(config.log_format, config.log_level, shard=config.log_name)

@@ -89,7 +89,6 @@ def _check_adapters(parser: OneLineParser, config: ShardConfig) -> None:
 
 
 def _check_copies(parser: OneLineParser, config: ShardConfig) -> None:
-    """Check the flags for copies of KV blocks in memory, on disk and at peers."""
     if config.kv_peers:
         _check_peers(parser, config)
     elif config.role != "both":

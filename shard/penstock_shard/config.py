@@ -37,7 +37,7 @@ class ConstraintLimits:
 
 
 def adapter(text: str) -> tuple[str, str]:
-    """Parse an adapter's NAME=PATH. Raises ArgumentTypeError."""
+    """Parse an adapter's NAME=PATH. Raises ArgumentTypeError for other text."""
     name, _, source = text.partition("=")
     if not (name and source):
         raise argparse.ArgumentTypeError(f"must be NAME=PATH, not {short(text)}")
@@ -45,7 +45,7 @@ def adapter(text: str) -> tuple[str, str]:
 
 
 def engine_arg(text: str) -> tuple[str, str]:
-    """Parse an engine argument's NAME=VALUE. Raises ArgumentTypeError."""
+    """Parse an engine argument's NAME=VALUE. Raises ArgumentTypeError for other text."""
     name, given, value = text.partition("=")
     if not (name.isidentifier() and given):
         raise argparse.ArgumentTypeError(f"must be NAME=VALUE, not {short(text)}")
@@ -65,7 +65,7 @@ def name_refusal(name: str, model_names: Collection[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShardConfig(ObservingConfig):
-    """The configuration of a shard. Sizes of None are determined at load."""
+    """The configuration of a shard. Sizes that are None are determined at load."""
 
     model: str | None = flag(
         None,
@@ -433,7 +433,8 @@ class ShardConfig(ObservingConfig):
 
     def __post_init__(self) -> None:
         if not self.served_model_names:
-            # Resolve it only once, because a link in the path may change while the shard runs.
+            # Resolve the model's path only once, because a link in it may change while the shard
+            # runs.
             object.__setattr__(self, "served_model_names", (model_name(self.model),))
 
     @property
@@ -443,7 +444,7 @@ class ShardConfig(ObservingConfig):
 
     @property
     def extra(self) -> str:
-        """The extra of penstock that has the packages for this shard."""
+        """The name of penstock's optional extra that has the packages for this shard."""
         return "fake" if self.runner == "fake" else "shard"
 
     @property
@@ -464,20 +465,20 @@ class ShardConfig(ObservingConfig):
 
     @property
     def max_step_logits(self) -> int:
-        """The most rows of logits in a step: one for each sequence and each draft."""
+        """The largest number of rows of logits in a step: one for each sequence and each draft."""
         drafts = max(self.max_num_seqs, self.speculative_tokens) if self.speculative_tokens else 0
         return self.max_num_seqs + drafts
 
     def batched_tokens(self, device: str) -> int:
-        """The most tokens in a step; by default, about half a second of computing."""
+        """The largest number of tokens in a step; by default, about half a second of computing."""
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return max(512 if device == "cpu" else 2048, self.max_num_seqs)
 
     def most_logprobs(self, vocab_size: int) -> int:
-        """The most log-probabilities of a token, for a vocabulary of `vocab_size`."""
+        """The largest number of log-probabilities of a token, for a vocabulary of `vocab_size`."""
         return vocab_size if self.max_logprobs < 0 else self.max_logprobs
 
     def prefill_tokens(self, device: str) -> int:
-        """The most prompt tokens in a step in which other requests decode."""
+        """The largest number of prompt tokens in a step in which other requests decode."""
         return self.max_prefill_tokens or max(1, self.batched_tokens(device) // 2)

@@ -1,5 +1,5 @@
-"""Exceptions for unusable models, adapters and images; errors of libraries and devices, such as
-out of memory.
+"""Exceptions for unusable models, adapters and images; functions that recognise errors of libraries
+and devices, such as out of memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock_shard.device.triton_support import is_installed
 _OUT_OF_MEMORY = ("allocate memory", "out of memory", "ALLOC_FAILED")
 # torch's exception by name, because importing torch takes seconds.
 _OUT_OF_MEMORY_CLASS = "OutOfMemoryError"
-# Characters of a library's message that are kept.
+# The number of characters of a library's message that are kept.
 _LONGEST_REASON = 400
 
 
@@ -104,7 +104,8 @@ def report_faults(what: str) -> Iterator[None]:
     try:
         yield
     except library_faults() as error:
-        # Errors of type checks name the wrong value in their second line.
+        # Other errors need their whole text, because those of type checks name the wrong value in
+        # their second line.
         is_known = isinstance(error, OSError | ValueError) or not str(error)
         reason = first_line(error) if is_known else f"{type(error).__name__}: {error}"
         raise ModelError(f"{what}: {reason[:_LONGEST_REASON]}") from error

@@ -26,16 +26,17 @@ class SequenceState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """The known tokens of a request, and the number of computed ones.
+    """The known tokens of a request, and the number of tokens that are computed.
 
-    A step that computes the last known token samples one more. Steps overlap, so counts are ahead
-    of values. `token_ids` has the prompt and the output tokens that came back. `num_pending` counts
-    the tokens that launched steps will sample. `num_computed` counts the tokens of launched steps:
-    their keys and values are, or soon will be, in the KV cache.
+    A step that computes the last known token samples the next token. A step is launched before the
+    results of earlier steps come back, so counts are ahead of token values. `token_ids` has the
+    prompt and the output tokens that came back. `num_pending` counts the tokens that launched steps
+    will sample. `num_computed` counts the tokens of launched steps: their keys and values are, or
+    soon will be, in the KV cache.
     """
 
     request: Request
-    # Four bytes a token; a list would take about forty.
+    # An array takes 4 bytes a token; a list would take about 40.
     token_ids: array[int]
     num_prompt_tokens: int
     # Output tokens of earlier attempts, which are not sent again.
@@ -49,7 +50,8 @@ class Sequence:
     arrived_s: float = 0.0
 
     state: SequenceState = SequenceState.WAITING
-    # The index in the runner's arrays, from the start until the last step is collected; else -1.
+    # The index in the runner's arrays, from the first step until the last step is collected; else
+    # -1.
     slot: int = -1
     num_pending: int = 0
     num_computed: int = 0
@@ -70,7 +72,6 @@ class Sequence:
 
     @classmethod
     def of(cls, request: Request, adapter_index: int = 0) -> Sequence:
-        """Make the sequence of a new request."""
         token_ids = array("I", request.prompt + request.output)
         num_prompt_tokens = request.num_prompt_tokens
         num_delivered = len(token_ids) - num_prompt_tokens
@@ -116,7 +117,7 @@ class Sequence:
 
     def take_unsent(self, start: int, prompt_logprobs: Logprobs) -> Logprobs:
         """Return the prompt log-probabilities of a row that began at `start`, without those that
-        were sent before a preemption. Count them as sent.
+        were sent before a preemption. All that are returned count as sent.
         """
         known = self.num_prompt_logprobs_sent - start
         if known > 0:

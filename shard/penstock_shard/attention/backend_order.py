@@ -49,8 +49,8 @@ def candidates(name: str, device: torch.device) -> tuple[Candidate, ...]:
 
 
 def make_backend(name: str, device: torch.device, dtype: torch.dtype) -> AttentionBackend:
-    """Return the first candidate that can be made here, whatever layers it serves. Raises
-    ModelError if there is none.
+    """Return the first candidate that can be made here, without checking the layers that it must
+    serve. Raises ModelError if there is none.
     """
     reason = "there is no such backend"
     for candidate in candidates(name, device):

@@ -20,8 +20,9 @@ LayerCache: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """A layer's state, kept for a sequence in place of keys and values. In float32: inputs of a
-    short convolution [taps - 1, channels], and matrices [heads, dim, dim_v] unless `heads` is 0.
+    """The state that a layer keeps for each sequence in place of keys and values. In float32, it
+    has the inputs of a short convolution, [taps - 1, channels], and unless `heads` is 0, matrices
+    [heads, dim, dim_v].
     """
 
     channels: int
@@ -46,18 +47,19 @@ class LayerSpec:
     head_dim: int
     head_dim_v: int
     scale: float
-    # The number of keys that a query sees, with its own; None for all up to its own.
+    # The number of keys that a query sees, including its own; None if it sees all earlier keys.
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
-    # A query sees keys from the last multiple of `chunk` on. Batches have no earlier keys, so
-    # backends ignore this.
+    # A query sees only keys from the last multiple of `chunk` on. A batch has no keys before that,
+    # so backends ignore this field.
     chunk: int | None = None
     # Values are the first `head_dim_v` elements of keys, and are not stored again.
     values_in_keys: bool = False
     # The layer that has the keys and values for this one; None if it has its own.
     reads: int | None = None
-    # For a layer with a state in place of attention. The other fields then have no meaning.
+    # The state that the layer has in place of attention, if any. The other fields then have no
+    # meaning.
     state: StateSpec | None = None
     # True if tokens of an image see the whole image.
     bidirectional_images: bool = False
@@ -75,7 +77,8 @@ class RowSpan:
     # This row's tokens among the step's T tokens.
     queries: slice
     num_queries: int
-    # int32 [n]: blocks with the keys that the queries see. `keys` is their slice in these blocks.
+    # int32 [n]: the blocks with the keys that the queries see. `keys` is the slice of these keys
+    # among all slots of the blocks.
     blocks: Tensor
     keys: slice
     # True if queries also see the keys of later queries.
@@ -84,7 +87,8 @@ class RowSpan:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """A step's sequences for the layers of a cache group, concatenated along T.
+    """A step's sequences, one in each row, for the layers of a cache group. Their tokens are
+    concatenated along T.
 
     Row i owns queries `cu_queries[i]` to `cu_queries[i + 1]`, which are the last of its
     `seq_lens[i]` tokens (bottom-right causal). The first `num_decodes` rows have one query each.
@@ -96,8 +100,8 @@ class AttentionBatch:
     block_size: int
     # int64 [T]: the slots of this step's tokens.
     slots: Tensor
-    # On the device, int32: cumulative sums of query_lens and of seq_lens, from 0, [B + 1]; and
-    # seq_lens, [B].
+    # The next 3 fields are int32 on the device: cumulative sums of query_lens and of seq_lens, from
+    # 0, [B + 1]; and seq_lens, [B].
     cu_queries: Tensor
     cu_keys: Tensor
     seq_lens_tensor: Tensor
@@ -211,7 +215,9 @@ class AttentionBackend(Protocol):
         """
 
     def memory(self, cache: LayerCache) -> tuple[Tensor, ...]:
-        """Return the cache's tensors [num_blocks, ...]: keys, and values unless in keys."""
+        """Return the cache's tensors [num_blocks, ...]: keys, and values unless they are in the
+        keys.
+        """
 
     def attend(
         self,
@@ -310,8 +316,8 @@ def visible_keys(
     is_bidirectional: bool,
     device: torch.device,
 ) -> Tensor:
-    """Return bool [num_queries, num_keys]. Query i has key `offset + i`, and sees the last `window`
-    keys up to that one. If bidirectional, it also sees all later keys.
+    """Return a mask, bool [num_queries, num_keys]. Query i is at key `offset + i`, and sees the
+    last `window` keys, including that key. If bidirectional, it also sees all later keys.
     """
     position = torch.arange(num_queries, device=device).unsqueeze(1) + offset
     index = torch.arange(num_keys, device=device).unsqueeze(0)

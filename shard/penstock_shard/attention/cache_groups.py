@@ -4,8 +4,8 @@ Layers that see the same keys form a group, with one block table for each sequen
 equal memory for a token share a pool of blocks, so that no memory is reserved for one group.
 
 Layers with a state form a group too; a block of their pool is one state. A model with only such
-layers also has a group without layers. Its blocks take no device memory; they name the tokens that
-states cover.
+layers also has a group without layers. The blocks of that group take no device memory; their hashes
+identify the tokens that a state covers.
 
 A pool consists of planes, each the memory of one layer. A block has a part of every plane, and
 belongs to one group at a time. Each layer of that group has its own plane.
@@ -19,18 +19,18 @@ from dataclasses import dataclass
 from penstock_shard.attention.base import LayerSpec, StateSpec
 from penstock_shard.ipc.runner_info import CacheGroup
 
-# The most groups of layers of one shape. More groups cost more host work in a step; with fewer,
-# small groups leave planes of their blocks unused.
+# The largest number of groups for layers of one shape. More groups cost more host work in a step.
+# With fewer groups, blocks of small groups leave more planes unused.
 _MOST_GROUPS = 8
-# The memory layout of a layer's keys and values, and which keys a query sees.
+# `_Shape`: the memory layout of a layer's keys and values. `_Sight`: which keys a query sees.
 _Shape = tuple[int, int, int, bool] | StateSpec
 _Sight = tuple[int | None, int | None, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """`group_of` has each layer's group, by the layer's index. `planes` has, for each plane of each
-    pool, its layers, which are in different groups.
+    """The groups and pools of a model's layers. `group_of` maps a layer's index to its group. For
+    each plane of each pool, `planes` has the layers that use it; they are in different groups.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -38,7 +38,6 @@ class CacheLayout:
     planes: tuple[tuple[tuple[LayerSpec, ...], ...], ...]
 
     def block_bytes(self, pool: int, block_size: int, itemsize: int) -> int:
-        """Return the bytes of a block, with elements of `itemsize` bytes."""
         return sum(
             block_size * first.elements_per_token * itemsize
             if first.state is None
@@ -48,7 +47,9 @@ class CacheLayout:
 
 
 def cache_layout(layers: Sequence[LayerSpec]) -> CacheLayout:
-    """Return the layout for these layers. A layer that reads another's keys is in its group."""
+    """Return the layout for these layers. A layer that reads another layer's keys is in that
+    layer's group.
+    """
     shapes: dict[_Shape, dict[_Sight, list[LayerSpec]]] = {}
     for layer in layers:
         if layer.reads is None:

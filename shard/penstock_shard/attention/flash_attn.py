@@ -26,7 +26,9 @@ _HOPPER = (9, 0)
 
 
 class _FlashAttention(LibraryBackend):
-    """The decode call; only the name of its block table argument differs between versions."""
+    """The base class of both versions, with the decode call. Only the name of the call's block
+    table argument differs.
+    """
 
     name = "flash_attn"
     table: str
@@ -57,7 +59,6 @@ class FlashAttention2(_FlashAttention):
     table = "block_table"
 
     def __init__(self, library: ModuleType) -> None:
-        """`library` is the module `flash_attn`."""
         super().__init__(library, str(library.__version__))
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
@@ -97,7 +98,7 @@ class FlashAttention3(_FlashAttention):
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
         keys, values = spec.head_dim, spec.head_dim_v
-        # Head sizes with kernels if keys and values differ.
+        # If keys and values differ in size, only these sizes have kernels.
         served = values <= 256 if keys <= 64 else 128 < keys <= 192 and 96 < values <= 128
         if keys != values and not served:
             return f"has no kernel for keys of {keys} and values of {values}"
@@ -158,7 +159,7 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 
 def _options(how: AttentionParams) -> dict[str, Any]:
-    """Return the arguments that all calls share. Without a window, both sides are -1, and only
+    """Return the arguments that all calls share. Without a window, both sizes are -1, and only
     `causal` bounds the keys.
     """
     return {

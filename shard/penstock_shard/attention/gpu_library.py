@@ -41,14 +41,12 @@ class LibraryBackend(PairBackend, ABC):
     """The part of an `AttentionBackend` that does not depend on the library."""
 
     name: str
-    # The library's version.
     version: str
     block_multiple: int
     # Calls for decodes take no lengths from the host, except the block table's width.
     capturable = True
 
     def refusal(self, spec: LayerSpec, dtype: torch.dtype) -> str | None:
-        """Return the refusals of all libraries."""
         if dtype not in _HALF:
             return f"serves float16 and bfloat16, not {dtype_name(dtype)}"
         if spec.values_in_keys:

@@ -1,8 +1,8 @@
-"""Backend over torch's own `varlen_attn` (torch >= 2.13): the flash-attn 2 in the torch wheel.
+"""Backend over torch's own `varlen_attn` (torch >= 2.13), which is flash-attn 2 in the torch wheel.
 
-torch 2.13 is the first with `block_table`. Limits: blocks of a multiple of 256 tokens; tables,
-lengths and their sums int32; data fp16 or bf16; head sizes a multiple of 8 up to 256; no softcap,
-no sinks.
+Limits: blocks of a multiple of 256 tokens;
+tables, lengths and their sums int32; data fp16 or bf16; head sizes a multiple of 8 up to 256; no
+softcap, no sinks.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class TorchVarlen(LibraryBackend):
     ) -> Tensor:
         rows = slice(0, batch.num_decodes)
         sums = batch.cu_queries[: batch.num_decodes + 1]
-        # A decode sees all keys of its row and needs no causal bound. Only without it, the library
-        # groups the query heads of a KV head.
+        # A decode sees all keys of its row and needs no causal bound. The library groups the query
+        # heads of a KV head only if there is no such bound.
         sides = (how.left, -1 if how.left < 0 else 0)
         bound = batch.block_table.shape[1] * batch.block_size
         return self._call(query, cache, batch, rows, sums, (1, bound), how.scale, sides)
@@ -71,8 +71,8 @@ class TorchVarlen(LibraryBackend):
             cache[0],
             cache[1],
             cu_queries,
-            # In place of the keys' cu_seqlens, which are not read with a block table and would be
-            # stale in a captured step.
+            # Passed in place of the keys' cu_seqlens, which the library does not read if it has a
+            # block table, and which would be stale in a captured step.
             cu_queries,
             *longest,
             scale=scale,
@@ -85,7 +85,9 @@ class TorchVarlen(LibraryBackend):
 
 
 def make_torch_varlen(device: torch.device, dtype: torch.dtype) -> TorchVarlen:
-    """Raises Unusable if this torch's `varlen_attn` is missing or takes no block table."""
+    """Raises Unusable if this torch's `varlen_attn` is missing, takes no block table, or does not
+    serve `dtype`.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:

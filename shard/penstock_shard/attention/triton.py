@@ -36,9 +36,9 @@ from penstock_shard.kernels.triton_device import shared_bytes
 from penstock_shard.kernels.triton_layers import write_heads
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# The most memory for partial results of splits.
+# The largest amount of memory for partial results of splits.
 _SCRATCH_BYTES = 256 << 20
-# This many programs without keys take as long as a program takes for one key.
+# This many programs without keys take as long as one program takes for a key.
 _KEYS_PER_PROGRAM = 3
 
 
@@ -99,7 +99,7 @@ def _latent_refusal(latent: int, rotated: int) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Tiling:
-    """The query heads of one KV head, queries and keys of a tile, and its launch options."""
+    """The size of a tile (query heads of one KV head, queries, keys), and the launch options."""
 
     heads: int
     queries: int
@@ -110,15 +110,15 @@ class _Tiling:
 
 @functools.cache
 def _split_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tiling:
-    """Return the tiling for decodes, which are bound by reading keys and values: with few rows, and
-    several tiles of keys and values in flight. A tile has 16 kB in 16 bits, or less if tiles do not
-    fit into a program's `shared` bytes.
+    """Return the tiling for decodes. Reading keys and values takes most of their time, so a tile
+    has few rows, and several tiles of keys and values are in flight. With 16-bit values, a tile of
+    keys has 16 kB, or less if the tiles do not fit into a program's `shared` bytes.
     """
     rows = max(16, group)
     if itemsize == 4:
         return _Tiling(group, rows // group, 16, 8, 2)
     keys = 64 if padded <= 128 else 32
-    # The queries, two tiles each of keys and values, and the weights.
+    # Shared memory has the queries, two tiles each of keys and values, and the weights.
     while keys > 16 and ((rows + 4 * keys) * padded + rows * keys) * itemsize > shared:
         keys //= 2
     return _Tiling(group, rows // group, keys, 4 if rows < 64 else 8, 5)
@@ -126,14 +126,14 @@ def _split_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tilin
 
 @functools.cache
 def _rows_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tiling:
-    """Return the tiling for prefills, which are bound by how often keys and values are read: with
-    as many rows as fit into registers and, beside keys and values, into `shared` bytes.
+    """Return the tiling for prefills. Their time depends on how often keys and values are read, so
+    a tile has as many rows as fit into registers and, beside keys and values, into `shared` bytes.
     """
     if itemsize == 4:
         rows = max(32, group)
         return _Tiling(group, rows // group, 32 if padded <= 128 else 16, 8, 1)
     rows, keys = max(128, group), 64
-    # Queries, and two tiles each of keys and values.
+    # Shared memory has the queries, and two tiles each of keys and values.
     if (rows + 4 * keys) * padded * itemsize > shared:
         keys = 32
     if (rows + 4 * keys) * padded * itemsize > shared:
@@ -143,9 +143,10 @@ def _rows_tiling(group: int, padded: int, itemsize: int, shared: int) -> _Tiling
 
 @functools.cache
 def _latent_tiling(group: int, padded: int, itemsize: int, shared: int, least: int) -> _Tiling:
-    """Return the tiling for latents. Rows are few, because each fills registers with sums of up to
-    512 values: `least`, or the number of heads up to a bound. The bound is 64 if 64 rows and two
-    tiles of keys fit into `shared` bytes, else 32, because queries then take registers too.
+    """Return the tiling for latents. A tile has few rows, because each row fills registers with
+    sums of up to 512 values. The number of rows is `least` or the number of heads, whichever is
+    larger, but it has a bound. With 16-bit values, the bound is 64 if 64 rows and two tiles of keys
+    fit into `shared` bytes, else 32, because queries then take registers too.
     """
     if itemsize == 4:
         most, keys, num_stages = 16, 16, 2
@@ -159,13 +160,13 @@ def _latent_tiling(group: int, padded: int, itemsize: int, shared: int, least: i
 
 
 def _split_for(num_pairs: int, num_keys: int) -> int:
-    """Return the keys of the smallest split, for `num_pairs` pairs of a query and a part of its
-    heads, with up to `num_keys` keys each.
+    """Return the number of keys in the smallest split. `num_pairs` pairs of a query and a part of
+    its heads have up to `num_keys` keys each.
 
     Programs are launched for all splits that the block table has room for, and most find no keys.
     In a microsecond, an H200 should run about 400 programs without keys, three at once on each
-    multiprocessor, and a program should read about 130 keys. The size balances these estimates,
-    which were never measured.
+    multiprocessor, while a program with keys should read about 130 of them. The size balances these
+    estimates, which were never measured.
     """
     size = SPLIT
     while size * size * _KEYS_PER_PROGRAM < num_pairs * num_keys:
@@ -213,13 +214,15 @@ class _Call:
             self._rows_tiling = _rows_tiling(group, row, *sizes)
 
     def split_for(self, num_tokens: int) -> int:
-        """Return the keys of the smallest split for `num_tokens` decodes that need not be exact."""
+        """Return the number of keys in the smallest split for `num_tokens` decodes that need not be
+        exact.
+        """
         num_keys = min(self._most_keys, self._mask.window or self._most_keys)
         return _split_for(num_tokens * self._parts(self._split_tiling), num_keys)
 
     def by_splits(self, num_tokens: int, smallest: int) -> None:
-        """Compute the first `num_tokens` tokens by splits of at least `smallest` keys, in pieces
-        that fit into scratch memory.
+        """Compute the first `num_tokens` tokens with splits of at least `smallest` keys. Take only
+        as many tokens at once as fit into scratch memory.
         """
         tiling = self._split_tiling
         num_splits = self._num_splits(tiling.queries, smallest)
@@ -250,8 +253,8 @@ class _Call:
     def _some_by_splits(
         self, tiling: _Tiling, splits: tuple[int, int], low: int, high: int
     ) -> None:
-        """Compute tokens [low, high). `splits` has the most splits of a tile, and the keys of the
-        smallest split.
+        """Compute tokens [low, high). `splits` has the largest number of splits of a tile, and the
+        number of keys in the smallest split.
         """
         batch, num_splits = self._batch, splits[0]
         decodes, rows = batch.num_decodes, len(batch.query_lens)
@@ -326,11 +329,10 @@ class _Call:
 
     @property
     def _most_keys(self) -> int:
-        """The keys that a row of the block table has room for."""
         return self._batch.block_table.shape[1] * self._batch.block_size
 
     def _num_splits(self, queries: int, smallest: int) -> int:
-        """Return the most splits that a tile can see."""
+        """Return the largest number of splits that a tile can see."""
         most = min(MOST_SPLITS, -(-self._most_keys // smallest))
         window = self._mask.window
         return most if window is None else min(most, (window + queries - 2) // smallest + 2)

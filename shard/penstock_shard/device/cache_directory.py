@@ -1,5 +1,5 @@
-"""Directories of compiled kernels, kept loads and a shard's state, which no other user can write to
-or replace; and parts of their files' names.
+"""Directories for compiled kernels, kept results of model loads, and a shard's state. No other user
+can write to them or replace them. This module also makes parts of their files' names.
 
 Environment:
 PENSTOCK_CACHE: compiled kernels; default $XDG_CACHE_HOME/penstock or ~/.cache/penstock.
@@ -28,7 +28,7 @@ from pathlib import Path
 
 # The directory of the outermost package.
 _PACKAGE = Path(__file__).parents[__name__.count(".") - 1]
-# The most symbolic links in a path, as on Linux.
+# The largest number of symbolic links in a path, as on Linux.
 _MOST_LINKS = 40
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _LIBRARIES = ("torch", "transformers", "safetensors", "gguf")
@@ -48,7 +48,7 @@ def cache_directory() -> Path:
 
 
 def load_directory() -> Path:
-    """The directory of kept loads; it may not exist yet."""
+    """The directory of kept model loads; it may not exist yet."""
     chosen = os.environ.get("PENSTOCK_LOAD_CACHE")
     return Path(chosen) if chosen else cache_directory() / "loads"
 
@@ -159,7 +159,7 @@ def _check_owner(place: Path, status: os.stat_result) -> None:
 
 
 def replace_file(made: Path, path: Path) -> None:
-    """Sync a file to disk, because a crash could leave it empty otherwise, and rename it."""
+    """Sync a file to disk, then rename it. Without the sync, a crash could leave an empty file."""
     with made.open("rb") as file:
         os.fsync(file.fileno())
     made.replace(path)

@@ -11,8 +11,8 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def memory_left() -> int | None:
-    """The bytes that this process may still take. Without a limit: None with version 2 of control
-    groups, more than all memory with version 1.
+    """The bytes that this process may still take. If no group has a limit, this is None with
+    version 2 of control groups, and more than all memory with version 1.
     """
     lefts = (_memory_left_in(group) for group in _groups("memory"))
     return min((left for left in lefts if left is not None), default=None)
@@ -25,7 +25,8 @@ def cpu_quota() -> float | None:
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """Yield this process's group and its ancestors, each with limits.
+    """Yield the directories of this process's control group and its ancestors. Each may have
+    limits.
 
     A container may see its group under a path that is not mounted in it. Then its group is the
     mount itself, which comes last.

@@ -9,8 +9,8 @@ import torch
 
 
 class PeakMemory:
-    """The peak memory of tensors on a device, above their memory when this object was made. Use one
-    object at a time for each device, because torch keeps one peak.
+    """The peak memory of tensors on a device, minus their memory when this object was made. Use one
+    object at a time for each device, because torch keeps only one peak.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,12 +45,11 @@ def free_bytes(device: torch.device, share: float) -> int:
 
 
 def empty_caches(device: torch.device) -> None:
-    """Release unused memory of torch's caching allocator."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _free_and_total(device: torch.device) -> tuple[int, int]:
-    """Unused memory of torch's allocator counts as free."""
+    """Return free and total bytes of a GPU. Unused memory of torch's allocator counts as free."""
     empty_caches(device)
     return torch.cuda.mem_get_info(device)

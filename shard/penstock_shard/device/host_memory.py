@@ -14,8 +14,8 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def extra_host_bytes(work: Callable[[], object]) -> int:
-    """Run `work`; return its peak memory minus the bytes in use afterwards. This is 0 if the system
-    does not report them (macOS, a read-only /proc).
+    """Run `work`; return its peak memory minus the bytes in use afterwards. Return 0 if the system
+    does not report these sizes (macOS, a read-only /proc).
     """
     try:
         # Reset the peak (VmHWM) to the current size: proc(5).
@@ -24,7 +24,7 @@ def extra_host_bytes(work: Callable[[], object]) -> int:
         work()
         return 0
     work()
-    # Not getrusage: its peak includes the parent process before exec.
+    # Do not use getrusage: its peak includes the parent process before exec.
     status = _sizes(_STATUS)
     return max(0, status["VmHWM"] - status["VmRSS"])
 

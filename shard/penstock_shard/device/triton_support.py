@@ -1,6 +1,7 @@
 """Tells whether Triton kernels may be launched on a type of device.
 
-They may if the package is installed and the check at load, which reports here, found no fault.
+The package must be installed, and the check at load must have found no fault. The check reports its
+result to this module.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import importlib.util
 
 _MISSING = "the triton package is not installed; torch for CUDA brings it along"
 
-# The fault that the last check of each device type found.
 _faults: dict[str, str] = {}
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from penstock_shard.errors import ModelError, first_line, is_out_of_memory
 
-# Timeout for reaching the store, which a rank does up to twice. Rank 0 waits _MEET_S, so that a
+# Timeout for reaching the store. A rank may wait this long twice. Rank 0 waits _MEET_S, so that the
 # rank can report why it failed.
 _FIND_S = timedelta(seconds=60)
 _MEET_S = 180.0
 _POLL_S = 0.02
-# Timeout of collectives, long because of steps on slow CPUs. A rank's connection shows when it is
-# gone.
+# Timeout of collectives. It is long, because steps on slow CPUs take long. The loss of a rank is
+# noticed by its connection.
 _LATEST_S = timedelta(hours=2)
 
 
@@ -96,8 +96,8 @@ class RankRendezvous:
     """
 
     def __init__(self, size: int, *, alone: bool) -> None:
-        """Open a port. `alone`: all ranks are on this machine. Raises ModelError if no port can be
-        bound.
+        """Open a port. `alone` is true if all ranks are on this machine. Raises ModelError if no
+        port can be bound.
         """
         self._size = size
         try:
@@ -145,7 +145,7 @@ def _arrival(rank: int) -> str:
 def _meet(store: Any, device: torch.device, rank: int, size: int) -> Ranks:
     on_cuda = device.type == "cuda"
     backend = "nccl" if on_cuda else "gloo"
-    # Ranks wait for others, which may have to fetch the model first.
+    # A rank waits for the other ranks, which may have to fetch the model first.
     store.set_timeout(_LATEST_S)
     try:
         dist.init_process_group(
@@ -174,6 +174,8 @@ def _what(error: Exception) -> str:
 
 
 def _gather_into(everything: Tensor, part: Tensor) -> None:
-    """Call all-gather by its newer name if torch has it, because the older one then warns."""
+    """Call all-gather by its newer name if torch has it, because the older name then gives a
+    warning.
+    """
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(everything, part)

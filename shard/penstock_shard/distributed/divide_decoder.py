@@ -22,16 +22,16 @@ from penstock_shard.models.decoder.spec import DecoderSpec, tensor_shapes
 from penstock_shard.models.decoder.tensor_reader import TensorSource
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Weights by their division, with the last part of the module's name. w1, w3 and w2 are Mixtral's
-# gate, up and down; q_b and kv_b make queries, keys and values of latent attention.
+# Last parts of modules' names, by how their weights are divided. w1, w3 and w2 are Mixtral's gate,
+# up and down; q_b and kv_b make queries, keys and values of latent attention.
 _BY_HEADS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "q_b_proj", "kv_b_proj"}
 _BY_ROWS = {"gate_proj", "up_proj", "gate_up_proj", "w1", "w3"}
 _BY_COLUMNS = {"o_proj", "down_proj", "w2"}
 
 
 def divided_by(leaf: str) -> str | None:
-    """Return the division of a weight [N, K], by the last part of its module's name; None if it
-    stays whole.
+    """Tell how a weight [N, K] is divided: by "heads", "rows" or "columns"; None if it stays whole.
+    `leaf` is the last part of its module's name.
     """
     if leaf in _BY_HEADS:
         return "heads"
@@ -41,8 +41,8 @@ def divided_by(leaf: str) -> str | None:
 
 
 def check_divisible(size: int, sizes: dict[str, int], num_kv_heads: int) -> None:
-    """Raise ModelError unless `size` ranks divide each of `sizes`, by name, and divide or share KV
-    heads evenly.
+    """Raise ModelError unless `size` divides each of `sizes`, by name, and ranks can divide or
+    share the KV heads evenly.
     """
     for name, value in sizes.items():
         if value % size:
@@ -97,7 +97,6 @@ def local_spec(spec: DecoderSpec, size: int) -> DecoderSpec:
 
 
 def _inner_sizes(spec: DecoderSpec) -> dict[str, int]:
-    """Return the inner sizes of layers, by their names in configurations."""
     if spec.experts is None:
         return {"intermediate_size": spec.intermediate_size}
     sizes = {"moe_intermediate_size": spec.experts.intermediate_size}
@@ -139,7 +138,6 @@ def rank_shares(spec: DecoderSpec, rank: int, size: int) -> Shares:
 
 
 def _heads(leaf: str, rows: int, layer: LayerSpec, rank: int, size: int) -> tuple[slice, ...]:
-    """Return the rows of a rank's heads; several ranks may share a KV head."""
     if leaf in ("q_proj", "q_b_proj", "kv_b_proj"):
         return (even_part(rows, rank, size),)
     queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
@@ -152,7 +150,6 @@ def _heads(leaf: str, rows: int, layer: LayerSpec, rank: int, size: int) -> tupl
 
 
 def even_part(length: int, rank: int, size: int) -> slice:
-    """Return a rank's slice of `length` rows or columns."""
     count = length // size
     return slice(rank * count, (rank + 1) * count)
 
@@ -179,7 +176,7 @@ class SlicedTensors:
             yield [self._part(name, tensor) for name, tensor in zip(names, tensors, strict=True)]
 
     def codes(self, name: str) -> None:
-        """Return None: parts of a matrix are read dequantized."""
+        """Return None, because a part of a matrix is read dequantized."""
 
     def _part(self, name: str, tensor: Tensor) -> Tensor:
         if name == HEAD:

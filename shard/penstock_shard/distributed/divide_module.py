@@ -26,7 +26,7 @@ from penstock_shard.errors import ModelError
 from penstock_shard.lora.lora import Share, Shares
 from penstock_shard.models.transformers import recurrences
 
-# Styles of transformers' plans. Releases before 5.10 have the names in _rep.
+# Styles of transformers' plans. The names that end in _rep are those of releases before 5.10.
 _ROWS = {"colwise", "colwise_gather_output", "colwise_rep"}
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _COLUMNS = {"rowwise", "rowwise_split_input", "rowwise_rep"}
@@ -65,7 +65,7 @@ def divide_module(module: PreTrainedModel, ranks: Ranks) -> Shares:
 def _check_sizes(module: PreTrainedModel, count: int) -> None:
     text = module.config.get_text_config()
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    # Sizes that differ between layers are lists; `_cut` checks them.
+    # A size that differs between layers is a list; `_cut` checks it.
     sizes = {name: size for name in names if isinstance(size := getattr(text, name, None), int)}
     check_divisible(count, sizes, count)
 
@@ -90,7 +90,7 @@ def _divide(path: str, module: PreTrainedModel, style: str, ranks: Ranks) -> Sha
             _fewer_heads(holder, ranks.size)
         return _divide_linear(path, part, style, ranks)
     if isinstance(part, nn.Parameter) and style == "colwise" and part.dim() == 1:
-        # A number for each head, such as attention sinks.
+        # The parameter has a number for each head, such as attention sinks.
         _cut(path, holder, leaf, 0, ranks)
     elif isinstance(part, nn.Parameter) and style in {_PACKED, "colwise", "rowwise"}:
         _divide_experts(path, holder, leaf, style, ranks)
@@ -148,7 +148,7 @@ def _replace(holder: nn.Module, name: str, part: Tensor) -> None:
 
 
 def _divide_experts(path: str, experts: nn.Module, name: str, style: str, ranks: Ranks) -> None:
-    """Divide weights [E, N, K] of all experts, or transposed ones, [E, K, N]."""
+    """Divide the weights of all experts, [E, N, K], or transposed, [E, K, N]."""
     if not getattr(experts, "is_concatenated", True) or getattr(experts, "has_bias", False):
         raise ModelError(
             f"--tensor-parallel-size {ranks.size}: experts as {type(experts).__name__} keeps them "

@@ -24,7 +24,7 @@ _NUM_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class WholeLogits:
-    """The logits [T, V] of some layers of the undivided module for token_ids [1, T]."""
+    """The logits [T, V] for token_ids [1, T], from some layers of the undivided module."""
 
     token_ids: Tensor
     layers: Sequence[int]
@@ -46,7 +46,7 @@ def check_division(module: PreTrainedModel, whole: WholeLogits, ops: Ops, size: 
     """Compare the logits; all ranks must call it. Raises ModelError if they differ by more than
     rounding.
     """
-    # The whole module had its weights as they are stored.
+    # The whole module computed its logits with unquantized weights.
     precision = "int8" if ops.weights in ("int4", "fp8") else ops.weights
     token_ids, logits = whole.token_ids.to(ops.device), whole.logits.to(ops.device)
     try:

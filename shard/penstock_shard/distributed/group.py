@@ -30,7 +30,7 @@ class RankGroup:
         """Wait until the other ranks have loaded; return the whole model. `own` is rank 0's part.
 
         Raises ModelError if a rank cannot load its part, has other weights or another attention
-        backend, or if the ranks do not compute the same as the undivided model.
+        backend than rank 0, or if the ranks do not compute the same as the undivided model.
         """
         for rank, loaded in enumerate(self.followers.answers(Loaded), start=1):
             if loaded.attention_backend != attention_backend:
@@ -70,7 +70,8 @@ def gather_group(
     rendezvous = RankRendezvous(size, alone=config.nnodes == 1)
     followers = Followers(lines, list(processes.values()))
     followers.tell(Join(config, str(model_dir), rendezvous.port))
-    # Joining torch.distributed blocks until all ranks join. So each rank first reports that it can.
+    # Joining torch.distributed blocks until all ranks join. So each rank first reports that it can
+    # join.
     followers.answers(Arrived)
     rendezvous.await_others(followers.check)
     with followers.watched():

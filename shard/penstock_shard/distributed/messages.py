@@ -39,7 +39,7 @@ class Call(msgspec.Struct, array_like=True, tag="call"):
 
 
 class TensorShape(msgspec.Struct, array_like=True):
-    """A tensor of a step. Its values follow from device to device."""
+    """A tensor of a step. Its values are sent after this message, from device to device."""
 
     name: str
     dtype: str
@@ -63,7 +63,9 @@ class PairShape(msgspec.Struct, array_like=True):
 
 
 class PlaceAdapter(msgspec.Struct, array_like=True, tag="place_adapter"):
-    """An adapter of the whole model. Its values follow from device to device, in this order."""
+    """An adapter of the whole model. Its values are sent after this message, from device to device,
+    in the order of `pairs`.
+    """
 
     index: int
     pairs: list[PairShape]
@@ -87,7 +89,7 @@ class Arrived(msgspec.Struct, array_like=True, tag="arrived"):
 
 
 class Loaded(msgspec.Struct, array_like=True, tag="loaded"):
-    """A rank has loaded its part. The hash is empty if it read rank 0's files."""
+    """A rank has loaded its part. `weights_hash` is empty if the rank read rank 0's files."""
 
     attention_backend: str
     weights_hash: str
@@ -120,7 +122,6 @@ class MessageSocket(Generic[Received]):
     def __init__(
         self, connection: socket.socket, decoder: msgspec.msgpack.Decoder[Received]
     ) -> None:
-        """`decoder` decodes the other end's messages."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _notice_a_silent_end(connection)
         self._connection = connection

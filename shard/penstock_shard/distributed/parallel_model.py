@@ -63,7 +63,7 @@ class MirroredModel:
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """The layers of a rank, as its KV cache has them."""
+        """The layers with one rank's numbers of heads, as in its KV cache."""
         return self.model.layers
 
     @property
@@ -147,7 +147,8 @@ class MirroredModel:
         try:
             self._graphs.capture(shapes, block_size, pad_blocks)
         except torch.OutOfMemoryError as error:
-            # Work that cannot be captured fails on every rank, but only rank 0 may lack memory.
+            # Memory may be short on rank 0 alone. All other failures to capture occur on every
+            # rank.
             raise RankFailed(
                 f"rank 0 could not record its CUDA graphs: {error}; lower "
                 "--gpu-memory-utilization or --max-num-seqs, or give --enforce-eager"
@@ -189,8 +190,8 @@ class MirroredModel:
         self._followers.tell(Call("drop_adapter", [index]))
 
     def compute_own(self, token_ids: Tensor) -> None:
-        """Have the other ranks compute token_ids [B, L] by their modules' own attention, as rank 0
-        will.
+        """Have the other ranks compute token_ids [B, L] by their modules' own attention. Rank 0
+        must then do the same.
         """
         numbers: list[int | str] = [len(token_ids), *token_ids.flatten().tolist()]
         self._followers.tell(Call("compute_own", numbers))
@@ -201,7 +202,7 @@ class MirroredModel:
 
     def least_free(self, num_bytes: int, share: float) -> int:
         """Return the smallest free memory of all ranks. `num_bytes` is rank 0's free memory, which
-        on cpu all ranks share. A rank may use `share` of its device.
+        on cpu all ranks share. A rank may use `share` of its device's memory.
         """
         if self.device.type == "cpu":
             return num_bytes // self._ranks.size
@@ -234,7 +235,7 @@ def follow(
                     assert isinstance(model, GraphedModel)
                     model.drop()
                 case Call("check"):
-                    # Rank 0 gets the same result and reports it.
+                    # Rank 0 gets the same error and reports it.
                     with suppress(ModelError):
                         loaded.check()
                 case PlaceAdapter() as adapter:

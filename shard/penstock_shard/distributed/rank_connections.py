@@ -81,7 +81,7 @@ class Followers:
             try:
                 follower.line.send(message)
             except OSError:
-                # The receiving thread notices too, and may have the rank's last message.
+                # The receiving thread notices the loss too, and may have the rank's last message.
                 self._missed(follower)
 
     def check(self) -> None:
@@ -91,8 +91,9 @@ class Followers:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Wrap work that blocks in torch.distributed, where nobody calls `check` or `answers`: a
-        rank that sends `Failed` counts as lost. Raises ModelError if one has sent it already.
+        """Wrap work that blocks in torch.distributed. Nobody calls `check` or `answers` meanwhile,
+        so a rank that sends `Failed` counts as lost. Raises ModelError if a rank has sent it
+        already.
         """
         self._nobody_asks = True
         try:

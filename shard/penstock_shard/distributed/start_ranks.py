@@ -18,7 +18,6 @@ class RankSpec:
     rank: int
     # Ranks in the group.
     size: int
-    # The index of the device on the machine.
     device_index: int
     # Ranks on the machine.
     num_beside: int

@@ -46,7 +46,7 @@ _FILES = (
     "weights.h",
 )
 SOURCES = tuple(Path(__file__).with_name(name) for name in _FILES)
-# Best first. A machine that runs one level also runs those after it.
+# Levels, best first. A machine that runs one level also runs those after it.
 TILES = "avx512_amx"
 LEVELS = (TILES, "avx512_bf16", "avx512", "avx2", "portable")
 # The best level, with its tile instructions emulated, for tests on any processor.
@@ -122,7 +122,8 @@ def libraries(level: str, progress: Callable[[str], None]) -> Iterator[Path]:
     """Yield libraries to try until one loads: the cached one; if that is damaged, one compiled into
     the cache; if the cache is unusable or mounted noexec, one in a temporary directory.
 
-    `progress` gets a line that says why the cache is not used. Raises KernelBuildError.
+    `progress` gets a line that says why the cache is not used. Raises KernelBuildError if compiling
+    fails.
     """
     name = _library_name(level)
     try:
@@ -175,8 +176,8 @@ def _features() -> set[str]:
 
 
 def _macos_features() -> set[str]:
-    """Return an Intel Mac's CPU features in lower case. The needed ones have the same names on
-    Linux.
+    """Return an Intel Mac's CPU features in lower case. The features that levels need have the same
+    names on Linux.
     """
     if sys.platform != "darwin":
         return set()
@@ -240,7 +241,6 @@ def _first_error(output: str) -> str:
 
 
 def main() -> int:
-    """Build all levels in the cache. Return 0 if at least one was built."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     built = 0
     for level in LEVELS if x86 else ("portable",):

@@ -171,7 +171,9 @@ class CpuKernels:
         return self.level in (TILES, MODEL_OF_TILES)
 
     def check_instructions(self) -> None:
-        """Raise KernelBuildError if this machine's instructions give other bits than defined."""
+        """Raise KernelBuildError if this machine's instructions do not give exactly the defined
+        results.
+        """
         if self._differs():
             raise KernelBuildError(f"{self.level} instructions give other bits than defined")
 
@@ -321,7 +323,9 @@ class CpuKernels:
     def gated_activation(
         self, gate_up: Tensor, kind: Activation, out: Tensor | None = None
     ) -> Tensor:
-        """Return activation(first half) times second half, [T, I], of gate_up [T, 2I]."""
+        """Return activation(a) * b, [T, I]: a and b are the first and second halves of each row of
+        gate_up [T, 2I].
+        """
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         if out is None:
             out = torch.empty(rows, width, dtype=torch.float32)
@@ -351,9 +355,9 @@ class CpuKernels:
         the cache.
 
         positions and slots int64 [T]; slot -1 is not stored. cos and sin float32 [max_positions,
-        rotary_dim / 2] rotate the first rotary_dim of D, in pairs (x[i], x[i + rotary_dim / 2]);
-        None: no rotation. q_norm and k_norm [D] are weights of an RMSNorm over each head, before
-        the rotation. Raises IndexError for a position or slot out of bounds.
+        rotary_dim / 2] rotate the first rotary_dim of D, in pairs (x[i], x[i + rotary_dim / 2]); if
+        they are None, nothing is rotated. q_norm and k_norm [D] are weights of an RMSNorm over each
+        head, before the rotation. Raises IndexError for a position or slot out of bounds.
         """
         rows = qkv.shape[0]
         heads = qkv.shape[1] // cache.dim - 2 * cache.kv_heads
@@ -479,8 +483,8 @@ _loaded: dict[str, CpuKernels] = {}
 def load_kernels(
     level: str | None = None, progress: Callable[[str], None] = lambda line: None
 ) -> CpuKernels:
-    """Return the kernels of `level`, or of the best of `build_cpu.wanted_levels` that loads, with
-    one thread. A process loads each level once.
+    """Return the kernels of `level`, with one thread. Without `level`, try
+    `build_cpu.wanted_levels` in turn. A process loads each level once.
 
     `progress` gets a line if a better level does not load or the cache cannot be used. Raises
     KernelBuildError with one line if no level loads.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock_shard.kernels.c_calls import check, declare, plain, pointer, say
 
-# Most inputs of a short convolution.
+# The largest number of inputs of a short convolution.
 MOST_TAPS = 16
 
 
@@ -54,7 +54,8 @@ class RecurrentKernels:
         *,
         silu: bool,
     ) -> Tensor:
-        """Convolve each channel of x [T, C] with its last K inputs, optionally with SiLU, [T, C].
+        """Convolve the last K inputs of each channel of x [T, C], with SiLU if `silu`; return [T,
+        C].
 
         weight [K, C], bias [C]. state [slots, K - 1, C] has the earlier inputs, and is updated.
         """

@@ -1,7 +1,7 @@
 """Recorded calls of the CPU kernels, which one C call repeats.
 
-A step of few tokens has about 100 calls, each with microseconds of Python. Their arguments stay the
-same while their tensors keep their addresses.
+A step of few tokens has about 100 calls, each of which takes microseconds in Python. As long as the
+tensors keep their addresses, the arguments of the calls stay the same.
 """
 
 from __future__ import annotations

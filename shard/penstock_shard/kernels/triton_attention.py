@@ -2,11 +2,11 @@
 
 Not yet run on hardware: checked in Triton's interpreter and compiled for several cards.
 
-By splits (flash-decoding, Dao et al., 2023), a program takes a few queries of one sequence and KV
-head, and one split of the keys; a second kernel combines the splits in order. By rows (flash
-attention 2, Dao, 2023), a program takes many queries and loops over all their keys. A KV head's
-query heads are adjacent in a tile, so that keys and values are read once for all of them. If a tile
-cannot hold them, several programs divide them.
+There are two ways. By splits (flash-decoding, Dao et al., 2023), a program takes a few queries of
+one sequence and KV head, and one split of the keys; a second kernel combines the splits in order.
+By rows (flash attention 2, Dao, 2023), a program takes many queries and loops over all their keys.
+A KV head's query heads are adjacent in a tile, so that keys and values are read once for all of
+them. If a tile cannot hold them, several programs divide them.
 
 If values are the first elements of keys, as with latents, a tile of keys is loaded in two parts:
 the value elements, which are used twice, and the rest. A score is the sum of two products.
@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Fewest keys in a split. Each launch chooses its smallest split size, a power of two. The size is
+# No split has fewer keys. Each launch chooses its smallest split size, a power of two. The size is
 # doubled until a query has at most MOST_SPLITS splits, to bound scratch memory and launches.
 SPLIT = 256
 MOST_SPLITS = 64
@@ -113,7 +113,9 @@ def _queries_of(cu_queries_ptr, seq_lens_ptr, tile, decodes, rows, QUERIES: tl.c
 def _load_queries(
     query_ptr, places, exists, DIM: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr
 ):
-    """Load SIZE of the DIM elements of queries, as [queries, PADDED]; zeros where none exists."""
+    """Load SIZE of the DIM elements of queries, as [queries, PADDED]; zeros if a query does not
+    exist.
+    """
     dims = tl.arange(0, PADDED)
     return tl.load(
         query_ptr + places[:, None] * DIM + dims[None, :],
@@ -194,9 +196,9 @@ def _tile_rows(
     token, position, count, part, HEADS: tl.constexpr, SHARES: tl.constexpr, QUERIES: tl.constexpr,
     GROUP: tl.constexpr
 ):  # fmt: skip
-    """Return token, position, head and existence of each row of a tile of QUERIES x GROUP rows (a
-    query's heads are adjacent). `part` counts shares of KV heads: SHARES programs divide the HEADS
-    query heads of a KV head.
+    """Return the token, position and head of each row of a tile of QUERIES x GROUP rows, and true
+    if the row exists. A query's heads are adjacent. SHARES programs divide the HEADS query heads of
+    a KV head; `part` numbers these shares over all KV heads.
     """
     row = tl.arange(0, QUERIES * GROUP)
     inner = row // GROUP
@@ -229,7 +231,7 @@ def split_kernel(
         cu_queries_ptr, seq_lens_ptr, tile, decodes, rows, QUERIES
     )
     last = position + count - 1
-    # A tile has one size, because no tile crosses a position where splits grow.
+    # A tile has one split size, because no tile crosses a position where splits grow.
     size = _split_size(position, smallest)
     first_key = _first_key(position, WINDOW)
     split = first_key // size + tl.program_id(1)

@@ -45,7 +45,7 @@ def draw_by_id(logits: Tensor, best: Tensor, settings: Tensor, one: float) -> Te
 def _weights_of_chunk(
     logits, best, settings, row, chunk, row_stride, columns, one, block: tl.constexpr
 ):
-    """Return a chunk's weights int64 [block], of a row's columns; 0 past the end."""
+    """Return the weights int64 [block] of one chunk of a row; 0 past the row's end."""
     place = tl.load(settings + row * 4).to(tl.int64)
     temperature = tl.load(settings + row * 4 + 1).to(tl.float32)
     floor = tl.load(settings + row * 4 + 2).to(tl.int64)
@@ -92,7 +92,7 @@ def _find_kernel(
     share = tl.load(settings + row * 4 + 3)
     place = (share * tl.sum(parts, axis=0).to(tl.float64)).to(tl.int64)
     passed = (order < chunks) & (tl.cumsum(parts, axis=0) <= place)
-    # Bounded: if no logit has a weight, all chunks are passed.
+    # If no logit has a weight, all chunks are passed, so bound the index.
     chunk = tl.minimum(tl.sum(passed.to(tl.int32), axis=0), chunks - 1)
     before = tl.sum(tl.where(order < chunk, parts, 0), axis=0)
     weights = _weights_of_chunk(logits, best, settings, row, chunk, row_stride, columns, one, block)

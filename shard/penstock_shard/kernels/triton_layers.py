@@ -24,7 +24,7 @@ _LARGEST_FP8 = tl.constexpr(448.0)
 _ACTIVE_BLOCK = 1024
 # Values in a piece, if a program computes a whole row in pieces to round it to fp8.
 _ROUNDED_BLOCK = 8192
-# Pointers of any alignment into a step's shared input buffer. Kernels are not specialized on it.
+# Pointers into a step's shared input buffer. Kernels are not specialized on their alignment.
 _UNALIGNED = ("slots_ptr",)
 
 
@@ -60,16 +60,16 @@ def _norm_kernel(
         stream = tl.load(residual_ptr + row + index, mask=inside, other=0.0).to(tl.float32)
         added = (values + stream).to(residual_ptr.dtype.element_ty)
         tl.store(residual_ptr + row + index, added, mask=inside)
-        # The norm is of the stream as rounded for the next layer.
+        # Norm the residual stream as it was rounded for the next layer.
         values = added.to(tl.float32)
     factor = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
     weight = tl.load(weight_ptr + index, mask=inside, other=0.0).to(tl.float32) + offset
     normed = values * factor * weight
     tl.store(out_ptr + row + index, normed.to(out_ptr.dtype.element_ty), mask=inside)
     if ROUND:
-        # The norm must have the same bits with and without rounding. So threads hold equally many
-        # adjacent values in both cases, and the values to round are read again; otherwise the
-        # compiler would fuse other operations.
+        # The norm must have the same bits with and without rounding. So in both cases, each thread
+        # holds the same number of adjacent values. The values to round are read again, because the
+        # compiler would otherwise fuse other operations.
         width: tl.constexpr = 128 // out_ptr.dtype.element_ty.primitive_bitwidth
         index = tl.max_contiguous(index, width)
         tl.debug_barrier()
@@ -343,8 +343,9 @@ def rope_and_cache(
     norm: tuple[Tensor, Tensor, float, float] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Compute `Ops.rope_and_cache`. `rope` is cos and sin; `norm` is weights for queries and for
-    keys, eps, offset. The cache is a pair from `make_paged_pair`; slots below 0 are skipped.
+    """Compute `Ops.rope_and_cache`. `rope` has cos and sin; `norm` has the weights for queries and
+    for keys, eps and the offset. The cache is a pair from `make_paged_pair`; slots below 0 are
+    skipped.
     """
     qkv = qkv.contiguous()
     _, _, kv_heads, dim = cache[0].shape

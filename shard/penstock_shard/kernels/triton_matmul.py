@@ -2,11 +2,11 @@
 
 Not yet run on hardware; see `triton_attention.py`.
 
-Sums run over K from its start, without split-K, in float32. A tile has 64 rows, or 128 in a product
-of more than 64 rows. Both give the same bits, because they use the same instructions (over 64 rows
-on Hopper, over 16 on earlier cards) in the same order. So do exact products of experts. The weight
-determines the other tile sizes, and with the device also the number of stages. Nothing is tuned at
-run time.
+A sum runs over K from its start, without split-K, in float32. A tile has 64 rows, or 128 in a
+product of more than 64 rows. Both sizes give the same bits, because the same instructions (each
+over 64 rows on Hopper, over 16 on earlier cards) run in the same order. Exact products of experts
+also have these bits. The other sizes of a tile depend only on the weight, and the number of stages
+also on the device. Nothing is tuned at run time.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -26,7 +26,7 @@ from penstock_shard.kernels.triton_device import shared_bytes
 _ROWS_TOGETHER = tl.constexpr(8)
 # Programs that keep a large GPU busy.
 _ENOUGH_PROGRAMS = 128
-# Experts assumed active in a small step. In many models one token has this number.
+# The number of experts assumed active in a small step. In many models, a token has 8 experts.
 _BUSY_EXPERTS = 8
 
 
@@ -160,7 +160,7 @@ class Tiling:
 def tiling(num_columns: int, depth: int, itemsize: int, shared: int, *, rows: int) -> Tiling:
     """Return the tiling for `rows` (16, 64 or 128) of a product with a weight [num_columns, depth].
 
-    Wide tiles read x less often, so tiles have as many columns as leave each multiprocessor a
+    Wide tiles read x less often, so tiles are as wide as possible while each multiprocessor has a
     program. As many stages as fit into `shared` bytes keep weights coming from memory; their number
     does not change bits.
     """
@@ -172,7 +172,8 @@ def tiling(num_columns: int, depth: int, itemsize: int, shared: int, *, rows: in
         columns //= 2
     narrow = rows == 16 or columns == 32
     step = 128 if narrow and depth % 128 == 0 else 64
-    # Shares of a multiprocessor's 227 kB. With few columns one program runs on it, otherwise two.
+    # Shares of a multiprocessor's 227 kB of shared memory. With few columns, one program runs on
+    # it, otherwise two.
     room = min(shared, 176 << 10 if columns == 32 else 112 << 10)
     return Tiling(rows, columns, step, num_warps, min(8, room // ((rows + columns) * step * 2)))
 
@@ -180,7 +181,9 @@ def tiling(num_columns: int, depth: int, itemsize: int, shared: int, *, rows: in
 def fixed_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Return x [T, K] @ weight [N, K].T + bias [N], [T, N]. A row's bits depend only on it."""
+    """Return x [T, K] @ weight [N, K].T + bias [N], [T, N]. A result row's bits depend only on its
+    row of x.
+    """
     x = x.contiguous()
     num_rows, (num_columns, depth) = len(x), weight.shape
     out = x.new_empty(num_rows, num_columns) if out is None else out

@@ -21,7 +21,7 @@ Fp8Rows = tuple[Tensor, Tensor]
 
 @triton.jit
 def fp8_scale(largest):
-    """Return a row's scale. `largest` are absolute values: the row's largest, and any NaN."""
+    """Return a row's scale. `largest` has absolute values of the row: the largest, and any NaN."""
     # div_rn rounds like IEEE 754; Triton's plain division does not.
     scale = tl.div_rn(tl.maximum(tl.max(largest, axis=0), _SMALLEST), _FP8_MAX)
     # On a device tl.max ignores NaN, but a row with a NaN must give NaN.

@@ -3,10 +3,11 @@
 A row's order is largest logit first; among equal logits, lowest id first. Weights are whole
 numbers, so their sums do not depend on the order, and the drawn token is the same as with sorting.
 
-One program for each row looks for up to three places in its order: the end of top-k, the end of
-top-p, and the token. It sums the weights down to each of a few rungs between two logits, continues
-between the two rungs around the place, and lists the logits there once they are few. So a row with
-few likely tokens is read twice, and a flat row five times.
+One program for each row looks for up to three places in the row's order: the end of top-k, the end
+of top-p, and the token. It divides the range of logits by a few thresholds, the rungs, and sums the
+weights of all logits above each rung. Then it divides the range between the two rungs around the
+place, until the range has few logits, which are listed. So a row with few likely tokens is read
+twice, and a flat row five times.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -19,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 2048
-# Most logits of a row that are listed. If more would be listed, the row is read a few more times.
+# At most this many logits of a row are listed. If there are more, the row is read a few more times.
 _LISTED = 16384
 _RUNGS = tl.constexpr(8)
 # The bits of infinity, which no negated logit exceeds; and the bits past a row's end.
@@ -38,7 +39,7 @@ def draw_ranked(logits: Tensor, best: Tensor, settings: Tensor, one: float) -> T
     rows, columns, device = len(settings), logits.shape[1], logits.device
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    # torch scales logits and takes exponentials, so that weights are the same as elsewhere.
+    # torch takes the exponentials, so that weights are the same as elsewhere.
     table = torch.empty(2, rows, columns, device=device)
     grid = (rows, triton.cdiv(columns, _BLOCK))
     _scale_kernel[grid](table, logits, best, settings, logits.stride(0), columns, _BLOCK)
@@ -85,9 +86,9 @@ def _rank_kernel(
     top_k = tl.load(settings + 2).to(tl.int64)
     top_p = tl.load(settings + 3)
     listed += row * (3 * LISTED)
-    # Where the logits that may be kept are: in the row, later perhaps in the list. Then, for the
-    # logits tied with the last one found: where they are, their bits, and that logit's number among
-    # them.
+    # `values`, `apart` and `count` tell where the logits that may be kept are: in the row, later
+    # perhaps in the list. `found`, `distance` and `size` tell where the logits tied with the last
+    # found logit are. They have these `bits`; that logit's number among them is `number`.
     values, apart, count = table + row * columns, apart, columns
     found, distance, size = values, apart, count
     bits, number = _ends()[1], tl.full((), 1, tl.int64)
@@ -126,7 +127,7 @@ def _rank_kernel(
 
 @triton.jit
 def _read(values, apart, start, count, one, BLOCK: tl.constexpr):
-    """Return the weights, and as int32 the bits of negated logits, which rise as logits fall."""
+    """Return the bits of negated logits, as int32, and the weights. Bits rise as logits fall."""
     offsets = start + tl.arange(0, BLOCK)
     inside = offsets < count
     value = tl.load(values + offsets, mask=inside, other=0.0)
@@ -141,12 +142,13 @@ def _read(values, apart, start, count, one, BLOCK: tl.constexpr):
 @triton.jit
 def _rung(index: tl.constexpr, low, high, is_first):
     """Return the bits of a rung between `low` and `high`; the last rung is `high`. Rungs are evenly
-    spaced by logit. In the first ladder they are closer where logits weigh more.
+    spaced by logit. In the first division, they are closer where logits weigh more.
     """
     if index == _RUNGS - 1:
         return high
     bottom = tl.maximum(low, 0).to(tl.float32, bitcast=True)
-    # Of an infinite range, take the part with weights, or a large part.
+    # A range without an end ends at 32, beyond which logits weigh nothing, or at 16 times its begin
+    # if that is more.
     top = tl.minimum(tl.maximum(16.0 * bottom, 32.0), 3.4028234663852886e38)
     top = tl.where(high == _MOST_BITS, top, high.to(tl.float32, bitcast=True))
     depth = bottom + (top - bottom) * ((index + 1) / _RUNGS)
@@ -157,7 +159,9 @@ def _rung(index: tl.constexpr, low, high, is_first):
 
 @triton.jit
 def _sums(values, apart, count, low, high, is_first, by_count, one, BLOCK: tl.constexpr):
-    """Sum the weights, or count the logits, down to each rung; int64 [rungs]."""
+    """Sum the weights, or count the logits, from the largest logit down to each rung; int64
+    [rungs].
+    """
     rungs = [_rung(index, low, high, is_first) for index in (0, 1, 2, 3, 4, 5, 6, 7)]
     # Each thread sums its own values, so threads need not wait for each other.
     totals = [tl.zeros([BLOCK], tl.int64) for _ in (0, 1, 2, 3, 4, 5, 6, 7)]
@@ -188,9 +192,9 @@ def _ends():
 
 @triton.jit
 def _step(sums, wanted, low, high, before, fewer, is_first, by_count, one):
-    """Return the neighbouring rungs between which the sums reach `wanted`: their bits, the sum at
-    the upper one, and upper bounds on the number of logits down to each. `fewer` is the bound for
-    `low`.
+    """Find the neighbouring rungs between which the sums reach `wanted`. Return their bits, the sum
+    down to the upper rung, and upper bounds on the number of logits down to each. `fewer` is the
+    bound for `low`.
     """
     above, most = before, fewer
     upper, lower = low, low
@@ -226,11 +230,12 @@ def _find(
     LISTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the smallest bits at which the sum over all logits with at most these bits reaches
-    `wanted`, and the sum before them. `sums` are those of the first ladder.
+    """Find the smallest bits at which the sum over all logits with at most these bits reaches
+    `wanted`. Return them, and the sum over logits with smaller bits. `sums` are those of the first
+    division.
 
     Also return where the logits with these bits are, in the row or in the list, and true if all
-    logits before them are there too.
+    logits with smaller bits are there too.
     """
     low, high = _ends()
     before = tl.full((), 0, tl.int64)
@@ -245,7 +250,8 @@ def _find(
     while is_open:
         if count > LISTED:
             is_near = most < LISTED
-            # If logits are counted, the earlier ones are weighed later, so list them too.
+            # If logits are counted, the weights of earlier logits are needed later, so list these
+            # logits too.
             if is_near | ((most - fewer < LISTED) & (by_count == 0)):
                 after = tl.where(is_near, -1, low)
                 size = _list(listed, values, apart, count, after, high, LISTED, BLOCK)
@@ -267,7 +273,8 @@ def _list(listed, values, apart, count, low, high, LISTED: tl.constexpr, BLOCK: 
     """
     size = tl.full((), 0, tl.int32)
     ids = (listed + 2 * LISTED).to(tl.pointer_type(tl.int32), bitcast=True)
-    # Number four parts at once, with four logits for each thread, in four fields of one integer.
+    # Assign places to the chosen logits of four parts at once. Each thread has four logits of a
+    # part. Each part is counted in one of four fields of an integer.
     field = tl.arange(0, 4)[:, None, None]
     parts = field * BLOCK + tl.arange(0, BLOCK // 4)[None, :, None] * 4
     parts += tl.arange(0, 4)[None, None, :]
@@ -278,7 +285,7 @@ def _list(listed, values, apart, count, low, high, LISTED: tl.constexpr, BLOCK: 
         within = tl.cumsum(chosen.to(tl.int32), axis=2)
         counts = tl.sum(chosen.to(tl.int32), axis=2)
         own = tl.sum(counts.to(tl.int64) << (16 * tl.arange(0, 4)[:, None]), axis=0)
-        # Add to each field the number chosen in earlier parts.
+        # Add to each field the number of logits chosen in earlier parts.
         ends = tl.sum(own, axis=0) * 0x0001000100010001
         before = tl.cumsum(own, axis=0) - own + (ends << 16)
         places = size - 1 + within
@@ -302,7 +309,9 @@ def _list(listed, values, apart, count, low, high, LISTED: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _before(values, apart, count, bits, one, BLOCK: tl.constexpr):
-    """Return the summed weight of logits with smaller bits, and the weight of one with these."""
+    """Return the summed weight of logits with smaller bits, and the weight of a logit with these
+    bits.
+    """
     total = tl.zeros([BLOCK], dtype=tl.int64)
     weight = tl.zeros([BLOCK], dtype=tl.int64)
     for start in range(0, count, BLOCK):
@@ -314,7 +323,7 @@ def _before(values, apart, count, bits, one, BLOCK: tl.constexpr):
 
 @triton.jit
 def _ties(wanted, before, weight):
-    """Return the number of tied logits of this weight that lead from `before` to `wanted`."""
+    """Return how many logits of this weight raise the sum from `before` to `wanted`."""
     # Only NaN logits have weight 0 here.
     weight = tl.maximum(weight, 1)
     return (wanted - before + weight - 1) // weight
@@ -322,7 +331,7 @@ def _ties(wanted, before, weight):
 
 @triton.jit
 def _above(kept, values, apart, count, floor, one, BLOCK: tl.constexpr):
-    """Return the kept weight without logits that weigh less than the floor."""
+    """Return `kept` without the weight of logits that weigh less than the floor."""
     total = tl.zeros([BLOCK], dtype=tl.int64)
     if floor > 0.0:
         for start in range(0, count, BLOCK):

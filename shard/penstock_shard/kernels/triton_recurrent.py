@@ -17,23 +17,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Channels and tokens of a convolution in a program. A prompt's tokens run in parallel.
+# Numbers of channels and tokens that one program of a convolution computes. A prompt's tokens are
+# computed in parallel.
 _CONV_CHANNELS, _CONV_TOKENS = 256, 32
-# Columns of a head's matrix in a delta rule program; its rows in a scan program.
+# Numbers of columns of a head's matrix in a program of the delta rule, and of rows in a program of
+# the scan.
 _DELTA_COLUMNS, _SCAN_ROWS = 32, 16
-# Pointers of any alignment into a step's shared input buffer. Kernels are not specialized on it.
+# Pointers into a step's shared input buffer. Kernels are not specialized on their alignment.
 _UNALIGNED = ("table_ptr", "cu_ptr", "lens_ptr")
 
 
 class Step(NamedTuple):
-    """A step's sequences: cumulative tokens int32 [B + 1], lengths int32 [B], and the block table
-    int32 [B, M], whose first column has the states' slots.
+    """A step's sequences: cumulative numbers of tokens int32 [B + 1], lengths int32 [B], and the
+    block table int32 [B, M], whose first column has the states' slots.
     """
 
     cu_queries: Tensor
     seq_lens: Tensor
     block_table: Tensor
-    # Most tokens of one sequence.
+    # The largest number of tokens of a sequence.
     most_tokens: int
 
     @property
@@ -44,8 +46,8 @@ class Step(NamedTuple):
 
 @triton.jit
 def _sequence(table_ptr, table_stride, cu_ptr, lens_ptr):
-    """Return the begin and end of the sequence's tokens in the step, its state's slot, and whether
-    it begins here.
+    """Return the begin and end of the sequence's tokens in the step, its state's slot, and true if
+    the sequence begins in this step.
     """
     row = tl.program_id(0)
     start = tl.load(cu_ptr + row).to(tl.int64)
@@ -59,8 +61,8 @@ def _input_at(
     place, start, begins, x_ptr, state_ptr, channel, inside,
     TAPS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Return a channel's input at a place of the step. Inputs before the sequence's first token are
-    in the state.
+    """Return a channel's input at a place of the step. Inputs from before the step are in the
+    state.
     """
     is_here = place >= start
     now = tl.load(x_ptr + place * CHANNELS + channel, mask=inside & is_here, other=0.0)

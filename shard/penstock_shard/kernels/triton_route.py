@@ -140,7 +140,9 @@ def _choose_kernel(
 
 @triton.jit
 def _within_groups(ranked, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, PADDED: tl.constexpr):
-    """Mask scores outside of the best groups, by the sum of a group's two highest scores."""
+    """Mask scores outside of the best groups. A group is ranked by the sum of its two highest
+    scores.
+    """
     size: tl.constexpr = PADDED // GROUPS
     grouped = tl.reshape(ranked, [GROUPS, size])
     member, group = tl.arange(0, size)[None, :], tl.arange(0, GROUPS)

@@ -17,7 +17,8 @@ _OUTPUTS = 64
 _PANEL = 16
 # A panel's codes begin at a multiple of 64 bytes.
 _LINE = 64
-# Each layout's number; and for each, how many values of k are adjacent, and their bytes.
+# `_LAYOUTS`: each layout's number. `_UNITS`: for each layout, how many values of k are adjacent,
+# and their bytes.
 _LAYOUTS = {"float32": 0, "float16": 1, "bfloat16": 2, 8: 3, 4: 4}
 _UNITS = ((1, 4), (1, 2), (2, 4), (4, 4), (8, 4))
 # The largest group of codes for which sums of products are exact in int32.
@@ -40,8 +41,8 @@ class _WeightStruct(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class CodeLayout:
-    """The layout of a weight stored as scale * (code - zero) - minimum. `bits` of a code; `group`:
-    columns that share a scale; `in_halves`: scales and minimums are float16.
+    """The layout of a weight stored as scale * (code - zero) - minimum. A code has `bits` bits;
+    `group` columns share a scale; `in_halves` is true if scales and minimums are float16.
     """
 
     bits: Literal[4, 8]

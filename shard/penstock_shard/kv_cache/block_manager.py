@@ -54,7 +54,7 @@ class BlockManager:
         self._enable_prefix_caching = enable_prefix_caching
         self._pools = [BlockPool(num_blocks) for num_blocks in pools]
         self._pool_of = [self._pools[group.pool] for group in groups]
-        # Most blocks that a sequence of any length has at once in each group.
+        # The largest number of blocks that a sequence has at once in each group.
         self._most = [group.most_blocks(max_chunk_tokens, block_size) for group in groups]
         # Groups that take blocks back while a sequence runs.
         self._sliding = [i for i, group in enumerate(groups) if group.reach is not None]
@@ -99,7 +99,7 @@ class BlockManager:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks for each group in the scarcest pool."""
+        """The number of blocks that the scarcest pool has for each of its groups."""
         return blocks_each([pool.num_blocks for pool in self._pools], self._groups)
 
     @property
@@ -109,7 +109,6 @@ class BlockManager:
 
     @property
     def num_free_unretained(self) -> int:
-        """Blocks of the scarcest pool that are free and not retained."""
         return min(pool.num_free_unretained for pool in self._pools)
 
     @property
@@ -118,13 +117,12 @@ class BlockManager:
 
     @property
     def num_kept_states(self) -> int:
-        """States kept for other sequences."""
         return sum(len(self._pool_of[group].cached) for group in self._states)
 
     @property
     def num_insertions(self) -> int:
-        """Counts the blocks cached so far, up to the first state that the next step copies: if that
-        step is lost, the state is never copied.
+        """The number of blocks cached so far. If the next step copies states, only blocks cached
+        before the first of these copies count, because a lost step would never make them.
         """
         return self._num_before_copies if self._state_copies else self.prefixes.num_insertions
 
@@ -140,7 +138,6 @@ class BlockManager:
         return self._pools[pool].num_free
 
     def blocks_of(self, sequence: Sequence, group: int = 0) -> abc.Sequence[int]:
-        """Return the sequence's blocks in a group, in the order of its tokens."""
         table = self._tables.get(sequence)
         return () if table is None else table.groups[group].ids[table.groups[group].first :]
 
@@ -163,8 +160,8 @@ class BlockManager:
         return [[new[group] for new in taken] for group in range(num_groups)]
 
     def acquire_prefix(self, sequence: Sequence) -> int:
-        """Give a sequence without blocks those of its longest cached prefix. For blocks that only
-        host memory has, `grow` gives device blocks and `loads_of` lists the copies.
+        """Give a sequence that has no blocks the blocks of its longest cached prefix. For blocks
+        that only host memory has, `grow` gives device blocks and `loads_of` lists the copies.
 
         Returns the number of tokens found. The last known token is always left to be computed,
         because sampling needs its logits.
@@ -189,8 +186,8 @@ class BlockManager:
         return len(found) * self.block_size
 
     def acquire_copies(self, sequence: Sequence) -> None:
-        """Give its prefix's blocks to a sequence that will not run, and blocks to load copies into;
-        none if the copies would take over half of the free blocks.
+        """Give a sequence that will not run the blocks of its cached prefix, and blocks into which
+        to load copies. Give none if the copies would take over half of the free blocks.
         """
         found = self.acquire_prefix(sequence)
         pool, lacking = self.shortage(sequence, found)
@@ -211,8 +208,8 @@ class BlockManager:
 
     def slide(self, sequence: Sequence, start: int) -> None:
         """Give back the blocks that no token from `start` on sees, and keep the state if it is due.
-        Launched steps may still read the blocks, because their next owner writes them in a later
-        step.
+        Launched steps may still read these blocks, because a block's next owner writes it in a
+        later step.
         """
         table = self._table(sequence)
         for group in self._sliding:
@@ -225,7 +222,9 @@ class BlockManager:
             self._keep_states(sequence, table, start)
 
     def shortage(self, sequence: Sequence, num_tokens: int) -> tuple[int, int]:
-        """Return the scarcest pool and how many free blocks it lacks; at most 0 if enough."""
+        """Return the scarcest pool and the number of free blocks that it lacks; 0 or less if it has
+        enough.
+        """
         table = self._table(sequence)
         shortages = [-pool.num_free for pool in self._pools]
         for group, blocks in enumerate(table.groups):
@@ -265,8 +264,8 @@ class BlockManager:
         return () if table is None else table.loads
 
     def awaits_loads(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
-        """True if a load for one of `others` is for this sequence's prefix too, which will then be
-        cached.
+        """True if a load for one of `others` is of a block in this sequence's prefix. The block
+        will then be cached.
         """
         table = self._table(sequence)
         for loads in map(self.loads_of, others):
@@ -295,7 +294,9 @@ class BlockManager:
         return is_wrong(table.doubt) or (table.prefix is not None and is_wrong(table.prefix.doubt))
 
     def use_prefix(self, sequence: Sequence) -> None:
-        """Have the cached blocks of a sequence that will run again copied to host memory."""
+        """Queue a sequence's cached blocks to be copied to host memory, because it will run
+        again.
+        """
         if not self.prefixes.has_copies:
             return
         prefix, found = self._table(sequence).prefix, list[Prefix]()
@@ -306,8 +307,8 @@ class BlockManager:
 
     def chunk_limit(self, sequence: Sequence, limit: int) -> int:
         """Return how many tokens, at most `limit`, a step may compute of a sequence. The step ends
-        where the state is kept and, for some models, does not divide an image. 0 if the next image
-        is longer.
+        where the state is kept and, for some models, does not divide an image. If the next image
+        has more tokens than `limit`, return 0.
         """
         start = sequence.num_computed
         if self._states and self._enable_prefix_caching:
@@ -317,7 +318,9 @@ class BlockManager:
         return limit
 
     def least_chunk(self, sequence: Sequence, start: int) -> int:
-        """Return the fewest tokens from `start` on that a step can compute of a sequence."""
+        """Return the smallest number of tokens from `start` on that a step can compute of a
+        sequence.
+        """
         return max(1, sequence.image_at(start)) if self._keeps_images_whole else 1
 
     @property
@@ -374,7 +377,6 @@ class BlockManager:
         self._tables[sequence] = self._empty_table(table.hashes)
 
     def forget(self, sequence: Sequence) -> None:
-        """Take back all blocks of an ended sequence."""
         table = self._tables.get(sequence)
         if table is not None and table.prefix is not None:
             self.retention.note_end(sequence.request, table.prefix)
@@ -382,7 +384,9 @@ class BlockManager:
         self._tables.pop(sequence, None)
 
     def retain(self, last: Prefix, until_s: float, priority: int) -> None:
-        """Have a prefix's blocks copied, and reused after all blocks that are not retained."""
+        """Retain a prefix's blocks: they are copied, and reused only after all blocks that are not
+        retained.
+        """
         self.prefixes.use(self.retention.retain(last, until_s, priority))
 
     def _empty_table(self, hashes: list[bytes]) -> BlockTable:
@@ -402,7 +406,7 @@ class BlockManager:
         return new
 
     def _missing(self, group: int, blocks: GroupBlocks, num_tokens: int) -> int:
-        """Count the blocks that a sequence lacks for `num_tokens`, up to `_most` in all."""
+        """Count the blocks that a sequence lacks for `num_tokens`, with at most `_most` in all."""
         if self._groups[group].has_state:
             # A step never writes a state that is kept for others.
             has_own = blocks.ids and blocks.ids[0] not in self._pool_of[group].cached
@@ -421,7 +425,8 @@ class BlockManager:
                 ids.append(load.block_id)
                 new_blocks[load.group].append(load.block_id)
             else:
-                # All new blocks so far belong to the found prefix, so the indices agree.
+                # So far, all new blocks belong to the found prefix, so a block has the same index
+                # in both lists.
                 ids[load.index] = new_blocks[load.group][load.index] = load.block_id
 
     def _first_visible(self, group: int, start: int) -> int:
@@ -474,7 +479,6 @@ class BlockManager:
     def _share(
         self, sequence: Sequence, table: BlockTable, group: int, found: list[Prefix]
     ) -> None:
-        """Share the blocks of a found prefix that the next token sees."""
         blocks, pool = table.groups[group], self._pool_of[group]
         if self._groups[group].has_state:
             kept = found[-1].block_ids[group]
@@ -516,7 +520,7 @@ class BlockManager:
     def _cache_block(
         self, sequence: Sequence, table: BlockTable, parent: Prefix, index: int
     ) -> Prefix:
-        """Cache a block of each group. Returns the prefix that they end."""
+        """Cache a block of each group. Returns the prefix that ends with these blocks."""
         prefix = self.prefixes.child(parent, table.hashes[index], self._tokens(sequence, index))
         for group, blocks in enumerate(table.groups):
             # If two sequences compute the same block, the first stays cached. A block may be given
@@ -528,7 +532,7 @@ class BlockManager:
         return prefix
 
     def _mark(self, sequence: Sequence, table: BlockTable, num_known: int) -> None:
-        """Keep the state after the last full block and where the known prefix ends."""
+        """Set where to keep the state: after the last full block and at the known prefix's end."""
         last = (sequence.num_tokens - 1) // self.block_size
         others = {num_known * self.block_size, last * self.block_size}
         table.boundaries = Boundaries(self._state_spacing, others)
@@ -541,7 +545,9 @@ class BlockManager:
         blocks.ids = [own]
 
     def _keep_states(self, sequence: Sequence, table: BlockTable, start: int) -> None:
-        """Keep the state after `start` tokens, which are in launched steps, if a block is free."""
+        """Keep the state after `start` tokens if a block is free. Launched steps compute these
+        tokens.
+        """
         count = start // self.block_size
         if not self._enable_prefix_caching or len(sequence.token_ids) < start:
             return

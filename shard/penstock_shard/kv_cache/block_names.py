@@ -7,7 +7,7 @@ from penstock_shard.sequence import Sequence
 
 
 def root_of(sequence: Sequence, weights_hash: str) -> bytes:
-    """Return the hash at which the sequence's chain begins."""
+    """Return the hash with which the sequence's chain of hashes begins."""
     request = sequence.request
     return root_hash(weights_hash, request.cache_salt, request.adapter_hash)
 
@@ -19,7 +19,7 @@ def block_tokens(sequence: Sequence, index: int, block_size: int) -> tuple[int, 
 def extend_hashes(
     hashes: list[bytes], sequence: Sequence, count: int, block_size: int, weights_hash: str
 ) -> None:
-    """Append to `hashes` until the sequence's first `count` blocks have one."""
+    """Append to `hashes` until each of the sequence's first `count` blocks has a hash."""
     images = sequence.request.images
     for index in range(len(hashes), count):
         parent = hashes[index - 1] if index else root_of(sequence, weights_hash)

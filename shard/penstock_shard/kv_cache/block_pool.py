@@ -10,8 +10,8 @@ from penstock_shard.kv_cache.prefix_tree import Prefix
 
 
 class CachedBlock(NamedTuple):
-    """A block's contents: the last tokens of a prefix, for the layers of a group. `insertion`
-    numbers cached blocks.
+    """A block's contents: the last tokens of a prefix, for the layers of a group. `insertion` is
+    the block's number in the order in which blocks were cached.
     """
 
     prefix: Prefix
@@ -34,7 +34,6 @@ class BlockPool:
         # Free retained blocks in the order of reuse; and all retained blocks.
         self._free_retained: OrderedDict[int, None] = OrderedDict()
         self._retained: set[int] = set()
-        # Retained blocks that were reused.
         self.retained_taken_total = 0
 
     @property
@@ -94,7 +93,7 @@ class BlockPool:
         self._references[block_id] += 1
 
     def touch(self, block_id: int) -> None:
-        """Make a free block the last of its queue, retained or not, to be reused."""
+        """Move a free block to the end of its queue, so that it is reused last."""
         for free in (self._free, self._free_retained):
             if block_id in free:
                 free.move_to_end(block_id)
@@ -120,7 +119,8 @@ class BlockPool:
         counted: list[int],
         places_of: Callable[[Prefix], list[int]] = lambda prefix: prefix.block_ids,
     ) -> None:
-        """Compare references with `counted`, from the block tables, and names with the prefixes.
+        """Compare references with `counted`, the counts from the block tables, and cached blocks
+        with their prefixes.
 
         Raises:
             AssertionError: the counts do not agree. The text has the numbers.

@@ -1,4 +1,6 @@
-"""Doubt about blocks that may be wrong: a peer sent them, or they were computed from a peer's."""
+"""Doubt about blocks that may be wrong: a peer sent them, or they were computed from such
+blocks.
+"""
 
 from __future__ import annotations
 

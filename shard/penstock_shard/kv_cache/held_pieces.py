@@ -1,7 +1,7 @@
 """Changes to the prefix pieces that a shard holds, for routing.
 
-Only names are noted; the tier is looked up when a change is taken. It depends only on the cache
-groups in which a prefix needs every block; if there are none, on the first group.
+Only a piece's name is noted; its tier is looked up when the change is taken. The tier depends only
+on the cache groups in which a prefix needs every block; if there are none, on the first group.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_pool import BlockPool
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix, PrefixTree
 
-# Pieces looked at in a turn, which takes at most a millisecond.
+# At most this many pieces are looked at in a turn, which then takes a millisecond.
 _MOST_TAKEN = 1024
 
 
@@ -29,7 +29,9 @@ class Disk(Protocol):
         """Tell whether the disk has a block."""
 
     def take_changes(self, most: int) -> list[tuple[int, bytes]]:
-        """Return at most `most` written or deleted blocks: index in the prefix, and hash."""
+        """Return at most `most` blocks that were written or deleted, each as its index in the
+        prefix and its hash.
+        """
 
 
 class HeldPieces:
@@ -42,7 +44,6 @@ class HeldPieces:
         pools: abc.Sequence[BlockPool],
         block_size: int,
     ) -> None:
-        """Follow the prefixes of a tree. `pools` are the device's blocks."""
         self._tree = tree
         self._pool_of = [pools[group.pool] for group in groups]
         whole = [i for i, each in enumerate(groups) if each.reach is None and not each.has_state]
@@ -69,8 +70,8 @@ class HeldPieces:
             self._changed[prefix.digest] = None
 
     def take(self, computed: int) -> dict[int, int]:
-        """Return the tiers of changed pieces, by name; at most `_MOST_TAKEN`. Blocks after the
-        insertion `computed` are not computed yet, so their changes wait.
+        """Return the tiers of at most `_MOST_TAKEN` changed pieces, by name. Changes of blocks with
+        a later insertion than `computed` wait, because these blocks are not computed yet.
         """
         if self.disk is not None and self.disk.has_changes:
             for index, digest in self.disk.take_changes(_MOST_TAKEN):

@@ -19,9 +19,9 @@ from penstock_shard.kv_cache.doubt import Doubt, is_wrong, may_follow
 from penstock_shard.kv_cache.held_pieces import HeldPieces
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix, PrefixTree
 
-# Most blocks that wait to be copied. Others are computed again when needed.
+# At most this many blocks wait to be copied. Others are computed again when needed.
 _MOST_WISHES = 65_536
-# Most waiting blocks that one turn looks at.
+# At most this many waiting blocks are looked at in a turn.
 _LOOKED_AT = 256
 
 
@@ -43,7 +43,9 @@ class HasBlocks(Protocol):
 
 
 class PrefixCache:
-    """Owns the names of cached blocks and of copies in slots. The pools know which are free."""
+    """Owns the names of cached blocks and of copies in slots. The pools know which blocks and slots
+    are free.
+    """
 
     def __init__(
         self,
@@ -65,8 +67,8 @@ class PrefixCache:
         self._tree = PrefixTree(len(groups))
         self.held = HeldPieces(self._tree, groups, pools, block_size)
         self.num_insertions = 0
-        # Blocks to copy, by prefix and group; and evicted blocks, which keep their contents until
-        # the next step is launched.
+        # `_wishes`: blocks to copy, by prefix and group. `_evictions`: those that were evicted;
+        # they keep their contents until the next step is launched.
         self._wishes: dict[tuple[int, int], Save] = {}
         self._evictions: list[Save] = []
         self._watches: set[tuple[int, int]] = set()
@@ -92,10 +94,11 @@ class PrefixCache:
         return found
 
     def longest(self, found: abc.Sequence[HasBlocks]) -> int:
-        """Return the length of the longest found prefix after which the next token has all blocks
-        that it sees.
+        """Return the length of the longest found prefix that has all blocks which the next token
+        sees.
         """
-        # For each group and number of prefixes, the length of the run of blocks that ends there.
+        # For each group, `run[count]` is the number of blocks without a gap at the end of the first
+        # `count` prefixes.
         runs = [(group, _runs(group, found)) for group in self._sliding]
         count = len(found)
         while count and (
@@ -126,11 +129,11 @@ class PrefixCache:
         return count - 1 if self._groups[group].has_state else self.first_visible(group, count)
 
     def is_useful(self, prefix: HasBlocks) -> bool:
-        """Tell whether a prefix has its blocks of all groups that need every block."""
+        """Tell whether a prefix has its block in each group that needs every block."""
         return all(prefix.has(group) for group in self._whole)
 
     def root(self, digest: bytes, *, is_salted: bool = False) -> Prefix:
-        """Return the prefix without tokens at which a chain begins."""
+        """Return a root: the prefix without tokens, at which a chain begins."""
         found = self._tree.find(None, digest)
         return found or self._tree.add(None, digest, is_salted=is_salted)
 
@@ -178,7 +181,7 @@ class PrefixCache:
         self._tree.prune(cached.prefix)
 
     def uncache_since(self, since: int) -> None:
-        """Uncache blocks inserted after number `since`, because they were not computed."""
+        """Uncache blocks with a later insertion than `since`, because they were not computed."""
         for pool in self._pools:
             for block_id, cached in list(pool.cached.items()):
                 if cached.insertion > since:
@@ -187,7 +190,7 @@ class PrefixCache:
                     self.forget(cached)
 
     def _withdraw(self, prefix: Prefix, group: int) -> None:
-        """Do not copy a block, because it is wrong."""
+        """Do not copy a block that waits to be copied, because its contents are wrong."""
         save = self._wishes.pop((id(prefix), group), None)
         if save is not None:
             self.leave(save.prefix)
@@ -202,13 +205,12 @@ class PrefixCache:
 
     @property
     def most_copies(self) -> int:
-        """Blocks of each group that host memory has room for."""
+        """The number of blocks of each group for which host memory has room."""
         sharers = Counter(group.pool for group in self._groups)
         return min(self._host_pools[pool].num_blocks // count for pool, count in sharers.items())
 
     @property
     def num_copies(self) -> int:
-        """Slots with copies."""
         return sum(len(pool.cached) for pool in self._host_pools)
 
     @property
@@ -217,8 +219,8 @@ class PrefixCache:
         return bool(self._wishes or self._evictions)
 
     def use(self, prefixes: abc.Sequence[Prefix]) -> None:
-        """Have blocks of prefixes that are used again copied. The first copies stay longest,
-        because later ones are useless without them.
+        """Queue the blocks of these prefixes to be copied, because the prefixes are used again.
+        Copies of first blocks stay longest, because later blocks are useless without them.
         """
         if not self._host_pools:
             return
@@ -255,14 +257,14 @@ class PrefixCache:
         return list(dict.fromkeys((each.prefix, each.group) for each in cached))
 
     def save_of(self, prefix: Prefix, group: int) -> Save:
-        """Have a cached, computed block copied. Returns what `take_saves` would."""
+        """Return a `Save` of a cached block that is computed, as `take_saves` would."""
         prefix.num_users += 1
         return Save(prefix, group, prefix.block_ids[group], 0)
 
     def take_saves(self, most: int, computed: int) -> list[Save]:
         """Return the blocks to copy before the next launch, at most `most`, evicted blocks first.
-        Blocks after the insertion `computed` are not computed yet. Each prefix gets one more user,
-        until `leave`.
+        Blocks with a later insertion than `computed` are left out: they are not computed yet. Each
+        prefix gets one more user, until `leave`.
         """
         due = [save for save in self._evictions if save.insertion <= computed]
         for save in self._evictions:

@@ -27,7 +27,7 @@ class Prefix:
     token_ids: tuple[int, ...]
     block_ids: list[int]
     slots: list[int]
-    # Blocks before the last one.
+    # The number of blocks before the last one.
     index: int
     # True if its root has a salt.
     is_salted: bool = False
@@ -39,7 +39,7 @@ class Prefix:
     num_retained: int = field(default=0, repr=False)
 
     def has(self, group: int) -> bool:
-        """Tell whether the device or host memory has its block of a group."""
+        """Tell whether the device or host memory has the prefix's block of a group."""
         return self.block_ids[group] != NO_BLOCK or self.slots[group] != NO_BLOCK
 
     def chain(self) -> Iterator[Prefix]:
@@ -51,7 +51,6 @@ class Prefix:
 
     @property
     def is_empty(self) -> bool:
-        """True if it has neither blocks nor copies."""
         # NO_BLOCK is negative.
         return max(self.block_ids, default=NO_BLOCK) < 0 and max(self.slots, default=NO_BLOCK) < 0
 
@@ -91,7 +90,9 @@ class PrefixTree:
         *,
         is_salted: bool = False,
     ) -> Prefix:
-        """Add a prefix that `find` does not find. It replaces any other with its hash."""
+        """Add a prefix that `find` does not find. It replaces any other prefix with the same
+        hash.
+        """
         num_blocks = 0 if parent is None else self._num_groups
         nowhere = [NO_BLOCK] * num_blocks
         index = -1 if parent is None else parent.index + 1
@@ -118,7 +119,8 @@ class PrefixTree:
         self.prune(prefix)
 
     def check_integrity(self, users: Iterable[Prefix]) -> None:
-        """Recount each prefix's users. `users` has a prefix for each user that is no child.
+        """Recount each prefix's users. `users` has a prefix once for each of its users, except its
+        children.
 
         Raises:
             AssertionError: a prefix has fewer users than were counted, or nothing needs it.
@@ -126,7 +128,7 @@ class PrefixTree:
         counted = Counter(map(id, users))
         counted.update(id(each.parent) for each in self._by_digest.values() if each.parent)
         for prefix in self._by_digest.values():
-            # A replaced prefix may still count at its parent.
+            # A replaced prefix may still be counted as a user of its parent.
             found = counted[id(prefix)]
             assert prefix.num_users >= found, f"{prefix}: {found} users, {prefix.num_users} kept"
             needed = prefix.num_users or not prefix.is_empty

@@ -16,10 +16,10 @@ from penstock_shard.kv_cache.block_pool import BlockPool
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
 
-# Most ended requests for which clients may still send a hint.
+# Clients may still send a hint for at most this many ended requests.
 _MOST_ENDED = 4096
 _MOST_RETAINED = 16_384
-# A queue is cleared of ended entries once it has this many more than twice the live ones.
+# Ended entries are removed from a queue that has this many more entries than twice the live ones.
 _MOST_OVER = 64
 # Priority, and end of retention.
 _Rank = tuple[int, float]
@@ -36,7 +36,9 @@ class Ended(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Retained:
-    """The prefix `of`, retained up to `held`, which is `of` or an ancestor."""
+    """A retained prefix, `of`. Its blocks are retained up to the end of `held`, which is `of` or an
+    ancestor.
+    """
 
     of: Prefix
     held: Prefix
@@ -50,9 +52,9 @@ class _Retained:
 
 
 class Retention:
-    """Retains the blocks of prefixes, each until its time, within a share of each pool. If the
-    share is full, the prefix with the lowest priority makes room; among equals, the one whose time
-    ends first.
+    """Retains the blocks of prefixes within a share of each pool, each prefix until its own time.
+    If the share is full, the prefix with the lowest priority makes room; among equal priorities,
+    the one whose time ends first.
     """
 
     def __init__(self, prefixes: PrefixCache, pools: abc.Sequence[BlockPool], share: float) -> None:
@@ -63,7 +65,8 @@ class Retention:
         # Prefixes that `_ended` keeps in memory; their blocks may be gone.
         self._num_kept = 0
         self._retained: dict[Prefix, _Retained] = {}
-        # Heaps of live and ended entries, by end and by rank. The number decides between equals.
+        # Heaps of live and ended entries, by time of release and by rank. Between equal entries,
+        # the number decides.
         self._due: list[tuple[float, int, _Retained]] = []
         self._ranked: list[tuple[_Rank, int, _Retained]] = []
         self._numbers = itertools.count()
@@ -83,8 +86,8 @@ class Retention:
         return self._due[0][0] if self._due else None
 
     def note_end(self, request: Request, prefix: Prefix) -> None:
-        """Note an ended request's longest cached prefix. The oldest requests are forgotten if more
-        prefixes are in memory than blocks.
+        """Note an ended request's longest cached prefix. Forget the oldest requests while all noted
+        prefixes have more blocks than the pools.
         """
         if not any(self._most) or request.only_fetches:
             return
@@ -107,7 +110,7 @@ class Retention:
     def retain(self, last: Prefix, until_s: float, priority: int) -> list[Prefix]:
         """Retain a prefix's blocks from its start on, while the share has room; in a group with a
         window, only blocks that the next token sees. Returns the retained prefixes, shortest first;
-        none if the prefix is already retained as long at this priority.
+        none if the prefix is already retained for as long at this priority.
         """
         before = self._retained.get(last)
         if before is not None:
@@ -117,7 +120,7 @@ class Retention:
         return self._retain_chain(last, until_s, priority)
 
     def renew(self, last: Prefix) -> None:
-        """Retain a retained prefix again, with the blocks that it got meanwhile."""
+        """Retain a retained prefix again, because it has got more blocks."""
         before = self._retained.get(last)
         if before is not None:
             self._retain_chain(last, before.until_s, before.priority)
@@ -135,7 +138,7 @@ class Retention:
         chain = list(last.chain())[::-1]
         first = [self._prefixes.first_needed(group, len(chain)) for group in self._groups]
         for prefix in chain:
-            # Hold first, so that an entry which makes room does not release it.
+            # Hold the prefix first: otherwise an entry that makes room might release its blocks.
             self._hold(prefix)
             if not self._retain(prefix, first, (priority, until_s)):
                 self._release(prefix)
@@ -177,14 +180,16 @@ class Retention:
         self._release(entry.held)
 
     def _hold(self, last: Prefix) -> None:
-        """Count a holder of a prefix. The first holder counts at the parent too."""
+        """Add a holder to a prefix. With its first holder, the prefix becomes a holder of its
+        parent.
+        """
         for prefix in last.chain():
             prefix.num_retained += 1
             if prefix.num_retained > 1:
                 break
 
     def _release(self, last: Prefix) -> None:
-        """Remove a holder, and release the blocks of prefixes without holders."""
+        """Remove a holder of a prefix, and release the blocks of prefixes that then have none."""
         for prefix in last.chain():
             prefix.num_retained -= 1
             if prefix.num_retained:
@@ -193,7 +198,7 @@ class Retention:
                 pool.let_go(block)
 
     def _retain(self, prefix: Prefix, first: abc.Sequence[int], rank: _Rank) -> bool:
-        """Retain the needed blocks of one prefix, all or none. False if the share is full of
+        """Retain the needed blocks of one prefix, all or none. Return False if the share is full of
         entries that rank at least as high.
         """
         new: list[tuple[BlockPool, int]] = []

@@ -33,8 +33,8 @@ _EMPTY, _PRESENT, _UNPROVEN = range(3)
 class RecordName:
     """The name of a copied block: its cache group, and the prefix that it ends.
 
-    `index` is the number of blocks before it. `digest` is the chained hash of the prefix, `parent`
-    that of the prefix without this block, or of the root. The name is salted if the root is.
+    `index` is the number of blocks before it. `digest` is the chained hash of the prefix; `parent`
+    is that of the prefix without this block, or of the root. The name is salted if the root is.
     """
 
     group: int
@@ -62,10 +62,10 @@ class Arena:
     """
 
     def __init__(self, memory: memoryview, info: RunnerInfo) -> None:
-        """Keeps records in `memory` that have the same namespace and layout.
+        """Keep the records in `memory` if they have the same namespace and layout.
 
         Raises:
-            ValueError: it has no room for a block of each pool. The text names the bytes needed.
+            ValueError: `memory` has no room for a block of each pool. The text has the needed size.
         """
         self._memory = memory
         self._block_bytes = info.block_bytes
@@ -187,7 +187,6 @@ class Arena:
     def put(
         self, slot: int, group: int, record: bytes | memoryview, *, is_proven: bool = True
     ) -> None:
-        """Put an intact record into a slot."""
         pool = self._pool_of[group]
         self.clear(pool, slot)
         start, end = self._start(pool, slot), self._start(pool, slot) + len(record)

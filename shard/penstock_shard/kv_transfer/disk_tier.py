@@ -17,7 +17,7 @@ from penstock_shard.kv_transfer.segments import Key, Segments
 
 logger = logging.getLogger(__name__)
 
-# Most bytes of records that wait to be written, and of read ones that wait to be taken.
+# At most this many bytes of records wait to be written, and of read records to be taken.
 _MOST_BYTES = 64 * 2**20
 # Seconds without writes after an error, and the least time between log lines about errors.
 _PAUSE_S = 30.0
@@ -29,8 +29,8 @@ _EXPIRE_S = 60.0
 
 @dataclass(eq=False, slots=True)
 class Read:
-    """A wanted record. `record` is None until it is read, or if the disk has no intact one. A
-    discarded record is no longer wanted.
+    """A record to read. `record` is None until it is read, or if the disk has no intact record. If
+    `is_discarded`, nothing wants the record any more.
     """
 
     name: RecordName
@@ -52,7 +52,7 @@ class DiskTier:
     ) -> None:
         """Start the thread. It calls `on_done` when `take` has something new, all records are
         written, or records were found or expired. At most `max_bytes` of records wait to be
-        written, and as many to be taken.
+        written, and as many of read records wait for `take`.
         """
         self._segments = segments
         self._on_done = on_done
@@ -110,12 +110,13 @@ class DiskTier:
 
     def take_changes(self, most: int) -> list[tuple[int, bytes]]:
         changes = self._segments.changes
-        # Only this thread takes changes. The other drops the oldest only if the deque is full.
+        # Only this thread takes changes. The disk's thread drops the oldest only if the deque is
+        # full.
         return [changes.popleft() for _ in range(min(most, len(changes)))]
 
     def save(self, name: RecordName, record: Callable[[], bytes]) -> None:
-        """Have a record written, unless the disk has it or must not have it, or too much waits
-        already.
+        """Have a record written, unless the disk has it, must not have it, or has too much to
+        write.
         """
         key = name.group, name.digest
         if (name.is_salted and not self._with_salted) or self._segments.has(key):
@@ -139,7 +140,6 @@ class DiskTier:
             self._news.notify()
 
     def take(self, most: int) -> list[Read]:
-        """Return at most `most` finished reads."""
         taken: list[Read] = []
         with self._news:
             while self._done and len(taken) < most:
@@ -171,7 +171,9 @@ class DiskTier:
             task()
 
     def _next(self) -> Callable[[], None] | None:
-        """Wait for a task: reads first, because sequences wait for them. None when closed."""
+        """Wait for a task and return it; None when closed. Reads come first: sequences wait for
+        them.
+        """
         end_s = time.monotonic() + _EXPIRE_S
         with self._news:
             self._busy_since_s = None
@@ -221,7 +223,7 @@ class DiskTier:
             self._on_done()
 
     def _try(self, act: Callable[[], None]) -> bool:
-        """Run `act`. False after an OSError, which is logged now and then."""
+        """Run `act`. Return False after an OSError, and log such errors now and then."""
         try:
             act()
         except OSError as error:

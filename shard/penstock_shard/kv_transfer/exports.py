@@ -11,13 +11,13 @@ from penstock_shard.kv_cache.doubt import is_proven
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
 
-# An export may pin one slot in this many of a pool.
+# An export may pin 1/_SHARE of the slots of a pool.
 _SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """A prefix, counting only its host memory copies that are known to be right."""
+    """A prefix as if it had only the blocks whose copies in host memory are known to be right."""
 
     prefix: Prefix
 
@@ -55,7 +55,7 @@ class Exports:
             self._prefixes.unpin(pool, slot)
 
     def advance(self) -> None:
-        """Answer the exports that have their copies."""
+        """Answer the exports whose blocks are copied."""
         for export in list(self._waiting.values()):
             chain = self._find(export.prefix)
             chain = chain[: self._prefixes.longest(chain)]

@@ -13,14 +13,15 @@ from penstock_shard.kv_transfer.arena import Arena, RecordName
 from penstock_shard.kv_transfer.exports import names_of
 from penstock_shard.kv_transfer.import_checks import ImportChecks
 
-# The server may write into one slot in this many of a pool.
+# The server may write into 1/_SHARE of the slots of a pool.
 _SHARE = 8
 
 
 @dataclass(slots=True)
 class FetchProgress:
-    """The shard has the first `num_known` blocks of `names` already. `prefix` is the longest prefix
-    with a block that has arrived; it has one more user until `Fetches.end`.
+    """The progress of a fetch of `names`. The shard already has the first `num_known` blocks.
+    `prefix` is the longest prefix with a block that has arrived; it has one more user until
+    `Fetches.end`.
     """
 
     root: bytes
@@ -54,7 +55,7 @@ class Fetches:
         self.refused_total = 0
 
     def give_slots(self) -> None:
-        """Give the server its first slots: at least one of each pool with two or more."""
+        """Give the server its first slots: at least one of each pool that has two or more."""
         slots = [
             (pool, self._prefixes.take_pinned(pool))
             for pool, count in enumerate(self._arena.num_slots)
@@ -64,7 +65,7 @@ class Fetches:
 
     @property
     def most_blocks(self) -> int:
-        """Most blocks of each group that one fetch can bring; 0 if it can bring none."""
+        """The largest number of blocks of each group that one fetch can bring; may be 0."""
         if min(self._arena.num_slots) < 2:
             return 0
         return self._prefixes.most_copies * (_SHARE - 1) // _SHARE
@@ -110,8 +111,8 @@ class Fetches:
         return pool, other
 
     def _doubt(self, prefix: Prefix, group: int, doubt: Doubt) -> None:
-        """Put a block in doubt until its fetch is settled. With groups that slide or keep states,
-        no check would settle the doubt, so count the block as proven.
+        """Put a block in doubt until its fetch is settled. With groups that have a window, chunks
+        or states, no check would settle the doubt, so count the block as proven.
         """
         if self._prefixes.slides:
             pool = self._arena.pool_of(group)

@@ -24,7 +24,6 @@ class HostTier:
         runner: Runner,
         disk: DiskTier | None = None,
     ) -> None:
-        """Copy to `arena`, and from there to `disk`."""
         self._arena = arena
         self._disk = disk
         self._prefixes = prefixes
@@ -58,7 +57,9 @@ class HostTier:
         return len(found)
 
     def _proven(self) -> Iterator[tuple[int, RecordName]]:
-        """Yield proven records. Clear others, because their peers are unknown after a restart."""
+        """Yield proven records. Clear all others, because after a restart it is not known which
+        peers sent them.
+        """
         for slot, name in self._arena.names():
             pool = self._arena.pool_of(name.group)
             if self._arena.is_proven(pool, slot):
@@ -67,7 +68,7 @@ class HostTier:
                 self._arena.clear(pool, slot)
 
     def load(self, load: Load) -> bool:
-        """Copy a block back. False if its copy is gone or damaged; a damaged one is dropped."""
+        """Copy a block back. Return False if its copy is gone or damaged. Drop a damaged copy."""
         prefix, group = load.prefix, load.group
         if prefix.slots[group] != load.slot:
             return False
@@ -86,7 +87,7 @@ class HostTier:
         """Copy a block that a collected step computed."""
         prefix, group, block_id = save.prefix, save.group, save.block_id
         pool = self._arena.pool_of(group)
-        # The block may have been wrong and replaced by a right one.
+        # A right block may have replaced this block, which was wrong.
         is_it = prefix.block_ids[group] in (NO_BLOCK, block_id) and not is_wrong(prefix.doubt)
         if is_it and prefix.slots[group] == NO_BLOCK and self._prefixes.has_free_slot(pool):
             slot = self._prefixes.take_slot(group)

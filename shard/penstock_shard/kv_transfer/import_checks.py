@@ -17,7 +17,7 @@ from penstock_shard.kv_cache.prefix_cache import PrefixCache
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
 from penstock_shard.kv_transfer.arena import Arena
 
-# Most blocks that wait to be computed. Sequences that end early never compute theirs.
+# At most this many blocks wait to be computed. Sequences that end early never compute theirs.
 _MOST_WATCHES = 256
 
 
@@ -43,9 +43,7 @@ class ImportChecks:
         return doubt
 
     def note_copy(self, prefix: Prefix, group: int) -> None:
-        """Mark a new copy in doubt as unproven, so that a later engine does not use it until that
-        is settled.
-        """
+        """Mark a new copy that is in doubt as unproven, so that a later engine does not use it."""
         doubt = prefix.doubt
         if doubt is not None and not is_proven(doubt):
             pool = self._arena.pool_of(group)

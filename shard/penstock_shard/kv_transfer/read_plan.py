@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
 from penstock_shard.kv_cache.prefix_tree import Prefix
 
-# Tells whether a place has a block, by its group and chained hash.
+# Tells whether a place has a block with this group and chained hash.
 HasBlock = Callable[[int, bytes], bool]
 
 
@@ -50,7 +50,9 @@ class _Candidate:
 
 
 def plan_reads(prefixes: PrefixCache, chain: Chain, has_block: HasBlock) -> ReadPlan | None:
-    """Plan to read the blocks that `has_block` finds; None if they make no longer prefix usable."""
+    """Plan to read the blocks that `has_block` finds; None if that does not lengthen the usable
+    prefix.
+    """
     found = prefixes.find(chain.root, chain.names)
     num_found = prefixes.longest(found)
     candidates: list[_Candidate] = []

@@ -25,10 +25,11 @@ _MAGIC = b"penstock KV\0"
 # A segment's header: magic, namespace, and CRC-32 of both.
 _HEADER = struct.Struct("<12s16sI")
 _SUFFIX = ".kv"
-# A segment takes at most 1/16 of the bytes, and records of at most 1/16 of the age limit.
+# A segment takes at most 1/16 of the directory's bytes, and records from at most 1/16 of the age
+# limit.
 _PARTS = 16
 _LOCK_WAIT_S = 5.0
-# Most changes that wait to be taken. The oldest are forgotten.
+# At most this many changes wait to be taken. The oldest are forgotten.
 _MOST_CHANGES = 2**20
 
 # A block's group and its chained hash.
@@ -41,8 +42,8 @@ class DirectoryTaken(Exception):
 
 def lock_directory(path: Path, wait_s: float = _LOCK_WAIT_S) -> int:
     """Make and lock a directory, until the returned descriptor is closed. Waits up to `wait_s` for
-    an engine that is ending. Raises DirectoryTaken; OSError if the directory cannot be used or
-    others may write to it.
+    an engine that is ending, then raises DirectoryTaken. Raises OSError if the directory cannot be
+    used or others may write to it.
     """
     ensure_safe_directory(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -73,7 +74,7 @@ class _Segment:
 
 class Segments:
     """A directory's files, and the place of each record of a namespace. One thread reads and
-    writes; any may call `has`.
+    writes; any thread may call `has`.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Segments:
         with_salted: bool = False,
         clock: Clock = time.time,
     ) -> None:
-        """List the files. `arena` parses records. Salted ones are ignored without `with_salted`.
+        """List the files. `arena` parses records. Salted records are ignored without `with_salted`.
 
         Raises:
             ValueError: `max_bytes` is less than a segment with the largest record.
@@ -161,7 +162,7 @@ class Segments:
             offset += self._arena.record_bytes(name.group)
 
     def read(self, name: RecordName) -> bytes | None:
-        """Return a record; None if it is missing or damaged. A damaged one is forgotten. Raises
+        """Return a record; None if it is missing or damaged. Forget a damaged record. Raises
         OSError.
         """
         segment, offset, _ = self._places.get(_key(name), (None, 0, 0))
@@ -230,7 +231,7 @@ class Segments:
         try:
             append(segment.path, data)
         finally:
-            # A failed write may have left a part.
+            # A failed write may have left a part of the data.
             segment.num_bytes = segment.path.stat().st_size
 
     def _delete(self, segment: _Segment) -> None:
@@ -256,7 +257,6 @@ class Segments:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Add to the end of a file. Raises OSError."""
     with path.open("ab", buffering=0) as file:
         left = memoryview(data)
         while left:
@@ -264,7 +264,6 @@ def append(path: Path, data: bytes) -> None:
 
 
 def _files(directory: Path) -> Iterator[_Segment]:
-    """Yield the segments of a directory. Other files are ignored."""
     for path in directory.iterdir():
         if path.suffix == _SUFFIX and path.stem.isdecimal() and path.exists():
             yield _Segment(path, int(path.stem), path.stat().st_size)

@@ -9,7 +9,7 @@ import tempfile
 
 def make_shared_memory(num_bytes: int) -> int:
     """Make `num_bytes` zero bytes; memory is used once it is written. Returns a descriptor. Raises
-    OSError.
+    OSError if the system refuses.
     """
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("penstock-kv")

@@ -85,8 +85,8 @@ class RoutingRule:
     scale: float = 1.0
     # Added to the sum of sigmoids, which may be 0.
     eps: float = 1e-20
-    # Equal groups of experts. A token's experts are in its best `top_groups` groups, by the sum of
-    # a group's two highest scores.
+    # The experts are divided into `groups` of equal size. A token's experts are in its best
+    # `top_groups` groups; a group is ranked by the sum of its two highest scores.
     groups: int = 1
     top_groups: int = 1
 
@@ -117,8 +117,8 @@ class Rope:
     temperature: Tensor | None = None
 
     def of(self, positions: Tensor) -> Rope:
-        """Return tables with a row for each token, by its position, int64 [T], or by a position for
-        each frequency, int64 [T, rotary_dim / 2].
+        """Return tables with a row for each token. `positions` int64 has a position for each token,
+        [T], or for each token and frequency, [T, rotary_dim / 2].
         """
         if positions.dim() == 1:
             return Rope(self.cos[positions], self.sin[positions])
@@ -142,7 +142,7 @@ class Ops(Protocol):
     dtype: torch.dtype
     # The form in which `pack` stores a weight.
     weights: WeightKind
-    # The attention backend of all layers. Unless exact, it is sdpa until a model's layers are
+    # The attention backend of all layers. Unless `exact`, it is sdpa until a model's layers are
     # known.
     backend: AttentionBackend
 
@@ -165,9 +165,9 @@ class Ops(Protocol):
     def pack(self, parts: Sequence[Tensor], *, exact: bool = False) -> Matrix:
         """Stack weights [N_i, K] of any strides and float dtype into one matrix.
 
-        `exact` keeps the precision of activations, for products that decide, such as routers.
-        Raises ValueError for a value that the kind of weights cannot hold; the message can follow a
-        tensor's name.
+        `exact` keeps the precision of activations, for products on which choices depend, such as a
+        router's. Raises ValueError for a value that the kind of weights cannot hold. Callers put a
+        tensor's name before the message.
         """
 
     @property
@@ -216,7 +216,7 @@ class Ops(Protocol):
     def gated_activation(
         self, gate_up: Tensor, kind: Activation, out: Tensor | None = None
     ) -> Tensor:
-        """Return activation(first half) * second half of gate_up [T, 2I], [T, I]."""
+        """Return activation(a) * b, [T, I]; each row of gate_up [T, 2I] is a, then b."""
 
     def rope_and_cache(
         self,
@@ -246,15 +246,15 @@ class Ops(Protocol):
         """Return each channel's weighted sum of its last K inputs in x [T, C], or SiLU of the sum,
         [T, C].
 
-        weight float32 [K, C], bias float32 [C]. state float32 [n, K - 1, C] is updated; it has the
-        earlier inputs of the sequence of a row at `block_table[row, 0]`, the oldest first.
+        weight float32 [K, C], bias float32 [C]. state float32 [n, K - 1, C] is updated. At
+        `block_table[row, 0]`, it has the earlier inputs of the row's sequence, the oldest first.
         """
 
     def delta_rule(
         self, qkv: Tensor, decay: Tensor, beta: Tensor, state: Tensor, batch: AttentionBatch
     ) -> Tensor:
-        """Apply the gated delta rule to qkv [T, 2 Hk D + H Dv]: tokens update states, queries read
-        them, [T, H, Dv]. Queries and keys are normalized to length 1.
+        """Apply the gated delta rule to qkv [T, 2 Hk D + H Dv]: each token updates the state, then
+        its query reads it, [T, H, Dv]. Queries and keys are normalized to length 1.
 
         decay float32 [T, H], or [T, H, D] for each channel of keys; beta float32 [T, H], the share
         of the correction; state float32 [n, H, D, Dv], indexed as in `short_conv`, is updated.
@@ -280,7 +280,7 @@ class Ops(Protocol):
         read by c; d x is added.
 
         dt float32 [T, H], positive; a float32 [H], or [H, N] for each column of a state; b and c
-        [T, G, N], each of H / G heads; d float32 [H]; state float32 [n, H, D, N], indexed as in
+        [T, G, N], each for H / G heads; d float32 [H]; state float32 [n, H, D, N], indexed as in
         `short_conv`, is updated.
         """
 

@@ -48,7 +48,9 @@ class CpuMatrix:
         has_rows: bool,
         order: Tensor | None = None,
     ) -> None:
-        """`order` int64 [K] has the index of each column's input; None if columns are in order."""
+        """Column i of the weight multiplies input `order[i]` (int64 [K]), or input i without
+        `order`.
+        """
         self._kernels = kernels
         self._parts = parts
         self._order = order
@@ -242,7 +244,6 @@ def _fit_halves(codes: Codes) -> bool:
 
 
 def _layout(codes: Codes, in_halves: bool) -> CodeLayout | None:
-    """Return the kernels' layout for these codes; None if there is none."""
     group = codes.group
     if codes.scales.shape[1] == 1:
         group = -(-codes.values.shape[1] // UNIT) * UNIT

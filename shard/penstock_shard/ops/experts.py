@@ -112,8 +112,8 @@ def _choose(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> tuple[Ten
 
 
 def _sigmoid(x: Tensor) -> Tensor:
-    """Compute a sigmoid by a softmax over x and 0. torch gives equal rows equal bits at any place,
-    but not equal elements.
+    """Compute a sigmoid by a softmax over x and 0, because torch gives equal rows equal bits
+    wherever they are, but not equal elements.
     """
     return torch.softmax(torch.stack((x, torch.zeros_like(x)), dim=-1), dim=-1)[..., 0]
 

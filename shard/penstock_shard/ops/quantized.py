@@ -32,7 +32,7 @@ _PIECE = 1 << 24
 _GLANCE = 64
 # The lower bound for a row's largest value: below it, the scale would be subnormal and lose bits.
 _SMALLEST = torch.finfo(torch.float32).tiny * FP8_MAX
-# Bound of the relative error of a quotient by a scale, and of a product rounded to float32.
+# Bound of two relative errors: of a quotient by a scale, and of a product rounded to float32.
 _NEARLY = 2.0**-22
 
 
@@ -197,7 +197,7 @@ def round_in_torch(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `round_activations` in plain torch."""
     wide = x.float()
     scales = wide.abs().amax(dim=-1, keepdim=True).clamp_(min=_SMALLEST)
-    # Divide by a tensor; instead of dividing by a number, torch on CUDA multiplies by its inverse.
+    # Divide by a tensor, because torch on CUDA replaces division by a number by a multiplication.
     scales /= torch.full_like(scales, FP8_MAX)
     # In some torch releases, the cast turns larger values into NaN.
     return (wide / scales).clamp_(-FP8_MAX, FP8_MAX).to(FP8), scales
@@ -242,7 +242,7 @@ def _scales_kept(weight: Tensor, largest: Tensor) -> Iterator[Tensor]:
 
 
 def _exact_scale(weight: Tensor, scale: Tensor) -> Tensor:
-    """Return the scale or neighbor of it that represents the row exactly; NaN if none does."""
+    """Return the scale, or a neighbor of it, that represents the row exactly; NaN if none does."""
     found = torch.full_like(scale, torch.nan)
     for toward in (torch.inf, -torch.inf, None):
         near = scale if toward is None else scale.nextafter(torch.full_like(scale, toward))

@@ -106,7 +106,7 @@ def _to_unit(x: Tensor) -> Tensor:
 
 
 def _sequences(batch: AttentionBatch) -> Iterator[tuple[slice, Tensor, bool]]:
-    """Yield each sequence's tokens, the index of its state, and True if the sequence begins."""
+    """Yield each sequence's tokens, the index of its state, and True if it begins in this step."""
     start = 0
     for row, (count, length) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
         yield slice(start, start + count), batch.block_table[row, 0], count == length

@@ -123,7 +123,7 @@ class TorchOps:
     def pack(self, parts: Sequence[Tensor], *, exact: bool = False) -> Matrix:
         if exact or self.keeps_tensors:
             if len(parts) == 1:
-                # Kernels need contiguous rows; rows from codes are not.
+                # Kernels need contiguous rows, but rows from codes are not contiguous.
                 rows = parts[0].to(self.device, self.dtype, copy=True)
                 return DenseMatrix(rows.contiguous())
             return DenseMatrix(torch.cat([part.to(self.device, self.dtype) for part in parts]))
@@ -137,7 +137,9 @@ class TorchOps:
         return PackedHalfMatrix(weight)
 
     def _rounded(self, parts: Sequence[Tensor]) -> Matrix:
-        """Return a quantized matrix if its sizes allow it, else one as precise as activations."""
+        """Return a quantized matrix if its sizes allow it, else a matrix as precise as
+        activations.
+        """
         if self.weights == "fp8" and _fits_fp8(parts):
             return Fp8Matrix(parts, self.device)
         if self.weights == "int4" and parts[0].shape[1] % INT4_GROUP == 0:

@@ -127,7 +127,7 @@ class TritonOps(TorchOps):
 
     def _fp8_rows(self, tokens: int, columns: int, out: Tensor | None) -> Fp8Rows | None:
         """Return memory for the result in fp8; None if no fp8 product can follow, or if `out` is
-        given, because it may be changed in place.
+        given, because `out` may be changed in place.
         """
         if self.weights != "fp8" or columns % FP8_MULTIPLE or out is not None:
             return None

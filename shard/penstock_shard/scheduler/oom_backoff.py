@@ -12,8 +12,8 @@ from penstock_shard.worker.base import Batch
 
 # If memory does not suffice for 16 tokens, it does not suffice for one.
 _LEAST_TOKENS = 16
-# Good steps before the bounds grow, at first and at most; and the steps in which a bound would grow
-# from 0 to its limit.
+# `_CAREFUL_STEPS`: good steps before the bounds grow, at first; `_MOST_CAREFUL_STEPS`: at most.
+# `_GROWING_STEPS`: steps in which a bound would grow from 0 to its limit.
 _CAREFUL_STEPS = 64
 _MOST_CAREFUL_STEPS = 4096
 _GROWING_STEPS = 64
@@ -23,7 +23,7 @@ _Place = tuple[str, int, int]
 
 
 class StepBounds:
-    """Bounds on a step's `tokens` and `sequences`. `reduced`: they are below the limits."""
+    """Bounds on a step's `tokens` and `sequences`. If `reduced`, they are below the limits."""
 
     def __init__(self, max_tokens: int, max_sequences: int) -> None:
         self._max_tokens = max_tokens
@@ -38,9 +38,9 @@ class StepBounds:
         self._failed_alone: set[_Place] = set()
 
     def is_hopeless(self, failed: Batch, first: Sequence, least: int = 1) -> bool:
-        """Tell whether memory will never suffice for a failed step, whose first row is of `first`.
-        True if the step could not be smaller (one row of `least` or a few tokens), and failed
-        before at the same token.
+        """Tell whether memory will never suffice for a failed step, whose first row is of `first`:
+        the step could not be smaller (one row of `least` or a few tokens), and failed before at the
+        same token.
         """
         return _is_least(failed, least) and _place(first) in self._failed_alone
 

@@ -21,8 +21,8 @@ from penstock_shard.sequence import Sequence, SequenceState
 
 # Step times vary, so plan a step for this share of an objective's remaining time.
 _MARGIN = 0.95
-# A sequence is preempted for a higher class at most this often, and not when it has at most this
-# many tokens left.
+# A sequence is preempted for a higher class at most `_MOST_TIMES` times, and not if it has at most
+# `_ALMOST_DONE_TOKENS` left.
 _MOST_TIMES = 4
 _ALMOST_DONE_TOKENS = 16
 # An aged sequence has waited too long. Such sequences precede higher classes in one of
@@ -41,7 +41,6 @@ class PriorityPolicy(FcfsPolicy):
         self._blocks = blocks
         self._step_time = step_time
         self._aging_s = aging_s
-        # Live sequences with an objective.
         self._num_objectives = 0
         # The last step's budget, its tokens before any row, and whether it was ordered by age.
         self._budget = StepBudget(0, step_time)
@@ -93,8 +92,8 @@ class PriorityPolicy(FcfsPolicy):
     def queue(
         self, waiting: abc.Collection[Sequence], budget: StepBudget, now_s: float
     ) -> abc.Iterator[Sequence]:
-        """Yield sequences by class. Every other one is chosen by age, or one in `_AGED_PLACES` if
-        the aged one has a lower class.
+        """Yield sequences by class. Every other sequence is chosen by age; only one in
+        `_AGED_PLACES` if the aged sequence has a lower class.
         """
         by_age, in_order = self._queues(waiting, now_s)
         given: set[Sequence] = set()
@@ -148,7 +147,7 @@ class PriorityPolicy(FcfsPolicy):
         first = min(its_class, key=lambda sequence: self._place(sequence, now_s))
         if has_free_slot and self._blocks.suffices(first, ()):
             return None
-        # Preempt only if preempting all of these would free enough blocks.
+        # Preempt only if preempting all of `lower` would free enough blocks.
         if not self._blocks.suffices(first, lower):
             return None
         return max(lower, key=preemption_key)
@@ -169,7 +168,7 @@ class PriorityPolicy(FcfsPolicy):
         return urgency(sequence, now_s, self._aging_s, token_s)
 
     def _place(self, sequence: Sequence, now_s: float) -> tuple[bool, int, bool, float, int]:
-        """Return a waiting sequence's sort key: by urgency, but within a class preempted ones
+        """Return a waiting sequence's sort key: by urgency, but within a class, preempted sequences
         first.
         """
         not_aged, priority, due_s, arrival = self._urgency(sequence, now_s)
@@ -224,7 +223,7 @@ class TimedBudget(StepBudget):
 
     def take_decodes(self, sequences: list[Sequence]) -> list[Sequence]:
         """Return the sequences that get a row: aged ones, those that limit the time, and those that
-        fit into it.
+        fit into that time.
         """
         taken = []
         for sequence in sequences:

@@ -11,7 +11,7 @@ from penstock_shard.worker.base import Admission, Batch
 
 @dataclass(slots=True)
 class Row:
-    """Tokens [start, start + count) of a sequence. See `Batch` for the rest."""
+    """Tokens [start, start + count) of a sequence. See `Batch` for the other fields."""
 
     sequence: Sequence
     start: int
@@ -60,8 +60,8 @@ class Rows:
         admitted: abc.Iterable[Sequence],
         state_copies: abc.Sequence[tuple[int, int]] = (),
     ) -> Batch:
-        """Make a runner's batch. `new_blocks`: each row's new blocks (see `Batch`). `admitted`:
-        sequences that got a slot for this step.
+        """Make a runner's batch. `new_blocks` are each row's new blocks (see `Batch`); `admitted`
+        are the sequences that got a slot for this step.
         """
         return Batch(
             [sequence.slot for sequence in self.sequences],
@@ -112,7 +112,9 @@ def admission_of(sequence: Sequence) -> Admission:
 
 
 def num_left(prefilling: abc.Iterable[Sequence], rows: abc.Iterable[Row]) -> int:
-    """Count the tokens that begun prompts still lack, without each prompt's last token."""
+    """Count the tokens of begun prompts that are still to be computed, without each prompt's last
+    token.
+    """
     begun = {*prefilling, *(row.sequence for row in rows)}
     running = (sequence for sequence in begun if sequence.state is SequenceState.RUNNING)
     return sum(max(0, sequence.num_uncomputed - 1) for sequence in running)

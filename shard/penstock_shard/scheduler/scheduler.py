@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from penstock_shard.scheduler.slow_masks import SlowMasks
     from penstock_shard.scheduler.speculation import Speculation
 
-# Looking up an enumeration's member takes as long as counting a token.
+# These are constants, because looking up an enumeration's member takes as long as counting a token.
 _ENDED = SequenceState.ENDED
 _RUNNING = SequenceState.RUNNING
-# In one of this many steps a long prompt's chunk is a little larger than predicted to fit. Chunks
-# of one size would never correct a wrong prediction of `StepTime`.
+# In one of `_PROBE_STEPS` steps, a long prompt's chunk is a little larger than predicted to fit.
+# Chunks of one size would never correct a wrong prediction of `StepTime`.
 _PROBE_STEPS = 8
 # After this many steps, a sequence that lacked blocks looks in the prefix cache again: others may
 # have cached more of its prompt.
@@ -85,8 +85,8 @@ class Scheduler:
         self._waiting: OrderedDict[Sequence, int] = OrderedDict()
         # Running sequences in the order they joined (an ordered set).
         self._running: dict[Sequence, None] = {}
-        # Sequences that have blocks and wait for copies into them, with the number of the step that
-        # was planned then.
+        # Sequences that have blocks and wait for copies into them, each with the number of the step
+        # in whose planning it got the blocks.
         self._loading: dict[Sequence, int] = {}
         # Sequences that have their blocks and copies, and wait for room in a step (an ordered set).
         self._loaded: dict[Sequence, None] = {}
@@ -110,7 +110,8 @@ class Scheduler:
         # Tokens computed by collected steps.
         self.prompt_tokens_total = 0
         self.decode_tokens_total = 0
-        # Tokens that running sequences lack, after the last step, before they decode.
+        # Tokens that running sequences' prompts lack after the last step, without each prompt's
+        # last token.
         self.num_prefill_tokens_left = 0
 
     @property
@@ -141,7 +142,7 @@ class Scheduler:
     @property
     def loading(self) -> list[Sequence]:
         """Sequences that wait for loads (`BlockManager.loads_of`) into blocks that no launched step
-        uses. Empty while states wait to be copied, because a load could overwrite one.
+        uses. Empty while states wait to be copied, because a load could overwrite such a state.
         """
         if self._blocks.has_state_copies:
             return []
@@ -150,7 +151,7 @@ class Scheduler:
 
     @property
     def num_computed_insertions(self) -> int:
-        """Insertions up to this number are of blocks computed by collected steps."""
+        """Blocks with an insertion up to this number were computed by collected steps."""
         if self._launched:
             return self._launched[0].num_insertions
         return self._blocks.num_insertions
@@ -186,7 +187,9 @@ class Scheduler:
         self._leave(sequence, _ENDED)
 
     def schedule(self, now_s: float = 0.0, starts_s: float = 0.0) -> Batch:
-        """Plan the next step, which will start at `starts_s`. Empty if there is nothing to do."""
+        """Plan the next step, which will start at `starts_s`. The batch is empty if nothing is to
+        do.
+        """
         self._steps += 1
         self._make_room(now_s)
         preemptions_before = self.preemptions_total
@@ -213,7 +216,7 @@ class Scheduler:
         prompt_rows = list(self._prompt_rows(prefilling, budget, now_s, admits=admits))
         self.num_prefill_tokens_left = num_left(prefilling, prompt_rows)
         for row in prompt_rows:
-            # A prompt is a decode row too if all but its last token is cached.
+            # A prompt of which all tokens but the last are cached is a decode row too.
             rows.insert(0 if row.count == 1 and row.samples else len(rows.starts), row)
         if not rows.starts:
             return Batch()
@@ -274,7 +277,7 @@ class Scheduler:
         self._launched.clear()
         for sequence in list(self._loading):
             if not sequence.request.only_fetches:
-                # The lost steps would have copied its states.
+                # The lost steps would have copied the sequence's states.
                 self.lose_loads(sequence)
         if self._speculation is not None:
             self._speculation.drop()
@@ -286,7 +289,8 @@ class Scheduler:
                 sequence.num_steps_in_flight -= 1
                 sequence.num_pending -= samples
                 parts[sequence] = None
-        # Each goes to the front of the queue, so reverse order keeps their order.
+        # Each preempted sequence goes to the front of the queue, so reverse order keeps their
+        # order.
         for sequence in [sequence for sequence in self._running if sequence in parts][::-1]:
             self._preempt(sequence, "the shard is out of memory")
         for sequence in parts:
@@ -372,8 +376,10 @@ class Scheduler:
         )
 
     def _grow_or_preempt(self, sequence: Sequence) -> bool:
-        """Get a block for one more token, by preemption if necessary. False if there is none."""
-        # An earlier sequence of this step may have preempted it.
+        """Get a block for one more token, by preemption if necessary. Return False if there is
+        none.
+        """
+        # An earlier sequence of this step may have preempted this one.
         if sequence.state is not _RUNNING:
             return False
         if self._blocks.slides:
@@ -410,7 +416,7 @@ class Scheduler:
             budget.leave_half_to_short()
         for sequence in prefilling:
             limit = self._chunk_limit(sequence, budget)
-            # A decode of this step may have preempted it.
+            # A decode of this step may have preempted this sequence.
             if limit and sequence.state is _RUNNING and self._slide_or_preempt(sequence):
                 yield self._prompt_row(sequence, limit, budget)
         for sequence in list(self._loaded):
@@ -573,7 +579,7 @@ class Scheduler:
         self.slots.free(sequence)
 
     def _batch(self, rows: Rows) -> Batch:
-        """From now on this step counts as launched."""
+        """Make the runner's batch. From now on, the step counts as launched."""
         for sequence, samples in zip(rows.sequences, rows.samples, strict=True):
             sequence.num_steps_in_flight += 1
             sequence.num_pending += samples

@@ -1,8 +1,8 @@
-"""Gives rows of a step draft tokens. A scheduler without it makes no drafts.
+"""Gives draft tokens to rows of a step. This part of a scheduler is optional.
 
-Which drafts are accepted is known when their step is collected. Until then the sequence is in no
-other step. If many sequences wait for a step, the next step is planned only after it, so that all
-stay in the same steps.
+Only when a step is collected is it known which of its drafts are accepted. Until then, a sequence
+with drafts is in no other step. If many sequences wait for a step, the next step is planned only
+after it, so that all stay in the same steps.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from penstock_shard.scheduler.urgency import seconds_between_tokens
 from penstock_shard.sequence import Sequence, SequenceState
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 
-# Drafts may take one part in this many of the tokens and the time that decodes leave.
+# Drafts may take 1/_DRAFTS_SHARE of the tokens and the time that decodes leave.
 _DRAFTS_SHARE = 2
-# If at least one in this many decoding sequences waits for launched steps, all wait.
+# If at least 1/_WAITING_SHARE of the decoding sequences wait for launched steps, all wait.
 _WAITING_SHARE = 4
 
 
@@ -56,8 +56,8 @@ class Speculation:
         return [sequence for sequence in decodes if sequence not in waiting]
 
     def add_drafts(self, decodes: Rows, budget: StepBudget) -> tuple[Rows, StepSize]:
-        """Give rows drafts, within their part of the budget. Returns the rows, drafted ones last,
-        and the total size.
+        """Give drafts to rows, within the drafts' part of the budget. Returns the rows, those with
+        drafts last, and the total size.
         """
         plain, with_drafts = [], []
         tokens = min(budget.tokens // _DRAFTS_SHARE, self._most_drafts)
@@ -101,7 +101,7 @@ class Speculation:
         self._drafted.clear()
 
     def _most(self, row: Row, tokens: int, time_s: float, budget: StepBudget) -> int:
-        """Return the most drafts for a row, by the budget and the sequence's `max_tokens`."""
+        """Return the largest number of drafts for a row, within the budget and `max_tokens`."""
         sequence = row.sequence
         # The draft needs all earlier tokens, but some are pending.
         if tokens <= 0 or sequence.num_pending:

@@ -28,12 +28,12 @@ _MOST_OFTEN = 16
 class SchedulerLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
-    # Most prompt tokens in steps with decodes. Prompts with more tokens are long: the time of the
-    # decodes bounds their chunks.
+    # The largest number of prompt tokens in steps with decodes. Longer prompts count as long: the
+    # time of the decodes bounds their chunks.
     max_prefill_tokens: int = 2**31
-    # Most prompt tokens with wanted log-probabilities in a step.
+    # The largest number of prompt tokens that may get log-probabilities in a step.
     max_scored_tokens: int = 2**31
-    # True if decodes do not bound prompts, because they will soon move to another shard.
+    # True if decodes, which will soon move to another shard, do not bound prompts.
     prompts_first: bool = False
 
 
@@ -45,15 +45,15 @@ class StepBudget:
     step_time: StepTime
     # Prompt tokens that may still get log-probabilities.
     scored_tokens: int = 2**31
-    # Left for all prompts; then the tokens and seconds left for long prompts.
+    # Tokens left for all prompts. The next 2 fields are tokens and seconds left for long prompts.
     prompt_tokens: int = 0
     long_tokens: int = 0
     long_s: float = UNBOUNDED_S
     # Predicted seconds that rows may take; unbounded unless an objective limits the step.
     time_s: float = UNBOUNDED_S
-    # The highest class with prompts to compute. Decodes and that class's prompts take `first_s`
-    # seconds. Lower classes' prompts may add `lower_share` of that; nothing if part of a prompt of
-    # the highest class is left for later.
+    # `first_class` is the highest class with prompts to compute. Decodes and that class's prompts
+    # take `first_s` seconds. Lower classes' prompts may add `lower_share` of that, but nothing if
+    # part of a prompt of the highest class is left for later.
     first_class: int = EVERY_CLASS
     lower_share: float = _LOWER_SHARE
     first_s: float = 0.0
@@ -63,7 +63,9 @@ class StepBudget:
         return sequences
 
     def bound_prompts(self, decodes: StepSize, max_prefill_tokens: int) -> None:
-        """Set what prompts may take, after all decode rows: less if there are decode rows."""
+        """Set what prompts may take after all decode rows. They may take less if there are decode
+        rows.
+        """
         self.prompt_tokens = self.tokens
         self.first_s = self.step_time.predict(decodes)
         if decodes.num_decodes:
@@ -76,8 +78,8 @@ class StepBudget:
         self.long_tokens = max(1, self.prompt_tokens // 2)
 
     def most_prompt_tokens(self, sequence: Sequence) -> int:
-        """Return the largest chunk of this sequence, if it is short. If it is 0 for a waiting
-        sequence, the sequences behind it get none either.
+        """Return the size of the largest chunk of this sequence, if its prompt is short. If the
+        size is 0 for a waiting sequence, the sequences behind it get no chunk either.
         """
         if sequence.request.priority <= self.first_class:
             return self.prompt_tokens

@@ -115,7 +115,8 @@ class StepTime:
         if seconds <= 0:
             return 0
         per_key = self._seconds[3] * _KEYS
-        # Token n of the chunk attends to start + n keys: quadratic in the chunk's length.
+        # Token n of the chunk attends to start + n keys, so time is quadratic in the chunk's
+        # length.
         per_token = self._seconds[2] + per_key * start
         if per_key > 0:
             root = math.sqrt(per_token * per_token + 2 * per_key * seconds)

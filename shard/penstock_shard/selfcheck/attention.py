@@ -61,7 +61,7 @@ class AttentionCase:
     sequences: tuple[Tokens, ...]
     # Scores of a virtual key, [Hq], if the layer has sinks.
     sinks: Tensor | None
-    # Numbers of tokens of each sequence: only written to the cache, then in each step.
+    # For each sequence: the number of tokens that are only written to the cache, then of each step.
     steps: tuple[tuple[int, ...], ...]
 
     def run(
@@ -111,8 +111,8 @@ def make_case(
     device: torch.device,
     most_queries: int,
 ) -> AttentionCase:
-    """Make sequences of several lengths, one longer than the layer's window, of numbers that both
-    dtypes hold exactly. The last `most_queries` tokens of each are computed.
+    """Make sequences of several lengths, one longer than the layer's window. Both dtypes hold their
+    keys and values exactly. The last `most_queries` tokens of each sequence are computed.
     """
     lengths = [1, 16, 40, 300, 530]
     if spec.window is not None and spec.window <= _LONGEST_WINDOW:
@@ -137,8 +137,8 @@ def make_case(
 
 
 def _leaning(spec: LayerSpec, key: Tensor, num_queries: int) -> Tensor:
-    """Return a term, [num_queries, Hq, D], for the queries of the last tokens, which gives each the
-    score `_LEAN` with the key that should dominate it.
+    """Return a term, [num_queries, Hq, D], to add to the queries of the last tokens. It gives each
+    query the score `_LEAN` with the key that should dominate its result.
     """
     count, heads = len(key), spec.num_heads
     own = torch.arange(count - num_queries, count, device=key.device).unsqueeze(1)
@@ -155,8 +155,8 @@ def _leaning(spec: LayerSpec, key: Tensor, num_queries: int) -> Tensor:
 
 
 def _steps(length: int, most_queries: int, number: int) -> tuple[int, ...]:
-    """Return the number of tokens that are only written, then of each step: a chunk, then a decode
-    and the rest in either order.
+    """Return the number of tokens that are only written to the cache, then the number in each step:
+    a chunk, then a decode and the rest in either order.
     """
     written = max(0, length - most_queries)
     left = length - written

@@ -18,7 +18,7 @@ from penstock_shard.models.base import CausalModel
 from penstock_shard.selfcheck.random_steps import RandomSteps, Row, random_steps
 
 # Length of the tested sequence: more than the 256 keys that the attention kernel takes at once, and
-# than small windows.
+# more than small windows.
 _LENGTH = 300
 _CHUNK = 48
 # Decodes are tried at these positions, around key 256, and at the last ones.
@@ -146,7 +146,6 @@ class _Watched:
         return (self._sequence, start, end - start)
 
     def _cut(self, starts: abc.Sequence[int]) -> _Way:
-        """Cut the sequence at these ascending positions."""
         bounds = [0, *(start for start in starts if start < self._length), self._length]
         return [[self._piece(*piece)] for piece in itertools.pairwise(bounds)]
 

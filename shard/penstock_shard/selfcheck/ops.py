@@ -32,7 +32,7 @@ _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 _FP8_STEP = 2.0**-3
 _LAYER = LayerSpec(0, 4, 2, 16, 16, 0.25)
 _TOKENS = 3
-# Channels of a convolution, and tokens of a sequence that begins: more than one Triton program
+# Channels of a convolution; tokens of a sequence that begins, more than one Triton program
 # computes.
 _CHANNELS, _BEGUN = 24, 34
 # N and K of products, which are no multiples of a tile's size.
@@ -48,7 +48,8 @@ _RULES = (
     RoutingRule(2, is_normalised=False, scale=2.5, groups=4, top_groups=2),
     RoutingRule(4, "sigmoid", scale=2.5, groups=4, top_groups=2),
 )
-# Logits in a row: more than the kernel by id reads at once, and more than the kernel by rank lists.
+# Logits in a row. `_VOCABULARY`: more than the kernel by id reads at once. `_RANKED`: more than the
+# kernel by rank lists.
 _VOCABULARY = 5000
 _RANKED = 20_000
 
@@ -107,7 +108,7 @@ def _results(
     """Yield results of these kernels, or of torch instead, for the same random numbers."""
     noise = _Noise(ops.device, ops.dtype)
     tolerance = _TOLERANCE[ops.dtype]
-    # Generators, which compute nothing unless they are used.
+    # Generators compute nothing unless they are used.
     of_layers = {
         "rows": _of_rows(ops, noise),
         "rotation": _of_rotation(ops, noise),
@@ -236,7 +237,6 @@ def _of_rounding(
 
 
 def _added(noise: _Noise) -> tuple[Tensor, Tensor]:
-    """Return a sublayer's results, and the residual stream."""
     return noise.rows(_TOKENS, 48), noise.rows(_TOKENS, 48)
 
 

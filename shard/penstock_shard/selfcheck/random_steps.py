@@ -21,7 +21,7 @@ from penstock_shard.worker.base import Admission, Batch
 from penstock_shard.worker.input_batch import InputBuilder
 
 _GREEDY = SamplingParams(temperature=0.0)
-# The most sequences with states.
+# The largest number of sequences with states.
 _MOST_STATES = 48
 
 

@@ -23,7 +23,7 @@ from penstock_shard.server.validation import Refusal
 
 logger = logging.getLogger(__name__)
 
-# Most changes that wait for the engine's answer. The engine reads one adapter at a time.
+# At most this many changes wait for the engine's answer. The engine reads one adapter at a time.
 _MAX_ASKED = 64
 
 Loaded = tuple[Adapter, ...]
@@ -93,7 +93,7 @@ class ServerAdapters:
                 future.set_exception(Refusal(Code.UNAVAILABLE, "the shard's engine died"))
 
     async def load(self, name: str, source: str) -> Adapter:
-        """Raises `Refusal`."""
+        """Load an adapter. Raises `Refusal` if the shard cannot load it."""
         self._check_served()
         self._check(name, source)
         if len(self._asked) >= _MAX_ASKED:
@@ -105,7 +105,9 @@ class ServerAdapters:
         return answer.adapter
 
     async def unload(self, name: str) -> None:
-        """Unload an adapter; requests for it are refused from now on. Raises `Refusal`."""
+        """Unload an adapter; requests for it are refused from now on. Raises `Refusal` if it is not
+        loaded.
+        """
         self._check_served()
         left = tuple(adapter for adapter in self._loaded if adapter.name != name)
         if len(left) == len(self._loaded):
@@ -150,7 +152,6 @@ class ServerAdapters:
         self._keep()
 
     def _keep(self) -> None:
-        """Note the loaded adapters for the next engine and process."""
         flags = self._config.loras
         self._wanted = [
             WantedAdapter(
@@ -198,7 +199,6 @@ class ServerAdapters:
         return "" if adapter.content_hash else "the list has no hash of it"
 
     def _check(self, name: str, source: str) -> None:
-        """Raise `Refusal` for a bad name or source."""
         reason = name_refusal(name, self._config.served_model_names)
         if reason:
             self._refuse("name", name, reason)

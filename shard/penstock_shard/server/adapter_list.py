@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _SUFFIX = ".json"
 # Larger than the longest possible list.
 _MOST_BYTES = 16 * 2**20
-# Most lists in one directory. The oldest are deleted.
+# The largest number of lists in one directory. The oldest are deleted.
 _MOST_LISTS = 1024
 
 
@@ -60,7 +60,7 @@ class AdapterList:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapter-list")
 
     def read(self) -> list[KeptAdapter]:
-        """Return the listed adapters. Blocks on the disk, so call it before serving."""
+        """Return the listed adapters. Waits for the disk, so call it before serving."""
         try:
             if not self.path.exists():
                 self._written = []
@@ -78,7 +78,7 @@ class AdapterList:
         return self._written or []
 
     def _read(self) -> list[KeptAdapter]:
-        """Raises OSError, or ValueError if the file is not a list."""
+        """Read the list. Raises OSError, or ValueError if the file is not a list."""
         if not self.path.is_file():
             raise ValueError("no regular file")
         with self.path.open("rb") as file:

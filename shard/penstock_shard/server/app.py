@@ -130,7 +130,9 @@ async def serve(config: ShardConfig) -> int:
 
 
 def _host_memory(config: ShardConfig) -> int | None:
-    """Return a descriptor of the memory for copies of KV blocks. Raises OSError."""
+    """Return a descriptor of the memory for copies of KV blocks. Raises OSError if memory is
+    short.
+    """
     if not config.kv_host_bytes:
         return None
     if config.kv_host_bytes > free_host_bytes():
@@ -139,13 +141,15 @@ def _host_memory(config: ShardConfig) -> int | None:
 
 
 def _peers(config: ShardConfig, memory: int | None, dates: CertificateDates) -> KvPeers | None:
-    """Return the peers; None if this shard fetches no blocks. Raises TlsFilesUnusable."""
+    """Return the peers; None if this shard fetches no blocks. Raises TlsFilesUnusable if TLS files
+    cannot be used.
+    """
     if memory is None or config.kv_peer_key is None or not config.kv_peers:
         return None
     tls = None
     ca_file = config.kv_peer_ca_file
     if ca_file is not None:
-        # The client's certificate is the server's. The server notes its dates.
+        # Calls to peers use the server's own certificate, whose dates the server notes.
         tls = Tls(
             *(ca_file, config.tls_cert_file, config.tls_key_file),
             server_name=config.kv_peer_server_name,
@@ -158,7 +162,6 @@ def _peers(config: ShardConfig, memory: int | None, dates: CertificateDates) -> 
 
 
 def _transfers(memory: int | None, peers: KvPeers | None) -> BlockTransfers | None:
-    """Return None without peers. Raises OSError."""
     if memory is None or peers is None:
         return None
     return BlockTransfers(map_shared_memory(memory), peers)
@@ -191,7 +194,6 @@ async def _keep_spare(engine: EngineSupervisor, standby: Standby) -> None:
 def _follower(
     config: ShardConfig, engine: EngineSupervisor, sink: SpanSink | None
 ) -> Follower | None:
-    """Return None if requests are neither logged nor traced."""
     if sink is None and not config.log_requests:
         return None
     return Follower(
@@ -205,7 +207,7 @@ def _follower(
 def _open_port(
     server: grpc.aio.Server, config: ShardConfig, certificates: ServerCertificates | None
 ) -> int:
-    """Return the port's number. Raises `RuntimeError` on failure."""
+    """Open the port and return its number. Raises `RuntimeError` on failure."""
     host = f"[{config.host}]" if ":" in config.host else config.host
     address = f"{host}:{config.port}"
     if certificates is None:
@@ -214,7 +216,6 @@ def _open_port(
 
 
 def _certificates(config: ShardConfig, dates: CertificateDates) -> ServerCertificates | None:
-    """Return None without TLS. Raises `TlsFilesUnusable`."""
     cert_file, client_ca_file = config.tls_cert_file, config.tls_client_ca_file
     if cert_file is None or config.tls_key_file is None:
         return None
@@ -284,7 +285,6 @@ def _build_server(
 async def _run_until_stopped(
     engine: EngineSupervisor, servicer: ShardServicer, config: ShardConfig
 ) -> int:
-    """Return the exit status."""
     stopped = asyncio.create_task(_stop_on_signals().wait())
     running = asyncio.create_task(engine.run())
     await asyncio.wait([stopped, running], return_when=asyncio.FIRST_COMPLETED)
@@ -343,7 +343,7 @@ async def _report_health(engine: EngineSupervisor, servicer: health.aio.HealthSe
             await servicer.set("", status)
             await servicer.set(proto_codec.SERVICE_NAME, status)
             reported = serving
-        # A hang sets no event.
+        # Wake up without an event too, because a hang sets none.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_HEALTH_INTERVAL_S):
                 await changed.wait()

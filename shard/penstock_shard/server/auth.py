@@ -21,7 +21,7 @@ _PROBE = "/grpc.health.v1.Health/Check"
 # A health check contains a service's name, and arrives in one packet with its call.
 _MAX_PROBE_BYTES = 1024
 _PROBE_S = 0.5
-# Most health checks that one address may be sending at once.
+# One address may be sending at most this many health checks at once.
 _MAX_PROBES = 4
 # Time for a caller to send its first message before the refusal. A refusal that interrupts a write
 # is an internal error for gRPC clients.
@@ -34,7 +34,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):
     """Refuses calls without the key, except health checks. Peers' calls need the peer key."""
 
     def __init__(self, key: str | None, peer_key: str | None = None) -> None:
-        """`key` None: every client may call."""
+        """Without `key`, every client may call."""
         self._expected = None if key is None else f"Bearer {key}".encode()
         self._of_peers = None if peer_key is None else f"Bearer {peer_key}".encode()
         # Used for unary calls too: the handler of a stream receives no message until it asks for

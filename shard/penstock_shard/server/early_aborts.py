@@ -13,7 +13,7 @@ _MEMORY_IDS = 200_000
 
 
 class EarlyAborts:
-    """For each request id, the highest attempt that was aborted before it arrived."""
+    """The highest attempt of each request id that was aborted before it arrived."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock

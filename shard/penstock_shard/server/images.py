@@ -92,7 +92,7 @@ class EngineImages:
         self._tell(piece)
 
     def end(self, incoming: IncomingImage, *, is_whole: bool) -> None:
-        """Keep an arrived image; drop it if it is not whole or known already."""
+        """Keep an arrived image; drop it if it is incomplete or already known."""
         if is_whole and incoming.digest not in self._kept:
             self._tell(ImagePiece(incoming.number, incoming.num_bytes, b"", incoming.digest))
             self._kept[incoming.digest] = _Kept(incoming.num_bytes, incoming.size)
@@ -111,7 +111,7 @@ class EngineImages:
         digests = list(by_digest)
         num_bytes = sum(_COLOURS * image.width * image.height for image in by_digest.values())
         if num_bytes > self._most_bytes:
-            # Sending them again would not help: they never fit together.
+            # Sending the images again would not help, because they never fit together.
             bound = f"at most {self._most_bytes} bytes (--image-cache-bytes)"
             raise _refusal("images", f"{num_bytes} bytes of pixels", bound)
         for index, image in enumerate(request.images):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from penstock_shard.ipc import messages
 
-# Most classes in a report. The last one includes less urgent classes.
+# The largest number of classes in a report. The last one includes less urgent classes.
 MAX_CLASSES = 8
 
 Deliver = Callable[[messages.Output], None]

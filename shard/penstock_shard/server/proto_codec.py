@@ -60,7 +60,7 @@ _OF_ATTEMPT = ("instance_id", "hand_back", "suspect", "kv_source")
 _FILE_CHUNK_BYTES = 64 * 1024
 # Larger responses are split, so that they do not delay others.
 _RESPONSE_BYTES = 256 * 1024
-# Most tokens in a response's columns, at 12 bytes each.
+# The largest number of tokens in a response's columns, at 12 bytes each.
 _MAX_COLUMN = 16_384
 # A column on the wire is one of these tags, a length, and bytes.
 _IDS_TAG, _LOGPROBS_TAG = (
@@ -82,7 +82,7 @@ _POOLINGS: Mapping[Pooling, pb.EmbedRequest.Pooling] = {
 
 
 def submission(message: pb.GenerateRequest) -> Submission:
-    """Read a request, unchecked."""
+    """Read a request without checking it."""
     given = scalars(message)
     attempt = Attempt(given.pop("attempt"), **{name: given.pop(name) for name in _OF_ATTEMPT})
     request_id, number = given.pop("request_id"), given.pop("number")
@@ -104,7 +104,9 @@ def submission(message: pb.GenerateRequest) -> Submission:
 
 
 def _ids(field: Iterable[int]) -> array[int]:
-    """Token ids of 32 bits; an integer for each would take a hundred times as long."""
+    """Pack token ids into 32 bits each. An integer object for each would take a hundred times as
+    long.
+    """
     ids = array("I")
     ids.frombytes(np.array(field, dtype=np.uint32).tobytes())
     return ids
@@ -148,7 +150,7 @@ def _thinking_budget(message: pb.GenerateRequest) -> ThinkingBudget | None:
 
 
 def embedding_request(message: pb.EmbedRequest) -> EmbeddingRequest:
-    """Read a request, unchecked."""
+    """Read a request without checking it."""
     poolings = {number: pooling for pooling, number in _POOLINGS.items()}
     return EmbeddingRequest(
         [_ids(each.token_ids) for each in message.inputs],
@@ -183,7 +185,7 @@ def responses(
 ) -> Iterator[pb.GenerateResponse]:
     """Yield responses of bounded size.
 
-    `numbers`: (request id, attempt) -> the caller's number for the attempt.
+    `numbers` maps (request id, attempt) to the caller's number for the attempt.
     """
     response = pb.GenerateResponse()
     rows: list[tuple[int, int, int]] = []
@@ -457,7 +459,7 @@ def fetch_request(message: pb.FetchBlocksRequest) -> tuple[bytes, PrefixNames]:
     """Read the namespace and prefix.
 
     Raises:
-        ValueError: one line that names the wrong field.
+        ValueError: a field is wrong. The text is one line that names it.
     """
     digests, num_tokens = message.digests, len(message.token_ids)
     num_blocks, rest = divmod(len(digests), _DIGEST_BYTES)

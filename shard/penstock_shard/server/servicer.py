@@ -76,7 +76,7 @@ class Outbox:
         # Error that ends the whole call.
         self.broken: Error | None = None
         # Live requests in order of arrival: (request id, attempt) -> the caller's number for the
-        # attempt in columns; 0: none.
+        # attempt in columns; 0 if it has none.
         self.live: dict[tuple[str, int], int] = {}
         self.requests_total = 0
         self.last_error: Error | None = None
@@ -355,7 +355,7 @@ class ShardServicer(proto_codec.Servicer):
             self._engine.unlisten(changed)
 
     async def WatchBlocks(self, request: Any, context: Context) -> AsyncIterator[Any]:
-        # Close it as soon as the caller is gone: changes would pile up.
+        # Close `reports` as soon as the caller is gone, because changes would pile up.
         async with aclosing(self._engine.pieces.watch()) as reports:
             async for report in reports:
                 yield proto_codec.blocks_report(report)

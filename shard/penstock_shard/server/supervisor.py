@@ -205,7 +205,6 @@ class EngineSupervisor:
     def _check(
         self, route: Route, request: Request, constraint: Constraint, caller: Hashable
     ) -> None:
-        """Hand the request to the engine once its constraint is valid."""
         verdict = self._checker.known(constraint)
         if verdict is None:
             waiting = self._await_verdict(route, request, constraint, caller)
@@ -426,7 +425,7 @@ class EngineSupervisor:
             self._process.writer.transport.abort()
 
     def _excuse(self, late_s: float) -> None:
-        """Do not count time for which our own process was stopped as the engine's silence."""
+        """Do not count the time for which our own process was stopped as silence of the engine."""
         if late_s > _STOPPED_S:
             self._beat_at_s = min(self._clock(), self._beat_at_s + late_s)
 
@@ -452,7 +451,6 @@ class EngineSupervisor:
                     self._transfers.take(message)
 
     async def _start(self) -> ChildProcess:
-        """Raises OSError if the system refuses."""
         self._process = process = await self._start_process()
         config = dataclasses.replace(self._config, api_key=None, kv_peer_key=None)
         start = messages.Start(config, self.adapters.begin_engine())
@@ -471,8 +469,8 @@ class EngineSupervisor:
         process.writer.close()
         try:
             try:
-                # Not `wait_for`: before Python 3.12 it may lose a cancellation at the moment of
-                # exit.
+                # Do not use `wait_for`: before Python 3.12 it may lose a cancellation at the moment
+                # of exit.
                 async with asyncio.timeout(1.0):
                     return await process.wait()
             except TimeoutError:

@@ -373,7 +373,7 @@ def _sampling(submission: Submission, defaults: Mapping[str, float]) -> Sampling
         if not LOGIT_BIAS_RANGE.holds(value):
             _refuse("logit_bias", f"{value} for id {token_id}", str(LOGIT_BIAS_RANGE))
     if values["temperature"] < GREEDY_TEMPERATURE:
-        # Without effect when greedy. So requests that differ only in these are equal.
+        # These have no effect when greedy, so requests that differ only in them become equal.
         values |= {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
         top_k, seed = 0, 0
     else:
@@ -418,7 +418,6 @@ def _objective(asked: AskedObjective) -> Objective | None:
 
 
 def _array(ids: abc.Sequence[int]) -> TokenIds:
-    """Token ids as an array, without a copy if they are one."""
     return np.asarray(ids, dtype="<u4")
 
 

@@ -11,7 +11,7 @@ from penstock_proto.prefix_hash import Tier
 _MOST_PIECES = 2**20
 # Pieces are kept in this many parts. Copying a part takes 0.1 ms.
 _NUM_PARTS = 256
-# Most pieces in one report, which takes less than a millisecond to write or read.
+# At most this many pieces are in one report, which takes less than a millisecond to write or read.
 _MOST_IN_REPORT = 1024
 # A caller with more unread changes gets a new snapshot.
 _MOST_CHANGED = 65_536
@@ -72,7 +72,7 @@ class HeldPieces:
             watch.restart()
 
     def take(self, changes: Mapping[int, int]) -> None:
-        """`changes`: name of a piece -> its `Tier`."""
+        """Take over changes: `changes` maps a piece's name to its `Tier`."""
         names = [name for name, tier in changes.items() if self._set(name, tier)]
         if names:
             for watch in self._watches:

@@ -38,7 +38,7 @@ class KvPeers:
         tls: Tls | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """Raises `TlsFilesUnusable`."""
+        """Raises `TlsFilesUnusable` if the TLS files cannot be used."""
         self._addresses = addresses
         self._key = key
         self._connector = Connector(tls)

@@ -26,7 +26,8 @@ class KvTransferServicer:
         if namespace != self._transfers.namespace or not namespace:
             return
         try:
-            # Close it as soon as the caller is gone: an open export keeps slots from being reused.
+            # Close `records` as soon as the caller is gone: an open export keeps slots from being
+            # reused.
             async with aclosing(self._transfers.export(prefix, request.num_known)) as records:
                 async for record in records:
                     yield record

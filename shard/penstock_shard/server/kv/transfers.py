@@ -39,8 +39,8 @@ _TURN_S = 2.0
 _MOST_FETCHES = 8
 # Time for the engine to provide copies.
 _EXPORT_S = 10.0
-# Longest wait for the first block: `_FIRST_S`, when the peer's host may be gone, or this share of
-# the deadline, when the peer may be overloaded.
+# The longest wait for the first block is `_FIRST_S`, because the peer's host may be gone, or
+# `_FIRST_SHARE` of the deadline if that is less, because the peer may be overloaded.
 _FIRST_S = 3.0
 _FIRST_SHARE = 1 / 3
 # Report arrivals to the engine when they have this size or are complete, or when slots run out.
@@ -75,7 +75,7 @@ class Peers(Protocol):
         """Note that a peer took longer than computing would have."""
 
     def distrust(self, source: str, reason: str) -> NoReturn:
-        """Stop trusting a peer. Raises Distrusted."""
+        """Stop trusting a peer, and raise Distrusted."""
 
 
 class BlockTransfers:
@@ -139,7 +139,8 @@ class BlockTransfers:
                     fetch.cancel()
 
     async def export(self, prefix: PrefixNames, num_known: int) -> AsyncGenerator[memoryview, None]:
-        """Yield the engine's records of a prefix, parents first. Each is valid until the next.
+        """Yield the engine's records of a prefix, parents first. Each record is valid until the
+        next.
 
         Raises:
             TooManyExports: too many other peers are being served.
@@ -213,7 +214,9 @@ class BlockTransfers:
     async def _receive(
         self, fetch: Fetch, arena: Arena, came: list[Slot], on_record: Callable[[], None]
     ) -> None:
-        """Write arriving records into slots. `came`: slots not yet reported to the engine."""
+        """Write arriving records into slots. `came` are the slots not yet reported to the
+        engine.
+        """
         num_bytes = 0
         found = self._peers.fetch(fetch.source, self.namespace, fetch.prefix, fetch.num_known)
         async with aclosing(found) as records:
@@ -227,7 +230,7 @@ class BlockTransfers:
                     num_bytes = 0
 
     async def _put(self, fetch: Fetch, arena: Arena, record: memoryview, came: list[Slot]) -> int:
-        """Return the record's length."""
+        """Put a record into a slot; return the record's length."""
         name = arena.name_of(record)
         if name is None or not arena.is_whole(record, name):
             self._peers.distrust(fetch.source, "a block came that is damaged")

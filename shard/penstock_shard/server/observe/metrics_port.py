@@ -71,7 +71,7 @@ class _Server(ThreadingMixIn, WSGIServer):
                 try:
                     request.shutdown(socket.SHUT_RDWR)
                 except OSError:
-                    # It was closed meanwhile.
+                    # The connection was closed meanwhile.
                     continue
 
     def handle_error(self, request: Any, client_address: Any) -> None:

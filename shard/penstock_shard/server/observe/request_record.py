@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 @dataclass(slots=True, eq=False, kw_only=True)
 class ShardRecord:
     """A request and its progress. `queue_s` is a duration; other times in `_s` are of
-    `time.monotonic`. None: not yet.
+    `time.monotonic`. A time is None until it is known.
     """
 
     request_id: str
@@ -50,7 +50,7 @@ class ShardRecord:
     # The engine's load at the first token, and at the end.
     first_load: Load | None = None
     last_load: Load | None = None
-    # How the request ended, and its cost, if the engine ended it.
+    # The reason why the request ended, and its cost, if the engine ended it.
     finish: FinishReason | None = None
     error: Error | None = None
     work: Work | None = None
@@ -73,8 +73,8 @@ class Follower:
     def __init__(
         self, log: OnEnd | None, trace: OnEnd | None, share: float, load: Callable[[], Load]
     ) -> None:
-        """`log` gets every request; `trace` gets requests with a sampled trace. `share`: share of
-        requests without a trace for which a trace is sampled.
+        """`log` gets every request; `trace` gets requests with a sampled trace. Of the requests
+        without a trace, `share` get a sampled one.
         """
         self._log = log
         self._trace = trace
