@@ -28,9 +28,9 @@ from penstock_client.fleet.shard_state import ShardState
 from penstock_client.load_balancing.base import Candidate
 from penstock_client.load_balancing.piece_index import PieceIndex
 from penstock_client.load_balancing.prefix_affinity import PrefixAffinity, prompt_pieces
+from penstock_proto import codec
 from penstock_proto.prefix_hash import Tier
 from penstock_shard.config import ShardConfig
-from penstock_shard.server import proto_codec
 from penstock_shard.server.kv.held_pieces import HeldPieces
 from penstock_shard.server.servicer import ShardServicer
 from penstock_shard.server.supervisor import EngineSupervisor
@@ -67,7 +67,7 @@ async def serve(blocks_per_minute: int) -> None:
     held.begin("engine")
     engine = cast(EngineSupervisor, SimpleNamespace(pieces=held))
     server = grpc.aio.server()
-    proto_codec.add_servicer(ShardServicer(engine, ShardConfig()), server)
+    codec.add_servicer(ShardServicer(engine, ShardConfig()), server)
     print(server.add_insecure_port("127.0.0.1:0"), flush=True)
     await server.start()
     rng, names = random.Random(0), list[int]()

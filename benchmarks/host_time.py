@@ -64,6 +64,7 @@ class _NoModel:
         logit_rows: Tensor,
         hidden_rows: Tensor | None = None,
         adapters: Tensor | None = None,
+        images: object = None,
     ) -> ForwardOutput:
         return ForwardOutput(self._logits[: len(logit_rows)], self._logits[:0])
 

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from support.processes import Shard, free_port, running
 
 from penstock_client import GenerationRequest, SamplingParams, ShardClient
-from penstock_client.rpc import proto_codec
+from penstock_proto import codec
 from penstock_proto.shard_pb2_grpc import ShardStub
 from penstock_proto.types import Attempt
 
@@ -126,7 +126,7 @@ async def _ask(shard: Shard, prompt: list[int], output: list[int], source: str =
         max_tokens=len(output) + _GIVEN,
         ignore_eos=True,
     )
-    message = proto_codec.generate_request(request, os.urandom(8).hex(), Attempt(kv_source=source))
+    message = codec.generate_request(request, os.urandom(8).hex(), Attempt(kv_source=source))
     token_ids, cached, first_s = list[int](), 0, 0.0
     async with grpc.aio.insecure_channel(shard.address) as channel:
         await channel.channel_ready()

@@ -23,7 +23,7 @@ from support.processes import Router, Shard, running
 from benchmarks.gpu_bench.shapes import SHAPES, Variant
 from penstock_cli.bench.load import Lengths
 from penstock_client import GenerationRequest, SamplingParams, ShardClient
-from penstock_proto.types import LoadReport
+from penstock_proto.facts import LoadReport
 
 # The lengths of `penstock bench --lengths sharegpt`.
 LENGTHS = Lengths(64, 128, spread=True)

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import penstock_shard
+from penstock_proto import codec
+from penstock_proto.types import RequestOutput
 from penstock_shard.__main__ import main
-from penstock_shard.ipc.messages import Output
-from penstock_shard.server import proto_codec
 
 # A file; the shard's index, and the number of shards.
 STAMPS_VARIABLE = "PENSTOCK_BENCH_STAMPS"
@@ -74,14 +74,14 @@ class Stamps:
 
 
 def _stamp(path: str, index: int, count: int) -> None:
-    """Have `proto_codec.responses` stamp tokens."""
-    make_responses = proto_codec.responses
+    """Have `codec.responses` stamp tokens."""
+    make_responses = codec.responses
     token_ids = list(stamp_tokens(index, count).values())
     # Unbuffered, so that it can be read while the shard runs.
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     batch = -1
 
-    def responses(outputs: Iterable[Output], *others: Any) -> Iterator[Any]:
+    def responses(outputs: Iterable[RequestOutput], *others: Any) -> Iterator[Any]:
         nonlocal batch
         batch += 1
         number, num_tokens = batch % len(token_ids), 0
@@ -93,7 +93,7 @@ def _stamp(path: str, index: int, count: int) -> None:
         os.write(log, _RECORD.pack(time.monotonic(), number, num_tokens))
         yield from messages
 
-    proto_codec.responses = responses  # type: ignore[assignment]
+    codec.responses = responses  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -26,19 +26,19 @@ import uvloop
 from benchmarks.split_bench.load import lengths, sampling_fields
 from benchmarks.split_bench.steps import STEPS_VARIABLE, measure_engine
 from penstock_client import Fleet
-from penstock_client.rpc import proto_codec
 from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_client.rpc.shard_client import new_request_id
+from penstock_proto import codec
 from penstock_proto.errors import NotServed, ShardFailed
+from penstock_proto.facts import LoadReport, ShardInfo
 from penstock_proto.types import (
     EmbeddingRequest,
     FinishReason,
     GenerationRequest,
-    LoadReport,
     Output,
     PixelSource,
+    RequestOutput,
     SamplingParams,
-    ShardInfo,
     Submission,
 )
 from penstock_router import workers
@@ -52,7 +52,7 @@ from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.loop import EngineLoop
 from penstock_shard.ipc import messages
 from penstock_shard.model_loader.load_runner import LoadedRunner, load_runner
-from penstock_shard.server import proto_codec as shard_codec
+from penstock_shard.server.shard_info import shard_info
 from penstock_shard.server.validation import check
 
 TOKENS_ONLY_VARIABLE = "PENSTOCK_BENCH_TOKENS_ONLY"
@@ -110,8 +110,8 @@ class _Shard:
         files = engine.loaded.tokenizer_files
         info, revision = engine.loaded.runner.info, engine.loaded.revision
         ready = messages.Ready(info, files, tokenizer_hash(files), revision)
-        message = shard_codec.info_response(ready, engine.config, "one process")
-        self.info: ShardInfo = proto_codec.shard_info(message, _ADDRESS)
+        message = codec.info_message(shard_info(ready, engine.config, "one process"))
+        self.info: ShardInfo = codec.shard_info(message, _ADDRESS)
 
     async def drain(self) -> None:
         return
@@ -182,11 +182,11 @@ class InProcessFleet:
 
     # ---- outputs of the engine ----
 
-    def take_soon(self, outputs: Sequence[messages.Output]) -> None:
+    def take_soon(self, outputs: Sequence[RequestOutput]) -> None:
         """Take a step's outputs. The engine's thread calls this."""
         self._loop.call_soon_threadsafe(self._take, outputs)
 
-    def _take(self, outputs: Sequence[messages.Output]) -> None:
+    def _take(self, outputs: Sequence[RequestOutput]) -> None:
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
@@ -199,8 +199,8 @@ class InProcessFleet:
                 stream.feed(_output(output))
 
 
-def _output(output: messages.Output) -> Output:
-    finish = output.finish
+def _output(output: RequestOutput) -> Output:
+    finish = output.finish_reason
     return Output(
         output.token_ids,
         output.first_position,

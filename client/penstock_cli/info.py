@@ -25,8 +25,8 @@ from penstock_common.logs import escape
 from penstock_common.shared_flags import API_KEY, SHARD_API_KEY, SHARD_PORT, add_api_key
 from penstock_common.tls import Tls
 from penstock_proto.errors import PenstockError, Unauthenticated
+from penstock_proto.facts import LoadReport, ShardInfo
 from penstock_proto.transport import SPEAKS_HTTP
-from penstock_proto.types import LoadReport, ShardInfo
 
 _TIMEOUT_S = 10.0
 # (name, value)

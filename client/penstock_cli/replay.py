@@ -28,8 +28,9 @@ from penstock_client.fleet.shard_state import ShardState
 from penstock_common.logs import escape
 from penstock_common.shared_flags import SHARD_API_KEY, add_api_key
 from penstock_proto.errors import PenstockError
+from penstock_proto.facts import ShardInfo
 from penstock_proto.limits import GREEDY_TEMPERATURE
-from penstock_proto.types import FinishReason, GenerationRequest, Objective, ShardInfo
+from penstock_proto.types import FinishReason, GenerationRequest, Objective
 
 _DESCRIPTION = """\
 Generate again what an audit log recorded, and compare token by token. Exit status: 0 when every

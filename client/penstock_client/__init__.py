@@ -27,9 +27,10 @@ if TYPE_CHECKING:
     from penstock_client.rpc.sync_client import SyncShardClient as SyncShardClient
     from penstock_common.tls import Tls as Tls
     from penstock_common.tls import TlsFilesUnusable as TlsFilesUnusable
+    from penstock_proto.facts import *  # noqa: F403
     from penstock_proto.types import *  # noqa: F403
 else:
-    # Modules of the names that are not in `types`.
+    # Modules of the names that are neither in `facts` nor in `types`.
     _HOMES = {
         "Patience": "penstock_client.fleet.failover",
         "Fleet": "penstock_client.fleet.fleet",
@@ -43,4 +44,7 @@ else:
     }
 
     def __getattr__(name):
-        return getattr(import_module(_HOMES.get(name, "penstock_proto.types")), name)
+        if name in _HOMES:
+            return getattr(import_module(_HOMES[name]), name)
+        facts, types = map(import_module, ("penstock_proto.facts", "penstock_proto.types"))
+        return getattr(facts, name) if hasattr(facts, name) else getattr(types, name)

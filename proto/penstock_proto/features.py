@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock_proto.types import FieldBound, GenerationRequest
+from penstock_proto.facts import FieldBound
+from penstock_proto.types import GenerationRequest
 
 # Fields that need a capability of the same name unless they have this value, which changes nothing.
 # Filters that every shard has (temperature, top-k and the like) are not listed.

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import enum
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, MutableSequence, Sequence, Sized
+import sys
+from array import array
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock_proto.limits import GREEDY_TEMPERATURE, RETENTION_RANGES, out_of_bounds
+import msgspec
 
-# Numbers that came over the wire were rounded to 32 bits.
-_ROUNDING = 1e-6
+from penstock_proto.errors import Error
+from penstock_proto.limits import RETENTION_RANGES, out_of_bounds
+
+# Bytes of an id, and of a log-probability.
+_ITEM_BYTES = 4
 
 
 def random_seed() -> int:
@@ -278,58 +283,102 @@ class FinishReason(enum.Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORTED = "aborted"
+    # Between engine and server only: a request that fetches KV blocks gets no more of them.
+    FETCHED = "fetched"
 
 
-@dataclass(slots=True)
-class Logprobs:
+class Logprobs(msgspec.Struct, array_like=True):
     """Log-probabilities of n tokens, in columns.
 
-    `top_token_ids` and `top_logprobs` have n times `top_n` entries, row after row, best first;
-    large ones are arrays of numbers. `requested` has n times as many as the request's
-    `logprob_token_ids`.
+    The `best_` columns have `top_n` values for each token, best first. They are bytes, as on the
+    wire, because there may be as many values as the vocabulary has tokens. `requested` has a value
+    for each of the request's `logprob_token_ids` for each token.
     """
 
-    chosen: list[float] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
+    chosen: list[float] = []
+    ranks: list[int] = []
     top_n: int = 0
-    top_token_ids: MutableSequence[int] = field(default_factory=list)
-    top_logprobs: MutableSequence[float] = field(default_factory=list)
-    requested: list[float] = field(default_factory=list)
+    # Unsigned 32-bit integers and float32, little-endian.
+    best_ids: bytearray = msgspec.field(default_factory=bytearray)
+    best_logprobs: bytearray = msgspec.field(default_factory=bytearray)
+    requested: list[float] = []
+
+    @property
+    def top_token_ids(self) -> list[int]:
+        """`best_ids` as integers."""
+        return numbers_of("I", self.best_ids).tolist()
+
+    @property
+    def top_logprobs(self) -> list[float]:
+        """`best_logprobs` as floats."""
+        return numbers_of("f", self.best_logprobs).tolist()
+
+    def best(self, index: int) -> tuple[array[int], array[float]]:
+        """The ids that are most likely at a token, and their log-probabilities."""
+        row = slice(index * self.top_n * _ITEM_BYTES, (index + 1) * self.top_n * _ITEM_BYTES)
+        return numbers_of("I", self.best_ids[row]), numbers_of("f", self.best_logprobs[row])
+
+    def add_best(self, token_ids: Iterable[int], logprobs: Iterable[float]) -> None:
+        """Append the best of the tokens that follow."""
+        self.best_ids += bytes_of("I", token_ids)
+        self.best_logprobs += bytes_of("f", logprobs)
+
+    @property
+    def num_requested(self) -> int:
+        """Values in `requested` for each token."""
+        return len(self.requested) // max(1, len(self.chosen))
 
     @property
     def num_bytes(self) -> int:
-        """Wire bytes of the columns that have several entries per token."""
-        return 8 * len(self.top_token_ids) + 4 * len(self.requested)
+        """Wire bytes of the columns that have several values for each token."""
+        return len(self.best_ids) + len(self.best_logprobs) + _ITEM_BYTES * len(self.requested)
 
-    def extend(self, other: Logprobs) -> None:
-        """Append rows with the same columns."""
-        self.chosen += other.chosen
-        self.ranks += other.ranks
-        self.top_n = other.top_n
-        self.top_token_ids += other.top_token_ids
-        self.top_logprobs += other.top_logprobs
-        self.requested += other.requested
+    def extend(self, later: Logprobs) -> None:
+        """Append the log-probabilities of the tokens that follow, in the same columns."""
+        self.chosen += later.chosen
+        self.ranks += later.ranks
+        self.top_n = later.top_n
+        self.best_ids += later.best_ids
+        self.best_logprobs += later.best_logprobs
+        self.requested += later.requested
 
     def first(self, count: int) -> Logprobs:
-        requested_n = len(self.requested) // len(self.chosen) if self.chosen else 0
+        """Copy the log-probabilities of the first `count` tokens."""
+        best_bytes = count * self.top_n * _ITEM_BYTES
         return Logprobs(
-            chosen=self.chosen[:count],
-            ranks=self.ranks[:count],
-            top_n=self.top_n,
-            top_token_ids=self.top_token_ids[: count * self.top_n],
-            top_logprobs=self.top_logprobs[: count * self.top_n],
-            requested=self.requested[: count * requested_n],
+            self.chosen[:count],
+            self.ranks[:count],
+            self.top_n,
+            self.best_ids[:best_bytes],
+            self.best_logprobs[:best_bytes],
+            self.requested[: count * self.num_requested],
         )
 
     def drop_first(self, count: int) -> None:
-        requested_n = len(self.requested) // len(self.chosen) if self.chosen else 0
-        del self.chosen[:count], self.ranks[:count]
-        del self.top_token_ids[: count * self.top_n], self.top_logprobs[: count * self.top_n]
-        del self.requested[: count * requested_n]
+        """Remove the log-probabilities of the first `count` tokens."""
+        best_bytes, num_requested = count * self.top_n * _ITEM_BYTES, count * self.num_requested
+        del self.chosen[:count], self.ranks[:count], self.requested[:num_requested]
+        del self.best_ids[:best_bytes], self.best_logprobs[:best_bytes]
 
 
-@dataclass(slots=True)
-class Output:
+def numbers_of(typecode: str, data: bytes | bytearray) -> array[Any]:
+    """Little-endian bytes as an array of "I" or "f"."""
+    numbers = array(typecode)
+    numbers.frombytes(data)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
+def bytes_of(typecode: str, numbers: Iterable[float]) -> bytes:
+    """Numbers as little-endian bytes of "I" or "f"."""
+    packed = array(typecode, numbers)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+class Output(msgspec.Struct, array_like=True):
     """New tokens and other results of a request. Only the last output has a `finish_reason`.
 
     `first_position` counts from the request's first output token. `prompt_logprobs` covers the
@@ -372,17 +421,10 @@ class Output:
     def merge(self, later: Output) -> None:
         """Append the next output, for a slow reader."""
         self.token_ids += later.token_ids
-        if later.logprobs is not None:
-            if self.logprobs is None:
-                self.logprobs = later.logprobs
-            else:
-                self.logprobs.extend(later.logprobs)
-        if later.prompt_logprobs is not None:
-            if self.prompt_logprobs is None:
-                self.prompt_logprobs = later.prompt_logprobs
-                self.prompt_logprobs_start = later.prompt_logprobs_start
-            else:
-                self.prompt_logprobs.extend(later.prompt_logprobs)
+        self.logprobs = _merged(self.logprobs, later.logprobs)
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs_start = later.prompt_logprobs_start
+        self.prompt_logprobs = _merged(self.prompt_logprobs, later.prompt_logprobs)
         if self.cached_tokens is None:
             self.cached_tokens = later.cached_tokens
         if self.queue_s is None:
@@ -391,196 +433,60 @@ class Output:
         self.stop_token_id = later.stop_token_id
 
 
-@dataclass(frozen=True, slots=True)
-class ShardLimits:
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_queued_requests: int
-    max_queued_tokens: int
-    max_logprobs: int
+def _merged(first: Logprobs | None, later: Logprobs | None) -> Logprobs | None:
+    if first is None or later is None:
+        return first or later
+    first.extend(later)
+    return first
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingDefaults:
-    """A model's defaults for embeddings; `size` is the length of a whole vector."""
+class Work(msgspec.Struct, array_like=True, frozen=True):
+    """The cost of a request to the engine: steps that computed it, and its preemptions."""
 
-    pooling: Pooling
-    normalize: bool
-    size: int
+    steps: int
+    preemptions: int
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """A LoRA adapter that a shard has loaded; `source` is the argument of `load_adapter`."""
-
-    name: str
-    content_hash: str
-    source: str
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The size of a model according to its files; 0 or empty if unknown."""
-
-    # The type in config.json, such as "llama".
-    model_type: str = ""
-    num_parameters: int = 0
-    # Bytes of the stored weights.
-    weight_bytes: int = 0
-    num_layers: int = 0
-    hidden_size: int = 0
-    num_heads: int = 0
-    # Heads of keys and values.
-    num_kv_heads: int = 0
-
-
-def _size_of(value: Any) -> float:
-    return len(value) if isinstance(value, Sized) else float(value)
-
-
-@dataclass(frozen=True, slots=True)
-class FieldBound:
-    """Bound of what an engine honours of a field, where that is less than the wire allows: a
-    number's least value beside 0 and its most, or the most entries of a list.
+class RequestOutput(Output, array_like=True, kw_only=True):
+    """An output of one of many requests, as shards exchange it: with its attempt, and with the
+    error that ended it. Its last output has either a `finish_reason` or an `error`.
     """
 
-    field: str
-    most: float
-    least: float = 0.0
+    request_id: str
+    attempt: int
+    error: Error | None = None
+    # The vector of a request with `pooling`, on its last output: float32, little-endian.
+    embedding: bytes | None = None
+    # On the last output, if the engine made it.
+    work: Work | None = None
 
-    def holds(self, value: object) -> bool:
-        """Tell whether the engine takes this value of the field."""
-        size = _size_of(value)
-        if size < GREEDY_TEMPERATURE:
-            return True
-        return self.least * (1 - _ROUNDING) <= size <= self.most * (1 + _ROUNDING)
+    @property
+    def is_last(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
 
-    def __str__(self) -> str:
-        return f"0, or {self.least:g} to {self.most:g}" if self.least else f"at most {self.most:g}"
-
-
-@dataclass(frozen=True, slots=True)
-class ShardInfo:
-    """A shard's model and how it is served. `instance_id` is new at each start of its engine."""
-
-    address: str
-    schema_revision: int
-    min_schema_revision: int
-    version: str
-    instance_id: str
-    model: str
-    model_aliases: tuple[str, ...]
-    revision: str
-    architecture: str
-    weights_hash: str
-    tokenizer_hash: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    default_sampling: SamplingParams
-    block_size: int
-    num_blocks: int
-    limits: ShardLimits
-    dtype: str
-    kv_dtype: str
-    device: str
-    attention_backend: str
-    capabilities: frozenset[str]
-    batch_invariant: bool
-    numerics_fingerprint: str
-    # Loaded adapters, by name.
-    adapters: Mapping[str, Adapter]
-    # None if "embed" is not among the capabilities.
-    embedding: EmbeddingDefaults | None = None
-    # Bytes of keys and values of a token, and of a sequence of `max_model_len` tokens; and the
-    # number of such sequences that fit. 0 if unknown.
-    kv_bytes_per_token: int = 0
-    kv_bytes_per_sequence: int = 0
-    kv_sequences: int = 0
-    # For layers with states: bytes of one sequence's states, and the number of states that fit.
-    state_bytes: int = 0
-    num_states: int = 0
-    # The work that the shard should get: "prefill", "decode" (if other shards do the rest), "both".
-    role: str = "both"
-    shape: ModelShape = ModelShape()
-    # Bounds of some capabilities; and capabilities that the shard lacks for requests with
-    # `output_token_ids`.
-    bounds: tuple[FieldBound, ...] = ()
-    uncontinued: frozenset[str] = frozenset()
-
-    def has_adapter(self, name: str, content_hash: str = "") -> bool:
-        """True if the adapter of this name is loaded, with this content ("" is any). The name ""
-        means the base model, which is always loaded.
-        """
-        adapter = self.adapters.get(name)
-        return not name or (adapter is not None and content_hash in ("", adapter.content_hash))
-
-    def adapter_hash(self, name: str) -> str:
-        """The hash of an adapter's content; "" if the adapter is not loaded."""
-        adapter = self.adapters.get(name)
-        return "" if adapter is None else adapter.content_hash
+    def merge(self, later: RequestOutput) -> None:  # type: ignore[override]
+        """Append a later output of the same attempt."""
+        Output.merge(self, later)
+        self.error = later.error
+        self.embedding = later.embedding
+        self.work = later.work
 
 
-@dataclass(frozen=True, slots=True)
-class ClassLoad:
-    """Requests of one class at a shard, and prompt tokens of requests without an output yet."""
-
-    priority: int
-    running: int = 0
-    waiting: int = 0
-    queued_prompt_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """The load that a shard last reported."""
-
-    instance_id: str = ""
-    running: int = 0
-    waiting: int = 0
-    queued_prompt_tokens: int = 0
-    running_tokens: int = 0
-    referenced_blocks: int = 0
-    num_blocks: int = 0
-    steps_total: int = 0
-    step_running_s: float = 0.0
-    engine_beat_age_s: float = 0.0
-    preemptions_total: int = 0
-    serving: bool = False
-    draining: bool = False
-    handing_over: bool = False
-    # Sums over all steps of the engine: seconds, and computed tokens.
-    steps_seconds_total: float = 0.0
-    computed_tokens_total: int = 0
-    # Increases whenever the set of loaded adapters changes.
-    adapters_revision: int = 0
-    # KV blocks with copies in memory and on disk; and all blocks that the engine has copied back,
-    # fetched from other shards, and exported.
-    copied_blocks: int = 0
-    disk_blocks: int = 0
-    loaded_blocks_total: int = 0
-    fetched_blocks_total: int = 0
-    exported_blocks_total: int = 0
-    # Empty if all requests have the default priority, and from shards of older releases.
-    classes: tuple[ClassLoad, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksReport:
-    """Pieces of prefixes that a shard holds, or no longer holds: names by `Tier`. A snapshot has
-    all reports from the one that begins it to the one that ends it.
+class PrefixNames(msgspec.Struct, array_like=True, frozen=True):
+    """A prefix block by block: the chained hash of no tokens, then that up to the end of each
+    block, and the tokens of all blocks, unsigned 32-bit little-endian.
     """
 
-    pieces: Mapping[int, Sequence[int]]
-    instance_id: str = ""
-    snapshot_begins: bool = False
-    snapshot_ends: bool = False
+    root: bytes
+    digests: list[bytes]
+    token_ids: bytes
+
+    def first(self, count: int) -> PrefixNames:
+        """Those of so many blocks."""
+        if count >= len(self.digests):
+            return self
+        num_bytes = len(self.token_ids) // len(self.digests) * count
+        return PrefixNames(self.root, self.digests[:count], self.token_ids[:num_bytes])
 
 
-@dataclass(frozen=True, slots=True)
-class DrainProgress:
-    """Remaining work of a draining shard."""
-
-    running: int
-    waiting: int
+# ---- server -> engine ----

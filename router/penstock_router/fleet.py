@@ -8,15 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from penstock_client.fleet.allowed_networks import Ip
+from penstock_proto.facts import LoadReport, ShardInfo
 from penstock_proto.types import (
     AttemptRecord,
     EmbeddingRequest,
     GenerationRequest,
-    LoadReport,
     Output,
     PixelSource,
     Retain,
-    ShardInfo,
 )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock_proto.errors import PenstockError, RequestRefused
-from penstock_proto.types import ShardInfo
+from penstock_proto.facts import ShardInfo
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, Unavailable, UnknownModel, unavailable_model
 from penstock_router.fleet import Fleet, state_of

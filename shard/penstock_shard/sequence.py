@@ -11,7 +11,7 @@ from penstock_proto.types import Pooling
 from penstock_shard.ipc.request import Request
 
 if TYPE_CHECKING:
-    from penstock_shard.ipc.logprobs import Logprobs
+    from penstock_proto.types import Logprobs
     from penstock_shard.structured_output.matcher_state import ConstraintState
 
 

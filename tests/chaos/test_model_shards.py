@@ -21,7 +21,7 @@ from support.processes import Shard, free_port, running
 from support.streams import mixed_request, run_whole
 
 from penstock_client import Fleet, GenerationRequest, SamplingParams
-from penstock_client.rpc import proto_codec
+from penstock_proto import codec
 from penstock_proto.shard_pb2_grpc import ShardStub
 from penstock_proto.types import Attempt
 
@@ -88,7 +88,7 @@ async def _proxy(pair: Pair, trouble: Trouble) -> AsyncIterator[Proxy]:
 async def _ask(shard: Shard, prompt: list[int], source: str = "") -> tuple[list[int], int]:
     """All tokens, and how many of the prompt's were cached."""
     request = GenerationRequest(prompt, SamplingParams(seed=3), max_tokens=4)
-    message = proto_codec.generate_request(request, os.urandom(8).hex(), Attempt(kv_source=source))
+    message = codec.generate_request(request, os.urandom(8).hex(), Attempt(kv_source=source))
     tokens, cached = list[int](), 0
     async with grpc.aio.insecure_channel(shard.address) as channel:
         stub = ShardStub(channel)

@@ -7,7 +7,6 @@ that it asks with any revision's.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import json
 import os
@@ -37,6 +36,8 @@ Answer = dict[str, Any]
 Question = Mapping[str, Any]
 
 _READY_TIMEOUT_S = 30.0
+# Columns of log-probabilities that every revision has.
+_COLUMNS = ("chosen", "ranks", "top_n", "top_token_ids", "top_logprobs", "requested")
 # With so many tokens an answer has begun.
 _BEGUN_TOKENS = 20
 _PARTS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
@@ -77,7 +78,8 @@ class WholeAnswer:
         self.answer["token_ids"] += output.token_ids
         for name in ("logprobs", "prompt_logprobs"):
             columns = getattr(output, name)
-            for column, values in dataclasses.asdict(columns).items() if columns else ():
+            for column in _COLUMNS if columns else ():
+                values = getattr(columns, column)
                 known = self.answer[name].get(column)
                 joined = isinstance(values, list) and known is not None
                 self.answer[name][column] = known + values if joined else values

@@ -16,7 +16,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from penstock_common.certificates.expiry import CertificateDates
 from penstock_common.metric_aliases import SETS
-from penstock_proto.types import LoadReport
+from penstock_proto.facts import LoadReport
 from penstock_router.fleet import ShardState
 from penstock_router.observe.ended_request_metrics import RequestMetrics
 from penstock_router.observe.fleet_metrics import FleetCollector

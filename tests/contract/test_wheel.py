@@ -107,7 +107,7 @@ def test_a_file_that_does_not_belong_is_found(
     [
         "penstock_proto/shard.proto",
         "penstock_client/py.typed",
-        "penstock_shard/server/proto_codec.py",
+        "penstock_proto/codec/requests.py",
         "penstock_shard/kernels/cpu.c",
         "penstock_router/static/docs.html",
     ],
@@ -120,7 +120,7 @@ def content_problems(names: Iterable[str]) -> list[str]:
     names = list(names)
     required = ["penstock_proto/shard.proto", "penstock_proto/shard_pb2.pyi"]
     required += [f"{package}/py.typed" for package in PACKAGES]
-    required += ["penstock_client/rpc/proto_codec.py", "penstock_shard/server/proto_codec.py"]
+    required += ["penstock_proto/codec/requests.py", "penstock_proto/facts.py"]
     required += ["penstock_shard/kernels/cpu.c", "penstock_router/static/docs.html"]
     problems = [f"{name} is missing" for name in required if name not in names]
     for name in names:

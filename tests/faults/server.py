@@ -149,7 +149,7 @@ FAULTS = [
     Fault(
         "An end is lost where many requests share a response",
         "_is_one_token",
-        left_out("output.finish is None"),
+        left_out("output.finish_reason is None"),
         caught_by="test_outputs_of_one_token_share_columns_where_the_caller_numbers_its_attempts",
     ),
     Fault(
@@ -297,7 +297,7 @@ FAULTS = [
     Fault(
         "What a slow caller has not read has no end",
         "Output.merge",
-        left_out("self.finish = later.finish"),
+        left_out("self.finish_reason = later.finish_reason"),
         caught_by="test_what_comes_while_the_caller_reads_nothing_is_merged",
         simulated=True,
     ),

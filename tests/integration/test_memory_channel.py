@@ -15,10 +15,9 @@ from simulation.channel import MemoryChannel, MemoryServer
 from simulation.network import Network
 from simulation.virtual_time import Process, VirtualLoop
 
-from penstock_client.rpc import proto_codec
+from penstock_proto import codec
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.transport import CONNECTION_REFUSED, channel_options, explain, server_options
-from penstock_shard.server import proto_codec as shard_codec
 
 # So many of so many bytes are far more than windows and sockets hold.
 _FLOOD = 30
@@ -26,7 +25,7 @@ _LARGE = 1_000_000
 _CUT = ("UNAVAILABLE", "INTERNAL", "RESOURCE_EXHAUSTED")
 
 
-class Peer(shard_codec.Servicer):
+class Peer(codec.Servicer):
     """Does in each call what its first request says."""
 
     def __init__(self) -> None:
@@ -85,7 +84,7 @@ class World:
 
     def __init__(self, channel: Any, peer: Peer, stop: Callable[[], Awaitable[None]]) -> None:
         self.channel = channel
-        self.stub = proto_codec.stub(channel)
+        self.stub = codec.stub(channel)
         self.peer = peer
         self.stop = stop
 
@@ -94,7 +93,7 @@ class World:
 async def _real() -> AsyncIterator[World]:
     peer = Peer()
     server = grpc.aio.server(options=server_options())
-    shard_codec.add_servicer(peer, server)
+    codec.add_servicer(peer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     address = f"127.0.0.1:{port}"
@@ -109,7 +108,7 @@ async def _memory() -> AsyncIterator[World]:
     assert isinstance(loop, VirtualLoop)
     network, peer = Network(loop, random.Random(0)), Peer()
     server = MemoryServer(Process(loop, "server"))
-    shard_codec.add_servicer(peer, server)  # type: ignore[arg-type]
+    codec.add_servicer(peer, server)  # type: ignore[arg-type]
     network.listen("peer:1", server.listener)
 
     async def stop() -> None:

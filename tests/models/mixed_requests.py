@@ -11,9 +11,9 @@ from models.driver import make_sequence
 from models.sampling_reference import KINDS
 from support.engines import with_blocks
 
+from penstock_proto.types import RequestOutput
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import Request, SamplingParams
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.scheduler import Scheduler
@@ -70,7 +70,7 @@ def serve(
     # Time passes evenly, so that steps are cut alike each time.
     times = itertools.count()
     engine = Engine(runner, scheduler, blocks, clock=lambda: next(times) * 0.01)
-    outputs: dict[str, list[Output]] = {request.request_id: [] for request in requests}
+    outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
     arriving = list(zip(requests, adapter_indices or [0] * len(requests), strict=True))
     for step in range(5000):
         if arriving and step % 2 == 0:
@@ -83,9 +83,9 @@ def serve(
     return [_all_of(outputs[request.request_id]) for request in requests], scheduler
 
 
-def _all_of(outputs: list[Output]) -> tuple[object, ...]:
+def _all_of(outputs: list[RequestOutput]) -> tuple[object, ...]:
     """Tokens, how it ended, and what the log-probabilities are."""
     scores = [(o.logprobs.chosen, o.logprobs.top_token_ids) for o in outputs if o.logprobs]
     prompt = [value for o in outputs if o.prompt_logprobs for value in o.prompt_logprobs.chosen]
     tokens = [token for o in outputs for token in o.token_ids]
-    return tokens, outputs[-1].finish, outputs[-1].error, scores, prompt
+    return tokens, outputs[-1].finish_reason, outputs[-1].error, scores, prompt

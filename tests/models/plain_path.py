@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock_proto.types import FinishReason, RequestOutput
 from penstock_shard.attention.base import AttentionBatch, LayerSpec
 from penstock_shard.attention.cache_groups import cache_layout
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.messages import Output
-from penstock_shard.ipc.request import FinishReason, Request, SamplingParams
+from penstock_shard.ipc.request import Request, SamplingParams
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.models.base import ForwardOutput, ImageInputs
@@ -106,7 +106,7 @@ class World:
         self.scheduler = Scheduler(SchedulerLimits(max_num_seqs, tokens), blocks)
         self.engine = Engine(runner, self.scheduler, blocks)
         self.tokens: dict[str, list[int]] = {}
-        self.ends: dict[str, Output] = {}
+        self.ends: dict[str, RequestOutput] = {}
 
     def run(self, requests: abc.Iterable[Request]) -> None:
         """Submit one in each step, until all have ended."""
@@ -117,11 +117,11 @@ class World:
             self.note(self.engine.step())
         self.engine.check_integrity()
 
-    def note(self, outputs: abc.Iterable[Output]) -> None:
+    def note(self, outputs: abc.Iterable[RequestOutput]) -> None:
         for output in outputs:
             assert output.request_id not in self.ends
             self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
-            if output.finish is not None or output.error is not None:
+            if output.finish_reason is not None or output.error is not None:
                 self.ends[output.request_id] = output
 
 
@@ -166,7 +166,7 @@ def check(world: World, requests: abc.Sequence[Request]) -> None:
         assert world.tokens[request.request_id] == expected
         ends_itself = request.ends_with(expected[-1])
         finish = FinishReason.STOP if ends_itself else FinishReason.LENGTH
-        assert world.ends[request.request_id].finish is finish
+        assert world.ends[request.request_id].finish_reason is finish
 
 
 def requests_in_chunks_and_batches_get_the_tokens_that_they_get_alone() -> None:
@@ -202,7 +202,7 @@ def what_is_aborted_ends_once_and_leaves_its_blocks() -> None:
     world.note(world.engine.step())
     world.engine.abort("gone", 0)
     world.run([])
-    assert world.ends["gone"].finish is FinishReason.ABORTED
+    assert world.ends["gone"].finish_reason is FinishReason.ABORTED
     check(world, [make_request("stays", range(9))])
     assert world.engine.load().referenced_blocks == 0
 

@@ -28,9 +28,8 @@ from support.engines import make_request, packed, runner_info
 from torch import Tensor
 
 from penstock_proto.errors import Code
-from penstock_proto.types import Constraint, ThinkingBudget
-from penstock_shard.ipc.messages import Output
-from penstock_shard.ipc.request import FinishReason, Request, SamplingParams
+from penstock_proto.types import Constraint, FinishReason, RequestOutput, ThinkingBudget
+from penstock_shard.ipc.request import Request, SamplingParams
 from penstock_shard.models.base import ForwardOutput
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.structured_output.matcher_state import MaskFiller
@@ -90,7 +89,7 @@ class _Caller:
     scores: list[float] = field(default_factory=list)
     attempt: int = -1
     is_live: bool = False
-    ending: Output | None = None
+    ending: RequestOutput | None = None
 
     def next_attempt(self) -> Request:
         self.attempt += 1
@@ -99,7 +98,7 @@ class _Caller:
             self.request, attempt=self.attempt, output=packed(self.output)
         )
 
-    def take(self, output: Output) -> None:
+    def take(self, output: RequestOutput) -> None:
         if output.attempt != self.attempt:
             return
         assert self.is_live, "it said something after its end"
@@ -110,13 +109,13 @@ class _Caller:
             return
         self.is_live = False
         again = output.error is not None and output.error.code in _AGAIN
-        if not again and output.finish is not FinishReason.ABORTED:
+        if not again and output.finish_reason is not FinishReason.ABORTED:
             self.ending = output
 
     def came_to(self) -> tuple[object, ...]:
         assert self.ending is not None
         error = self.ending.error and self.ending.error.message
-        return self.output, self.scores, self.ending.finish, self.ending.stop_token_id, error
+        return self.output, self.scores, self.ending.finish_reason, self.ending.stop_token_id, error
 
     @property
     def wore_out(self) -> bool:

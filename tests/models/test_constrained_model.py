@@ -20,9 +20,7 @@ from support.constrained_engines import ConstrainedEngine, constrained, text, to
 from support.engines import changed
 from support.random_schemas import random_schema
 
-from penstock_proto.types import Constraint, ThinkingBudget
-from penstock_shard.ipc.messages import Output
-from penstock_shard.ipc.request import FinishReason
+from penstock_proto.types import Constraint, FinishReason, RequestOutput, ThinkingBudget
 from penstock_shard.sequence import Sequence
 from penstock_shard.structured_output.matcher_state import ConstraintState, MaskFiller, allowed_ids
 from penstock_shard.worker.base import Runner
@@ -119,7 +117,7 @@ def test_constrained_outputs_are_whole_and_the_same_beside_others(runner: Runner
         [alone] = ConstrainedEngine(lambda: runner).run(request).values()
         assert tokens(together[request.request_id]) == tokens(alone)
     for name, outputs in together.items():
-        if name.startswith("o") and outputs[-1].finish is FinishReason.STOP:
+        if name.startswith("o") and outputs[-1].finish_reason is FinishReason.STOP:
             value = json.loads(text(outputs))
             assert set(value) == {"title", "tags"}
             assert len(set(value["tags"])) == len(value["tags"])
@@ -181,10 +179,10 @@ def test_what_a_model_writes_for_random_schemas_is_valid_and_nearly_all_of_it_en
     assert 100 * ended[1.0] >= budget(15, 50) * count
 
 
-def _ends_well(schema: dict[str, Any], outputs: list[Output]) -> bool:
+def _ends_well(schema: dict[str, Any], outputs: list[RequestOutput]) -> bool:
     """Whether it ended; what did is of the schema."""
     assert outputs[-1].error is None, (schema, outputs[-1].error)
-    if outputs[-1].finish is not FinishReason.STOP:
+    if outputs[-1].finish_reason is not FinishReason.STOP:
         return False
     checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
     validator = jsonschema.Draft202012Validator(schema, format_checker=checker)

@@ -18,10 +18,10 @@ from models.tiny_families import DECISIVE, VOCABULARY, generate, make_family
 from support.budget import budget, in_soak
 from support.engines import packed
 
+from penstock_proto.types import RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine.create_engine import create_engine
 from penstock_shard.errors import ModelError
-from penstock_shard.ipc.messages import Output
 from penstock_shard.model_loader.load_runner import LoadedRunner
 from penstock_shard.models.decoder.decoder import Decoder
 from penstock_shard.scheduler.priority_policy import PriorityPolicy
@@ -158,7 +158,7 @@ def _preempted_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(
     runner: Runner, most_tokens: int, delivered: Sequence[Sequence[int]] = ()
-) -> Sequence[Sequence[Output]]:
+) -> Sequence[Sequence[RequestOutput]]:
     """The outputs of each prompt from an engine whose steps have so many tokens, four at once.
 
     Or of as many sequences, all at once, as were put down after these tokens, the prompts in turns.
@@ -169,7 +169,7 @@ def run(
         max_prefill_tokens=most_tokens,
     )
     engine = create_engine(LoadedRunner(runner, {}, ""), config, lambda request_ids: None)
-    outputs: dict[str, list[Output]] = {}
+    outputs: dict[str, list[RequestOutput]] = {}
     texts = prompts()
     for number, tokens in enumerate(delivered or [()] * len(texts)):
         outputs[str(number)] = []

@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 from support.budget import budget, in_soak, seeded
 from support.engines import packed
 
+from penstock_proto.types import RequestOutput
 from penstock_shard.checkpoint.gguf_files import unfold
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import Request, SamplingParams
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.models.cuda_graphs import GraphedModel
@@ -81,7 +81,7 @@ class _Answer:
     top_ids: list[int]
     top: list[float]
 
-    def take(self, output: Output) -> None:
+    def take(self, output: RequestOutput) -> None:
         assert output.error is None
         self.token_ids += output.token_ids
         if output.prompt_logprobs is not None:

@@ -20,6 +20,7 @@ from models.tiny_vision import NAMES, make_vision
 from support.budget import budget, in_soak
 
 from penstock_proto.errors import Code
+from penstock_proto.types import FinishReason, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine.create_engine import create_engine
 from penstock_shard.errors import ModelError
@@ -27,8 +28,7 @@ from penstock_shard.images.features import ImageFeatures
 from penstock_shard.images.image_encoder import ImageEncoder
 from penstock_shard.images.image_processor import ImageProcessor
 from penstock_shard.images.tower import Tower
-from penstock_shard.ipc.messages import ImageDrop, ImagePiece, Inbox, Output
-from penstock_shard.ipc.request import FinishReason
+from penstock_shard.ipc.messages import ImageDrop, ImagePiece, Inbox
 from penstock_shard.model_loader.load_model_runner import load_model_runner
 from penstock_shard.model_loader.load_runner import LoadedRunner
 from penstock_shard.sequence import Sequence
@@ -118,8 +118,8 @@ class _Served:
             ]
         self.engine.take_images(Inbox([], [], image_pieces=pieces))
 
-    def run(self, *sequences: Sequence) -> list[list[Output]]:
-        outputs: dict[str, list[Output]] = {}
+    def run(self, *sequences: Sequence) -> list[list[RequestOutput]]:
+        outputs: dict[str, list[RequestOutput]] = {}
         for number, sequence in enumerate(sequences):
             outputs[str(number)] = []
             request = msgspec.structs.replace(sequence.request, request_id=str(number))
@@ -137,7 +137,7 @@ class _Served:
         return list(outputs.values())
 
 
-def _tokens(outputs: Seq[Output]) -> list[int]:
+def _tokens(outputs: Seq[RequestOutput]) -> list[int]:
     assert outputs[-1].error is None, outputs[-1].error
     return [token_id for output in outputs for token_id in output.token_ids]
 
@@ -366,7 +366,7 @@ def test_images_of_requests_that_ended_leave_nothing(
     engine.step()
     assert begun.wait(10)
     engine.abort("left", 0)
-    assert engine.step()[0].finish is FinishReason.ABORTED
+    assert engine.step()[0].finish_reason is FinishReason.ABORTED
     # One is in the middle of it, the others were not begun.
     assert len(encoder._encoding) == 1
     go_on.set()

@@ -13,9 +13,9 @@ from models.driver import Driver, let_generate, load, make_sequence
 from support.plans import batch_of
 from transformers import AutoModelForCausalLM
 
+from penstock_proto.types import Logprobs
 from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
-from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.request import SamplingParams
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.model_loader.load_model_runner import load_model_runner

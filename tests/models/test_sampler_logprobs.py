@@ -10,7 +10,7 @@ import torch
 from models.drawer import Drawer, SampleRow
 from models.sampling_reference import sampling_request
 
-from penstock_shard.ipc.logprobs import Logprobs
+from penstock_proto.types import Logprobs
 from penstock_shard.worker.sampling import token_scores
 from penstock_shard.worker.sampling.token_scores import score_tokens
 

@@ -21,10 +21,9 @@ from support.compilers import VOCAB_SIZE, ids_of, two_ended_compiler
 from support.drafters import FickleOracle, Oracle, named
 from support.engines import with_blocks
 
-from penstock_proto.types import Constraint, ThinkingBudget
+from penstock_proto.types import Constraint, Logprobs, ThinkingBudget
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.request import SamplingParams
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.step_budget import SchedulerLimits

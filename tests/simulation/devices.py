@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from penstock_common.clock import Clock
-from penstock_shard.ipc.block_messages import PrefixNames
+from penstock_proto.types import PrefixNames
 from penstock_shard.server.kv.transfers import (
     BlockTransfers,
     Distrusted,

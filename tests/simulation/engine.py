@@ -16,7 +16,7 @@ from support.compilers import EOS_IDS, VOCAB_SIZE, two_ended_compiler
 from support.engines import runner_info
 
 from penstock_common.clock import Clock
-from penstock_proto.types import Adapter
+from penstock_proto.facts import Adapter
 from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.engine.create_engine import create_moves, create_scheduler
 from penstock_shard.engine.engine import Engine

@@ -8,13 +8,18 @@ from collections.abc import Iterator
 from support.compilers import two_ended_compiler
 from support.plans import batch_of
 
-from penstock_client.rpc import proto_codec
-from penstock_proto.types import EmbeddingRequest, FinishReason, GenerationRequest, Logprobs
+from penstock_proto import codec
+from penstock_proto.types import (
+    EmbeddingRequest,
+    FinishReason,
+    GenerationRequest,
+    Logprobs,
+    RequestOutput,
+)
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc import logprobs as shard_logprobs
 from penstock_shard.scheduler.rows import Row
 from penstock_shard.sequence import Sequence
-from penstock_shard.server import proto_codec as shard_codec
+from penstock_shard.server.last_outputs import vector_of
 from penstock_shard.server.validation import check, check_embedding
 from penstock_shard.structured_output.matcher_state import ConstraintState
 from penstock_shard.worker.base import RowResult
@@ -42,7 +47,7 @@ def expected(request: GenerationRequest, kind: EngineKind, config: ShardConfig) 
         assert result.token_id is not None, result.error
         sequence.token_ids.append(result.token_id)
         if logprobs is not None and result.logprobs is not None:
-            logprobs.extend(_seen(result.logprobs))
+            logprobs.extend(result.logprobs)
         if sequence.request.ends_with(result.token_id):
             finish = FinishReason.STOP
             break
@@ -55,16 +60,16 @@ def expected_vectors(
 ) -> list[list[float]]:
     """The vectors that every shard of this kind must give."""
     runner, info = _runner(kind), info_of(kind)
-    asked = shard_codec.embedding_request(proto_codec.embed_request(request, "expected", ""))
-    response = shard_codec.EmbedResponse()
+    asked = codec.embedding_request(codec.embed_request(request, "expected", ""))
+    response = codec.EmbedResponse()
     for each in check_embedding(asked, "expected", info, "expected"):
         sequence = Sequence.of(each)
         count = len(sequence.token_ids)
         vector = _run(runner, Row(sequence, 0, count, samples=True)).embedding
         assert vector is not None
-        dimensions, normalize = asked.dimensions, bool(asked.normalize)
-        shard_codec.add_embedding(response, vector, dimensions=dimensions, normalize=normalize)
-    return proto_codec.embeddings(response)
+        output = RequestOutput([], 0, request_id="r", attempt=0, embedding=vector)
+        codec.add_vector(response, vector_of(output, asked))
+    return codec.embeddings(response)
 
 
 def _runner(kind: EngineKind) -> FakeRunner:
@@ -80,7 +85,7 @@ def _runner(kind: EngineKind) -> FakeRunner:
 def _sequence(request: GenerationRequest, kind: EngineKind, config: ShardConfig) -> Sequence:
     adapters = tuple(adapter_of(name, source) for name, source in config.loras)
     info = dataclasses.replace(info_of(kind), adapters=adapters)
-    submission = shard_codec.submission(proto_codec.generate_request(request, "expected"))
+    submission = codec.submission(codec.generate_request(request, "expected"))
     sequence = Sequence.of(check(submission, info, config))
     if sequence.request.constraint is not None:
         compiler, constraint = two_ended_compiler(), sequence.request.constraint
@@ -116,9 +121,4 @@ def _prompt_logprobs(runner: FakeRunner, sequence: Sequence) -> Logprobs | None:
     row = Row(sequence, 0, count, samples=False, scored=count)
     result = _run(runner, row)
     assert result.prompt_logprobs is not None
-    return _seen(result.prompt_logprobs)
-
-
-def _seen(logprobs: shard_logprobs.Logprobs) -> Logprobs:
-    """As a client sees them."""
-    return Logprobs(**{f.name: getattr(logprobs, f.name) for f in dataclasses.fields(Logprobs)})
+    return result.prompt_logprobs

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from typing import NoReturn
 
-from penstock_shard.ipc.block_messages import PrefixNames
+from penstock_proto.types import PrefixNames
 from penstock_shard.server.kv.transfers import (
     BlockTransfers,
     Distrusted,

@@ -29,8 +29,9 @@ from penstock_client.load_balancing.base import (
 )
 from penstock_client.load_balancing.held_pieces import HeldPieces
 from penstock_client.load_balancing.prefill_rate import PrefillRate
-from penstock_proto.types import ClassLoad, GenerationRequest
-from penstock_shard.ipc.messages import Inbox, Output, Retention
+from penstock_proto.facts import ClassLoad
+from penstock_proto.types import GenerationRequest, RequestOutput
+from penstock_shard.ipc.messages import Inbox, Retention
 from penstock_shard.ipc.request import Objective, Request
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.sequence import Sequence as EngineSequence
@@ -182,7 +183,7 @@ class _Shard:
         self.held_tokens = 0
         # Waits for the step in progress, whose outputs come when it is over.
         self.inbox: list[Request] = []
-        self.outputs: list[Output] = []
+        self.outputs: list[RequestOutput] = []
         self.routes: dict[str, Route] = {}
         self.classes = ClassLoads()
         self.stepping = False
@@ -223,7 +224,7 @@ class _Shard:
         self.classes.start(route)
         route.started_s = now_s
 
-    def count(self, output: Output) -> None:
+    def count(self, output: RequestOutput) -> None:
         """Count what a request gave, and its end."""
         route = self.routes[output.request_id]
         if output.token_ids and not route.num_given:
@@ -438,7 +439,7 @@ class SimulatedFleet:
             answer.started_s, answer.cached_tokens = self.now_s, sequence.cached_tokens or 0
             shard.start(name, self.now_s)
 
-    def _take(self, output: Output) -> None:
+    def _take(self, output: RequestOutput) -> None:
         answer, ended = self._requests[output.request_id]
         answer.token_times_s += [self.now_s] * len(output.token_ids)
         self._shards[answer.shard].count(output)

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from penstock_client import Fleet, ShardClient
 from penstock_client.fleet.fleet_stream import FleetStream
-from penstock_client.rpc import proto_codec
 from penstock_client.rpc.generation_stream import GenerationStream
+from penstock_proto import codec
 from penstock_proto.errors import (
     DeadlineExceeded,
     PenstockError,
@@ -272,13 +272,13 @@ class Scenes:
     async def write_no_more(self) -> None:
         """A caller that has written all that it will still gets all that it asked for."""
         channel = MemoryConnector(self._network).open_aio(self._shards[0].address, None)
-        call = proto_codec.stub(channel).Generate(metadata=())
-        await call.write(proto_codec.generate_request(_SHORT, "the last", Attempt(0)))
+        call = codec.stub(channel).Generate(metadata=())
+        await call.write(codec.generate_request(_SHORT, "the last", Attempt(0)))
         await call.done_writing()
         count = 0
         async for response in call:
             for message in response.outputs:
-                output = proto_codec.output(message)
+                output = codec.output(message)
                 assert isinstance(output, Output)
                 count += len(output.token_ids)
         self._check(count == _SHORT.max_tokens, f"{count} tokens came before the call ended")

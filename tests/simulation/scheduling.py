@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from support.engines import runner_info
 
+from penstock_proto.types import RequestOutput
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.kv_cache.block_manager import BlockManager
@@ -154,7 +154,7 @@ class Simulation:
         assert sequence is not None
         self.timelines[request.request_id] = Timeline(request, sequence, at_s)
 
-    def _note(self, outputs: Iterable[Output]) -> None:
+    def _note(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
             timeline = self.timelines[output.request_id]
             timeline.token_times_s += [self.runner.now_s] * len(output.token_ids)

@@ -19,7 +19,8 @@ from support.budget import budget, seeded
 
 from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.shard_state import ShardState, ShardWatch
-from penstock_proto.types import GenerationRequest, LoadReport, SamplingParams
+from penstock_proto.facts import LoadReport
+from penstock_proto.types import GenerationRequest, SamplingParams
 from penstock_shard.engine import pending_fetches
 from simulation import virtual_time
 from simulation.channel import MemoryConnector

@@ -7,11 +7,10 @@ import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
-from penstock_proto.types import Constraint
+from penstock_proto.types import Constraint, RequestOutput
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.matchers import PendingMatchers
-from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.slow_masks import SlowMasks
@@ -56,7 +55,7 @@ class ConstrainedEngine:
         engine = Engine(runner, scheduler, blocks, matchers=self.matchers)
         self.under_test = EngineUnderTest(engine, scheduler, blocks, [])
 
-    def run(self, *requests: Request) -> dict[str, list[Output]]:
+    def run(self, *requests: Request) -> dict[str, list[RequestOutput]]:
         """Everything that is said of these, once all have ended."""
         engine = self.under_test.engine
         for request in requests:
@@ -67,7 +66,7 @@ class ConstrainedEngine:
             if not engine.has_work:
                 self._done.get(timeout=_PATIENCE_S)
             left -= sum(output.is_last for output in self.under_test.step())
-        said: dict[str, list[Output]] = {request.request_id: [] for request in requests}
+        said: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
         for output in self.under_test.outputs:
             said[output.request_id].append(output)
         self.under_test.outputs.clear()
@@ -109,9 +108,9 @@ def constrained(
     )
 
 
-def tokens(outputs: Sequence[Output]) -> list[int]:
+def tokens(outputs: Sequence[RequestOutput]) -> list[int]:
     return [token_id for output in outputs for token_id in output.token_ids]
 
 
-def text(outputs: Sequence[Output]) -> str:
+def text(outputs: Sequence[RequestOutput]) -> str:
     return tokenizer().decode(tokens(outputs), skip_special_tokens=True)

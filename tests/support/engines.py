@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from penstock_proto.types import EmbeddingDefaults, Pooling
+from penstock_proto.facts import EmbeddingDefaults
+from penstock_proto.types import Logprobs, Pooling, RequestOutput
 from penstock_shard.engine.block_moves import BlockMoves
 from penstock_shard.engine.create_engine import create_moves, create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.logprobs import Logprobs
-from penstock_shard.ipc.messages import FromBlocks, Output
+from penstock_shard.ipc.messages import FromBlocks
 from penstock_shard.ipc.request import Request, SamplingParams
 from penstock_shard.ipc.runner_info import CacheGroup, RunnerInfo, pools_for
 from penstock_shard.kv_cache.block_manager import BlockManager
@@ -104,10 +104,10 @@ class EngineUnderTest:
     engine: Engine
     scheduler: Scheduler
     blocks: BlockManager
-    outputs: list[Output]
+    outputs: list[RequestOutput]
     moves: BlockMoves | None = None
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[RequestOutput]:
         outputs = self.engine.step()
         self.outputs += outputs
         self.engine.check_integrity()
@@ -125,7 +125,7 @@ class EngineUnderTest:
     def tokens(self, request_id: str) -> list[int]:
         return [i for o in self.outputs if o.request_id == request_id for i in o.token_ids]
 
-    def endings(self, request_id: str) -> list[Output]:
+    def endings(self, request_id: str) -> list[RequestOutput]:
         return [o for o in self.outputs if o.request_id == request_id and o.is_last]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from penstock_proto.types import GenerationRequest, SamplingParams, ShardInfo
+from penstock_proto.facts import ShardInfo
+from penstock_proto.types import GenerationRequest, SamplingParams
 
 
 def same_model(first: ShardInfo, second: ShardInfo) -> bool:

@@ -23,7 +23,8 @@ from penstock_proto.errors import (
     Overloaded,
     ShardUnavailable,
 )
-from penstock_proto.types import EmbeddingRequest, ShardInfo
+from penstock_proto.facts import ShardInfo
+from penstock_proto.types import EmbeddingRequest
 
 # The most inputs and tokens of one call; a single longer input is one call.
 _BATCH_INPUTS = 32

@@ -35,14 +35,9 @@ from penstock_common.clock import Clock
 from penstock_common.tasks import run_lasting
 from penstock_common.tls import Tls
 from penstock_proto.errors import InvalidRequest, NoShardAvailable, ShardUnavailable
+from penstock_proto.facts import ShardInfo
 from penstock_proto.transport import Connector
-from penstock_proto.types import (
-    EmbeddingRequest,
-    GenerationRequest,
-    PixelSource,
-    Retain,
-    ShardInfo,
-)
+from penstock_proto.types import EmbeddingRequest, GenerationRequest, PixelSource, Retain
 
 logger = logging.getLogger(__name__)
 

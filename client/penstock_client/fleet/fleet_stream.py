@@ -15,13 +15,8 @@ from penstock_client.fleet.poison_requests import SUSPECT_DEATHS, fingerprint
 from penstock_client.fleet.shard_state import ShardState
 from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_proto.errors import PenstockError
-from penstock_proto.types import (
-    FinishReason,
-    GenerationRequest,
-    Output,
-    PixelSource,
-    ShardInfo,
-)
+from penstock_proto.facts import ShardInfo
+from penstock_proto.types import FinishReason, GenerationRequest, Output, PixelSource
 
 FIRST_BACK_OFF_S = 0.05
 

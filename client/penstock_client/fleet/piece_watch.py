@@ -10,7 +10,7 @@ from penstock_client.fleet.shard_state import ShardState
 from penstock_client.load_balancing.piece_index import PieceIndex
 from penstock_common.tasks import run_lasting
 from penstock_proto.errors import NotServed, PenstockError
-from penstock_proto.types import BlocksReport
+from penstock_proto.facts import BlocksReport
 
 _RETRY_S = 1.0
 # A shard that does not tell may be replaced by one that does.

@@ -28,6 +28,7 @@ from penstock_proto.errors import (
     PenstockError,
     ShardUnavailable,
 )
+from penstock_proto.facts import ClassLoad, LoadReport, ShardInfo
 from penstock_proto.transport import (
     CLOSES_AT_ONCE,
     CONNECTION_REFUSED,
@@ -37,7 +38,6 @@ from penstock_proto.transport import (
     Connector,
     names_cause,
 )
-from penstock_proto.types import ClassLoad, LoadReport, ShardInfo
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
 from penstock_client.load_balancing.held_pieces import HeldPieces
-from penstock_proto.types import ClassLoad, GenerationRequest
+from penstock_proto.facts import ClassLoad
+from penstock_proto.types import GenerationRequest
 
 # A request's cost to the rest of its shard's batch, in prompt tokens. Decoding adds one token to
 # each step: a few hundred over a typical answer.

@@ -20,10 +20,10 @@ from typing import Any, Self
 
 import grpc
 
-from penstock_client.rpc import proto_codec
 from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_common.clock import Clock
 from penstock_common.tls import Tls
+from penstock_proto import codec
 from penstock_proto.errors import (
     InvalidRequest,
     NotServed,
@@ -31,19 +31,15 @@ from penstock_proto.errors import (
     ShardUnavailable,
     Unauthenticated,
 )
+from penstock_proto.facts import Adapter, BlocksReport, DrainProgress, LoadReport, ShardInfo
 from penstock_proto.transport import MAX_MESSAGE_BYTES, Connector
 from penstock_proto.types import (
-    Adapter,
     Attempt,
-    BlocksReport,
-    DrainProgress,
     EmbeddingRequest,
     GenerationRequest,
-    LoadReport,
     Output,
     PromptImage,
     Retain,
-    ShardInfo,
 )
 
 logger = logging.getLogger(__name__)
@@ -115,7 +111,7 @@ class ShardClient:
         self._credentials = self._connector.credentials()
         self._channel = self._connector.open_aio(address, self._credentials)
         self._old_channels: set[asyncio.Task[None]] = set()
-        self._newest_stub = proto_codec.stub(self._channel)
+        self._newest_stub = codec.stub(self._channel)
         self._call: _SharedCall | None = None
         self._closed = False
         self._aborts: deque[tuple[str, int]] = deque()
@@ -156,7 +152,7 @@ class ShardClient:
             closing.add_done_callback(self._old_channels.discard)
             self._credentials = credentials
             self._channel = self._connector.open_aio(self.address, credentials)
-            self._newest_stub = proto_codec.stub(self._channel)
+            self._newest_stub = codec.stub(self._channel)
         return self._newest_stub
 
     @property
@@ -187,7 +183,7 @@ class ShardClient:
     ) -> None:
         """Send a request whose outputs go to `stream` from now on. Raises as `submit` does."""
         self._require_open()
-        message = proto_codec.generate_request(request, stream.request_id, attempt)
+        message = codec.generate_request(request, stream.request_id, attempt)
         num_bytes = message.ByteSize() + _NUMBER_BYTES
         if num_bytes > MAX_MESSAGE_BYTES:
             # gRPC would end the call for it, and all other streams with it.
@@ -223,13 +219,13 @@ class ShardClient:
         while self._aborts:
             count = min(len(self._aborts), _MAX_ABORTS_IN_RPC)
             ids, attempts = zip(*(self._aborts.popleft() for _ in range(count)), strict=True)
-            await self._abort(proto_codec.abort_request(ids, attempts))
+            await self._abort(codec.abort_request(ids, attempts))
 
     async def abort(self, request_ids: list[str]) -> None:
         """Abort all attempts of these ids. An unknown id is no error, nor is a shard that is gone:
         it has nothing of ours to abort.
         """
-        await self._abort(proto_codec.abort_request(request_ids))
+        await self._abort(codec.abort_request(request_ids))
 
     async def _abort(self, request: Any) -> None:
         try:
@@ -241,7 +237,7 @@ class ShardClient:
         """Have the KV blocks of requests that have ended reused after others. An unknown id is no
         error, nor is a shard that is gone, or of an older release.
         """
-        message = proto_codec.retain_request(request_ids, retain)
+        message = codec.retain_request(request_ids, retain)
         if self._abort_task is not None and not self._abort_task.done():
             # A request that is to be retained may be among those that are aborted.
             await asyncio.wait([self._abort_task])
@@ -263,8 +259,8 @@ class ShardClient:
             NotServed: the shard serves no embeddings.
             ShardUnavailable: the shard or its engine is gone, and others as `errors` lists them.
         """
-        message = proto_codec.embed_request(request, new_request_id(), instance_id)
-        return proto_codec.embeddings(await self._ask("Embed", message, timeout_s))
+        message = codec.embed_request(request, new_request_id(), instance_id)
+        return codec.embeddings(await self._ask("Embed", message, timeout_s))
 
     async def prefetch(
         self, request: GenerationRequest, attempt: Attempt, *, timeout_s: float | None = None
@@ -273,7 +269,7 @@ class ShardClient:
         when nothing more comes of them, with the number of tokens that need not be computed.
         Cancelling it ends that. Raises as `errors` lists them.
         """
-        message = proto_codec.generate_request(request, new_request_id(), attempt)
+        message = codec.generate_request(request, new_request_id(), attempt)
         return int((await self._ask("Prefetch", message, timeout_s)).cached_tokens)
 
     async def put_image(
@@ -295,43 +291,43 @@ class ShardClient:
         """
         self._require_open()
         # An iterator: the call may be answered before all is written.
-        chunks = proto_codec.image_chunks(image, pixels, instance_id)
-        with proto_codec.errors_of(self.address):
+        chunks = codec.image_chunks(image, pixels, instance_id)
+        with codec.errors_of(self.address):
             await self._stub.PutImage(chunks, metadata=self._metadata, timeout=timeout_s)
 
     # ---- the other calls ----
 
     async def info(self, *, timeout_s: float = _UNARY_TIMEOUT_S) -> ShardInfo:
         """Ask what the shard serves. Raises `ShardUnavailable`, `IncompatibleShard` and others."""
-        answer = await self._ask("GetInfo", proto_codec.INFO_REQUEST, timeout_s)
-        return proto_codec.shard_info(answer, self.address)
+        answer = await self._ask("GetInfo", codec.INFO_REQUEST, timeout_s)
+        return codec.shard_info(answer, self.address)
 
     async def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files by name, checked against their hashes."""
         self._require_open()
         call = self._stub.GetTokenizer(
-            proto_codec.TOKENIZER_REQUEST, metadata=self._metadata, timeout=_TOKENIZER_TIMEOUT_S
+            codec.TOKENIZER_REQUEST, metadata=self._metadata, timeout=_TOKENIZER_TIMEOUT_S
         )
-        with proto_codec.errors_of(self.address):
-            return proto_codec.whole_files([chunk async for chunk in call])
+        with codec.errors_of(self.address):
+            return codec.whole_files([chunk async for chunk in call])
 
     async def watch_load(self) -> AsyncGenerator[LoadReport, None]:
         """Load reports, on change and at least one a second, until the shard goes away."""
         self._require_open()
-        call = self._stub.WatchLoad(proto_codec.WATCH_LOAD_REQUEST, metadata=self._metadata)
+        call = self._stub.WatchLoad(codec.WATCH_LOAD_REQUEST, metadata=self._metadata)
         async with aclosing(self._read(call)) as messages:
             async for message in messages:
-                yield proto_codec.load_report(message)
+                yield codec.load_report(message)
 
     async def watch_blocks(self) -> AsyncGenerator[BlocksReport, None]:
         """Yield pieces of prefixes that the shard holds, then changes, until the shard goes away.
         Raises `NotServed` for one that does not tell, and others as `errors` lists them.
         """
         self._require_open()
-        call = self._stub.WatchBlocks(proto_codec.WATCH_BLOCKS_REQUEST, metadata=self._metadata)
+        call = self._stub.WatchBlocks(codec.WATCH_BLOCKS_REQUEST, metadata=self._metadata)
         async with aclosing(self._read(call)) as messages:
             async for message in messages:
-                yield proto_codec.blocks_report(message)
+                yield codec.blocks_report(message)
 
     async def load_adapter(
         self, name: str, source: str, *, timeout_s: float = ADAPTER_TIMEOUT_S
@@ -343,21 +339,21 @@ class ShardClient:
             NotServed: the shard serves none, or has no place left.
             ShardUnavailable: the shard or its engine is gone, and others as `errors` lists them.
         """
-        message = proto_codec.load_adapter_request(name, source)
+        message = codec.load_adapter_request(name, source)
         answer = await self._ask("LoadAdapter", message, timeout_s)
-        return proto_codec.adapter(answer.adapter)
+        return codec.adapter(answer.adapter)
 
     async def unload_adapter(self, name: str, *, timeout_s: float = _UNARY_TIMEOUT_S) -> None:
         """Give the adapter to no further request; those that run keep it. Raises `InvalidRequest`
         for one that is not loaded, and others as `errors` lists them.
         """
-        await self._ask("UnloadAdapter", proto_codec.unload_adapter_request(name), timeout_s)
+        await self._ask("UnloadAdapter", codec.unload_adapter_request(name), timeout_s)
 
     async def _ask(self, method: str, message: Any, timeout_s: float | None) -> Any:
         """The answer to a call of one message. Raises as `errors` lists them."""
         self._require_open()
         call = getattr(self._stub, method)
-        with proto_codec.errors_of(self.address):
+        with codec.errors_of(self.address):
             return await call(message, metadata=self._metadata, timeout=timeout_s)
 
     def give_up_call(self, reason: str) -> None:
@@ -372,19 +368,17 @@ class ShardClient:
         elsewhere; what is left, until nothing is.
         """
         self._require_open()
-        call = self._stub.Drain(
-            proto_codec.drain_request(limit_s, hand_over), metadata=self._metadata
-        )
+        call = self._stub.Drain(codec.drain_request(limit_s, hand_over), metadata=self._metadata)
         async with aclosing(self._read(call)) as messages:
             async for message in messages:
-                yield proto_codec.drain_progress(message)
+                yield codec.drain_progress(message)
 
     async def _read(self, call: Any) -> AsyncGenerator[Any, None]:
         """The messages of a call, which ends when they are read no more. Raises as `errors` lists
         them.
         """
         try:
-            with proto_codec.errors_of(self.address):
+            with codec.errors_of(self.address):
                 async for message in call:
                     yield message
         finally:
@@ -466,7 +460,7 @@ class _SharedCall:
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 await self._dispatch(response)
         except grpc.RpcError as rpc_error:
-            error = proto_codec.call_error(rpc_error, self._address)
+            error = codec.call_error(rpc_error, self._address)
             if not isinstance(error, Unauthenticated | NotServed):
                 # What broke is the call: INTERNAL where a connection is cut in a write,
                 # RESOURCE_EXHAUSTED where a peer calls itself flooded. That says nothing of the
@@ -481,10 +475,10 @@ class _SharedCall:
         for message in response.outputs:
             stream = self.streams.get(message.request_id)
             if stream is not None and stream.attempt == message.attempt:
-                self._take(stream, proto_codec.output(message))
+                self._take(stream, codec.output(message))
             if self._clock() >= turn_ends_s:
                 turn_ends_s = await self._next_turn()
-        for number, output in proto_codec.tokens(response):
+        for number, output in codec.tokens(response):
             stream = self._numbered.get(number)
             if stream is not None:
                 stream.feed(output)

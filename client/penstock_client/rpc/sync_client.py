@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any, Self
 
-from penstock_client.rpc import proto_codec
 from penstock_client.rpc.shard_client import (
     ADAPTER_TIMEOUT_S,
     IMAGE_TIMEOUT_S,
@@ -16,16 +15,11 @@ from penstock_client.rpc.shard_client import (
     new_request_id,
 )
 from penstock_common.tls import Tls
+from penstock_proto import codec
 from penstock_proto.errors import PenstockError, ShardUnavailable
+from penstock_proto.facts import Adapter, ShardInfo
 from penstock_proto.transport import Connector
-from penstock_proto.types import (
-    Adapter,
-    EmbeddingRequest,
-    GenerationRequest,
-    Output,
-    PromptImage,
-    ShardInfo,
-)
+from penstock_proto.types import EmbeddingRequest, GenerationRequest, Output, PromptImage
 
 _UNARY_TIMEOUT_S = 10.0
 
@@ -40,7 +34,7 @@ class SyncShardClient:
         self._connector = Connector(tls)
         self._credentials = self._connector.credentials()
         self._channel = self._connector.open(address, self._credentials)
-        self._newest_stub = proto_codec.stub(self._channel)
+        self._newest_stub = codec.stub(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -60,7 +54,7 @@ class SyncShardClient:
         if credentials is not self._credentials:
             self._credentials = credentials
             self._channel = self._connector.open(self.address, credentials)
-            self._newest_stub = proto_codec.stub(self._channel)
+            self._newest_stub = codec.stub(self._channel)
         return self._newest_stub
 
     def generate(
@@ -75,13 +69,13 @@ class SyncShardClient:
         Raises:
             PenstockError: as `errors` lists them; `DeadlineExceeded` after `timeout_s`.
         """
-        message = proto_codec.generate_request(request, request_id or new_request_id())
+        message = codec.generate_request(request, request_id or new_request_id())
         call = self._stub.Generate(iter([message]), metadata=self._metadata, timeout=timeout_s)
         try:
-            with proto_codec.errors_of(self.address):
+            with codec.errors_of(self.address):
                 for response in call:
                     for item in response.outputs:
-                        result = proto_codec.output(item)
+                        result = codec.output(item)
                         if isinstance(result, PenstockError):
                             raise result
                         yield result
@@ -95,8 +89,8 @@ class SyncShardClient:
         self, request: EmbeddingRequest, *, timeout_s: float | None = None
     ) -> list[list[float]]:
         """A vector for each of the inputs, as `ShardClient.embed` has it."""
-        message = proto_codec.embed_request(request, new_request_id())
-        return proto_codec.embeddings(self._ask("Embed", message, timeout_s))
+        message = codec.embed_request(request, new_request_id())
+        return codec.embeddings(self._ask("Embed", message, timeout_s))
 
     def put_image(
         self,
@@ -106,38 +100,38 @@ class SyncShardClient:
         timeout_s: float = IMAGE_TIMEOUT_S,
     ) -> None:
         """Have the engine know the pixels of an image, as `ShardClient.put_image` has it."""
-        chunks = proto_codec.image_chunks(image, pixels, "")
-        with proto_codec.errors_of(self.address):
+        chunks = codec.image_chunks(image, pixels, "")
+        with codec.errors_of(self.address):
             self._stub.PutImage(chunks, metadata=self._metadata, timeout=timeout_s)
 
     def load_adapter(
         self, name: str, source: str, *, timeout_s: float = ADAPTER_TIMEOUT_S
     ) -> Adapter:
         """Have the shard load a LoRA adapter, as `ShardClient.load_adapter` has it."""
-        message = proto_codec.load_adapter_request(name, source)
-        return proto_codec.adapter(self._ask("LoadAdapter", message, timeout_s).adapter)
+        message = codec.load_adapter_request(name, source)
+        return codec.adapter(self._ask("LoadAdapter", message, timeout_s).adapter)
 
     def unload_adapter(self, name: str, *, timeout_s: float = _UNARY_TIMEOUT_S) -> None:
         """Give the adapter to no further request, as `ShardClient.unload_adapter` has it."""
-        self._ask("UnloadAdapter", proto_codec.unload_adapter_request(name), timeout_s)
+        self._ask("UnloadAdapter", codec.unload_adapter_request(name), timeout_s)
 
     def abort(self, request_ids: list[str]) -> None:
         """Abort by id; unknown ids are no error."""
-        self._ask("Abort", proto_codec.abort_request(request_ids), _UNARY_TIMEOUT_S)
+        self._ask("Abort", codec.abort_request(request_ids), _UNARY_TIMEOUT_S)
 
     def info(self, *, timeout_s: float = _UNARY_TIMEOUT_S) -> ShardInfo:
         """Ask what the shard serves."""
-        answer = self._ask("GetInfo", proto_codec.INFO_REQUEST, timeout_s)
-        return proto_codec.shard_info(answer, self.address)
+        answer = self._ask("GetInfo", codec.INFO_REQUEST, timeout_s)
+        return codec.shard_info(answer, self.address)
 
     def _ask(self, method: str, message: Any, timeout_s: float | None) -> Any:
         """The answer to a call of one message. Raises as `errors` lists them."""
         call = getattr(self._stub, method)
-        with proto_codec.errors_of(self.address):
+        with codec.errors_of(self.address):
             return call(message, metadata=self._metadata, timeout=timeout_s)
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """The tokenizer's files by name, checked against their hashes."""
-        call = self._stub.GetTokenizer(proto_codec.TOKENIZER_REQUEST, metadata=self._metadata)
-        with proto_codec.errors_of(self.address):
-            return proto_codec.whole_files(call)
+        call = self._stub.GetTokenizer(codec.TOKENIZER_REQUEST, metadata=self._metadata)
+        with codec.errors_of(self.address):
+            return codec.whole_files(call)

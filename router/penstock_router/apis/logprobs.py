@@ -223,9 +223,8 @@ def _alternatives(
     if requested_ids and columns.requested:
         count = len(requested_ids)
         return requested_ids, columns.requested[row * count : (row + 1) * count]
-    start = row * columns.top_n
-    end = start + min(top_n, columns.top_n)
-    return columns.top_token_ids[start:end], columns.top_logprobs[start:end]
+    ids, logprobs = columns.best(row)
+    return ids[:top_n], logprobs[:top_n]
 
 
 def _finite(value: float) -> float:

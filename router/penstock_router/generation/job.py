@@ -12,13 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from penstock_proto.facts import ShardInfo
 from penstock_proto.types import (
     GenerationRequest,
     Objective,
     PixelSource,
     PromptImage,
     SamplingParams,
-    ShardInfo,
     ThinkingBudget,
 )
 from penstock_router.errors import BadRequest, ContextExceeded

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from penstock_common.kv_cache_labels import KV_CACHE_HELP, KV_CACHE_LABELS, kv_cache_labels
-from penstock_proto.types import LoadReport
+from penstock_proto.facts import LoadReport
 from penstock_router.fleet import Fleet, ShardState, model_of, state_of
 
 _LABELS = ("shard", "model")

@@ -17,7 +17,8 @@ from typing import Any, Generic, TypeVar
 from aiohttp import web
 
 from penstock_client.fleet.discovery import check_address
-from penstock_proto.types import ShardInfo, random_seed
+from penstock_proto.facts import ShardInfo
+from penstock_proto.types import random_seed
 from penstock_router import sessions
 from penstock_router.admission.admission import Ticket, TimeLimit
 from penstock_router.apis import json_in_thread

@@ -7,7 +7,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 from aiohttp import web
 
 from penstock_common.version import VERSION
-from penstock_proto.types import ShardInfo
+from penstock_proto.facts import ShardInfo
 from penstock_router.apis.messages.models import MessageModel, message_model, page_of
 from penstock_router.apis.openai import fields as openai
 from penstock_router.apis.responses.models import catalogue

@@ -12,7 +12,7 @@ from typing import Any, NotRequired, TypedDict
 
 from aiohttp import web
 
-from penstock_proto.types import ShardInfo
+from penstock_proto.facts import ShardInfo
 from penstock_router.apis.base import LINES
 from penstock_router.apis.embeddings import EmbedRequest
 from penstock_router.apis.ollama import model_facts

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from penstock_proto.types import ModelShape
+from penstock_proto.facts import ModelShape
 from penstock_shard.checkpoint.untrusted.files import open_regular, read_object
 from penstock_shard.errors import ModelError, first_line
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from penstock_proto.errors import Code
+from penstock_proto.errors import Code, Error
+from penstock_proto.types import FinishReason, RequestOutput
 from penstock_shard.engine.finish import (
     add_prompt_logprobs,
     empty_output,
@@ -23,8 +24,8 @@ from penstock_shard.engine.finish import (
     work_of,
 )
 from penstock_shard.engine.next_turns import NextTurns
-from penstock_shard.ipc.messages import Error, Inbox, Load, Output
-from penstock_shard.ipc.request import FinishReason, Request
+from penstock_shard.ipc.messages import Inbox, Load
+from penstock_shard.ipc.request import Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.scheduler import Scheduler
 from penstock_shard.sequence import Sequence, SequenceState
@@ -63,7 +64,7 @@ class Engine:
         self._images = images
         self._next_turns = NextTurns(blocks, moves)
         self._live: dict[str, Sequence] = {}
-        self._outputs: list[Output] = []
+        self._outputs: list[RequestOutput] = []
         # Launched steps that were not collected, oldest first.
         self._in_flight: deque[Batch] = deque()
         # True if the oldest must be collected before another launch.
@@ -153,7 +154,7 @@ class Engine:
     def find(self, request_id: str) -> Sequence | None:
         return self._live.get(request_id)
 
-    def step(self) -> list[Output]:
+    def step(self) -> list[RequestOutput]:
         """Launch a step and collect the one before it. Returns outputs since the last call."""
         self.launch()
         return self.collect()
@@ -176,7 +177,7 @@ class Engine:
         self._is_due = waiting > (self._runner.info.max_steps_ahead if launched else 0)
         return self._is_due
 
-    def collect(self) -> list[Output]:
+    def collect(self) -> list[RequestOutput]:
         """Collect the oldest step if it is due. Returns outputs since the last call."""
         if self._is_due:
             self._is_due = False
@@ -402,7 +403,7 @@ class Engine:
             elif result.embedding is not None:
                 output = empty_output(sequence)
                 output.embedding = result.embedding
-                output.finish = FinishReason.STOP
+                output.finish_reason = FinishReason.STOP
             elif result.prompt_logprobs is not None:
                 output = empty_output(sequence)
             else:
@@ -411,7 +412,7 @@ class Engine:
             if result.prompt_logprobs is not None:
                 add_prompt_logprobs(output, sequence, result.prompt_logprobs)
             self._outputs.append(output)
-            if output.finish is not None:
+            if output.finish_reason is not None:
                 output.work = work_of(sequence)
                 self._forget(sequence)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from penstock_proto.errors import Code
-from penstock_shard.ipc.logprobs import Logprobs
-from penstock_shard.ipc.messages import Error, Output, Work
-from penstock_shard.ipc.request import FinishReason
+from penstock_proto.errors import Code, Error
+from penstock_proto.types import FinishReason, Logprobs, RequestOutput, Work
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.base import RowResult
 
 
-def token_output(sequence: Sequence, result: RowResult) -> Output:
+def token_output(sequence: Sequence, result: RowResult) -> RequestOutput:
     """Return the output of a row that sampled a token. A token that ends the sequence is always the
     last.
     """
@@ -20,18 +18,24 @@ def token_output(sequence: Sequence, result: RowResult) -> Output:
         token_ids = sequence.token_ids[-1 - len(result.more_token_ids) :].tolist()
     count = len(sequence.token_ids) - sequence.num_prompt_tokens
     position = count - len(token_ids)
-    output = Output(request.request_id, request.attempt, position, token_ids, result.logprobs)
+    output = RequestOutput(
+        token_ids,
+        position,
+        request_id=request.request_id,
+        attempt=request.attempt,
+        logprobs=result.logprobs,
+    )
     if position == sequence.num_delivered:
         output.cached_tokens = sequence.cached_tokens
     if last in request.stop_token_ids or last in request.reluctant_stop_ids:
-        output.finish = FinishReason.STOP
+        output.finish_reason = FinishReason.STOP
         output.stop_token_id = last
     elif count >= request.max_tokens:
-        output.finish = FinishReason.LENGTH
+        output.finish_reason = FinishReason.LENGTH
     return output
 
 
-def add_prompt_logprobs(output: Output, sequence: Sequence, logprobs: Logprobs) -> None:
+def add_prompt_logprobs(output: RequestOutput, sequence: Sequence, logprobs: Logprobs) -> None:
     output.prompt_logprobs = logprobs
     first = sequence.num_prompt_logprobs_sent - len(logprobs.chosen)
     output.prompt_logprobs_start = first + 1
@@ -54,16 +58,18 @@ def work_of(sequence: Sequence) -> Work:
     return Work(sequence.num_partial_steps + num_sampled, sequence.preemptions)
 
 
-def empty_output(sequence: Sequence) -> Output:
+def empty_output(sequence: Sequence) -> RequestOutput:
     request = sequence.request
-    return Output(request.request_id, request.attempt, sequence.num_output_tokens, [])
+    return RequestOutput(
+        [], sequence.num_output_tokens, request_id=request.request_id, attempt=request.attempt
+    )
 
 
 def last_output(
     sequence: Sequence, *, finish: FinishReason | None = None, error: Error | None = None
-) -> Output:
+) -> RequestOutput:
     output = empty_output(sequence)
-    output.finish = finish
+    output.finish_reason = finish
     output.error = error
     output.work = work_of(sequence)
     return output

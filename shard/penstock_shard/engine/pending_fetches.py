@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from penstock_shard.ipc.block_messages import Arrival, Fetch, FetchOver, PrefixNames
+from penstock_proto.types import PrefixNames
+from penstock_shard.ipc.block_messages import Arrival, Fetch, FetchOver
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.fetches import Fetches, FetchProgress
 from penstock_shard.sequence import Sequence

@@ -8,27 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
+from penstock_proto.types import PrefixNames
+
 Slot = tuple[int, int]
-
-
-class PrefixNames(msgspec.Struct, array_like=True, frozen=True):
-    """A prefix block by block: the chained hash of no tokens, then that up to the end of each
-    block, and the tokens of all blocks, unsigned 32-bit little-endian.
-    """
-
-    root: bytes
-    digests: list[bytes]
-    token_ids: bytes
-
-    def first(self, count: int) -> PrefixNames:
-        """Those of so many blocks."""
-        if count >= len(self.digests):
-            return self
-        num_bytes = len(self.token_ids) // len(self.digests) * count
-        return PrefixNames(self.root, self.digests[:count], self.token_ids[:num_bytes])
-
-
-# ---- server -> engine ----
 
 
 class Export(msgspec.Struct, array_like=True, frozen=True):

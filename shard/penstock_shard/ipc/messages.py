@@ -15,8 +15,9 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock_proto.errors import Code
-from penstock_proto.types import Adapter
+from penstock_proto.errors import Error
+from penstock_proto.facts import Adapter
+from penstock_proto.types import RequestOutput, Retain
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.block_messages import (
     Arrival,
@@ -28,8 +29,7 @@ from penstock_shard.ipc.block_messages import (
     InboundSlots,
 )
 from penstock_shard.ipc.framing import encode_frame, exactly, read_frame, receive_frame
-from penstock_shard.ipc.logprobs import Logprobs
-from penstock_shard.ipc.request import FinishReason, Request
+from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,11 @@ class Retention(msgspec.Struct, array_like=True, frozen=True):
     expected_s: float | None = None
     priority: int = DEFAULT_PRIORITY
 
+    @classmethod
+    def of(cls, request_id: str, retain: Retain) -> Retention:
+        priority = DEFAULT_PRIORITY if retain.priority is None else retain.priority
+        return cls(request_id, retain.seconds, retain.expected_s, priority)
+
 
 Told = Export | Arrival | AdapterChange | ImagePiece | ImageDrop | Retention | int
 
@@ -173,75 +178,6 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     revision: str
 
 
-class Error(msgspec.Struct, array_like=True):
-    """The way one request failed."""
-
-    code: Code
-    message: str
-    field: str = ""
-    value: str = ""
-    bound: str = ""
-    engine_died: bool = False
-
-
-class Work(msgspec.Struct, array_like=True, frozen=True):
-    """The cost of a request to the engine: steps that computed it, and its preemptions."""
-
-    steps: int
-    preemptions: int
-
-
-class Output(msgspec.Struct, array_like=True):
-    """News of one request. Only its last output has `finish` or `error`, one of the two."""
-
-    request_id: str
-    attempt: int
-    first_position: int
-    token_ids: list[int]
-    logprobs: Logprobs | None = None
-    prompt_logprobs: Logprobs | None = None
-    # Index in the prompt of the first row of `prompt_logprobs`.
-    prompt_logprobs_start: int = 1
-    cached_tokens: int | None = None
-    finish: FinishReason | None = None
-    stop_token_id: int | None = None
-    error: Error | None = None
-    # The vector of a request with `pooling`, on its last output: float32, little-endian.
-    embedding: bytes | None = None
-    # Seconds from arrival to the first step; the server sets it on the first output of an attempt.
-    queue_s: float | None = None
-    # On the last output, if the engine made it.
-    work: Work | None = None
-
-    @property
-    def is_last(self) -> bool:
-        return self.finish is not None or self.error is not None
-
-    @property
-    def scores_bytes(self) -> int:
-        """Bytes of its log-probabilities on the wire, about."""
-        if self.logprobs is None and self.prompt_logprobs is None:
-            return 0
-        return sum(each.num_bytes for each in (self.logprobs, self.prompt_logprobs) if each)
-
-    def merge(self, later: Output) -> None:
-        """Append a later output to this one, for a reader that is behind."""
-        self.token_ids += later.token_ids
-        self.logprobs = _merged(self.logprobs, later.logprobs)
-        if self.prompt_logprobs is None:
-            self.prompt_logprobs_start = later.prompt_logprobs_start
-        self.prompt_logprobs = _merged(self.prompt_logprobs, later.prompt_logprobs)
-        if self.cached_tokens is None:
-            self.cached_tokens = later.cached_tokens
-        if self.queue_s is None:
-            self.queue_s = later.queue_s
-        self.finish = later.finish
-        self.stop_token_id = later.stop_token_id
-        self.error = later.error
-        self.embedding = later.embedding
-        self.work = later.work
-
-
 class Load(msgspec.Struct, array_like=True, frozen=True):
     """The load of the engine after a step."""
 
@@ -300,7 +236,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
 class StepOutputs(msgspec.Struct, array_like=True, tag="step"):
     """The outputs that one step produced."""
 
-    outputs: list[Output]
+    outputs: list[RequestOutput]
     load: Load
     # Pieces of prefixes that came or went, by name, and the `Tier` where each is now.
     pieces: dict[int, int] = {}
@@ -375,10 +311,3 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_Message], body: bytes) -> _Messag
         # From msgspec, or from text that is not UTF-8.
         logger.error("a message between server and engine cannot be decoded: %s", error)
         return None
-
-
-def _merged(first: Logprobs | None, later: Logprobs | None) -> Logprobs | None:
-    if first is None or later is None:
-        return first or later
-    first.extend(later)
-    return first

@@ -6,22 +6,11 @@ token may depend on. What is known of its progress is a `sequence.Sequence`.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 import msgspec
 
 from penstock_proto.types import Constraint, Pooling, PromptImage, ThinkingBudget
-
-
-class FinishReason(enum.Enum):
-    """The reason why a sequence ended without an error."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORTED = "aborted"
-    # Of a request that only fetches: nothing more comes of its KV blocks.
-    FETCHED = "fetched"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock_proto.types import Adapter, EmbeddingDefaults, FieldBound, ModelShape
+from penstock_proto.facts import Adapter, EmbeddingDefaults, FieldBound, ModelShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Iterable
 
-from penstock_shard.ipc.block_messages import PrefixNames
+from penstock_proto.types import PrefixNames
 from penstock_shard.ipc.runner_info import CacheGroup, RunnerInfo, blocks_each
 from penstock_shard.kv_cache.block_names import block_tokens, extend_hashes, root_of
 from penstock_shard.kv_cache.block_pool import BlockPool

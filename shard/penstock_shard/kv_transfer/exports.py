@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
 
-from penstock_shard.ipc.block_messages import Export, Exported, PrefixNames, Slot
+from penstock_proto.types import PrefixNames
+from penstock_shard.ipc.block_messages import Export, Exported, Slot
 from penstock_shard.kv_cache.doubt import is_proven
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock_shard.ipc.block_messages import InboundSlots, PrefixNames, Slot
+from penstock_proto.types import PrefixNames
+from penstock_shard.ipc.block_messages import InboundSlots, Slot
 from penstock_shard.kv_cache.doubt import Doubt, is_proven
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
 from penstock_shard.kv_cache.prefix_tree import Prefix

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock_proto.types import EmbeddingDefaults
+from penstock_proto.facts import EmbeddingDefaults
 from penstock_shard.attention.backend_order import describe_backend
 from penstock_shard.checkpoint.pooling_files import pooling_of
 from penstock_shard.checkpoint.weight_files import model_shape

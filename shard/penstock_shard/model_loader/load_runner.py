@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock_proto.types import EmbeddingDefaults, Pooling
+from penstock_proto.facts import EmbeddingDefaults
+from penstock_proto.types import Pooling
 from penstock_shard.checkpoint.model_source import resolve_adapter, resolve_model
 from penstock_shard.checkpoint.tokenizer_files import read_tokenizer_files
 from penstock_shard.checkpoint.untrusted.files import read_object

@@ -28,12 +28,13 @@ from penstock_common.shared_flags import USAGE_STATUS
 from penstock_common.tls import Tls, TlsFilesUnusable
 from penstock_common.tracing.spans import SpanSink
 from penstock_common.tracing.trace_export import open_sink
+from penstock_proto import codec
+from penstock_proto.codec import kv
 from penstock_proto.transport import ServerCertificates, server_options
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.host_memory import free_host_bytes
 from penstock_shard.ipc.child_process import ChildProcess
 from penstock_shard.kv_transfer.shared_memory import make_shared_memory, map_shared_memory
-from penstock_shard.server import proto_codec
 from penstock_shard.server.adapter_list import open_adapter_list
 from penstock_shard.server.auth import KeyCheck
 from penstock_shard.server.engine_process import Standby, StartProcess, VllmEngines, start_engine
@@ -272,12 +273,12 @@ def _build_server(
     # Last, so that no message of a caller without a key is read.
     checks.append(RefuseUnreadable())
     server = grpc.aio.server(interceptors=checks, options=server_options())
-    proto_codec.add_servicer(servicer, server)
+    codec.add_servicer(servicer, server)
     if transfers is not None:
         fetch_blocks = KvTransferServicer(transfers).fetch_blocks
-        server.add_generic_rpc_handlers((proto_codec.kv_handlers(fetch_blocks),))
+        server.add_generic_rpc_handlers((kv.kv_handlers(fetch_blocks),))
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    names = (proto_codec.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    names = (codec.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     return server
 
@@ -314,7 +315,7 @@ class _FaultsOfCallers(logging.Filter):
         error = record.exc_info[1] if record.exc_info else None
         return type(error).__name__ not in (
             "ExecuteBatchError",
-            proto_codec.UnreadableMessage.__name__,
+            codec.UnreadableMessage.__name__,
         )
 
 
@@ -341,7 +342,7 @@ async def _report_health(engine: EngineSupervisor, servicer: health.aio.HealthSe
         if serving != reported:
             status = _Health.SERVING if serving else _Health.NOT_SERVING
             await servicer.set("", status)
-            await servicer.set(proto_codec.SERVICE_NAME, status)
+            await servicer.set(codec.SERVICE_NAME, status)
             reported = serving
         # Wake up without an event too, because a hang sets none.
         with contextlib.suppress(TimeoutError):

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from penstock_shard.server.proto_codec import KV_SERVICE_NAME
+from penstock_proto.codec.kv import KV_SERVICE_NAME
 
 _PROBE = "/grpc.health.v1.Health/Check"
 # A health check contains a service's name, and arrives in one packet with its call.

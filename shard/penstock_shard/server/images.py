@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from penstock_common.image_digest import DIGEST_BYTES, begin_digest
 from penstock_proto.errors import Code
-from penstock_proto.types import PromptImage
-from penstock_shard.ipc.messages import ImageDrop, ImagePiece, Output
+from penstock_proto.types import PromptImage, RequestOutput
+from penstock_shard.ipc.messages import ImageDrop, ImagePiece
 from penstock_shard.ipc.request import Request
 from penstock_shard.server.validation import Refusal
 
@@ -101,7 +101,9 @@ class EngineImages:
             self._tell(ImagePiece(incoming.number, 0, b""))
             self.num_bytes -= incoming.num_bytes
 
-    def hold(self, request: Request, deliver: Callable[[Output], None]) -> Callable[[Output], None]:
+    def hold(
+        self, request: Request, deliver: Callable[[RequestOutput], None]
+    ) -> Callable[[RequestOutput], None]:
         """Keep a request's images until its last output is delivered. Raises `Refusal` if one is
         missing or has another size.
         """
@@ -121,7 +123,7 @@ class EngineImages:
             kept.num_users += 1
             self._kept.move_to_end(digest)
 
-        def deliver_and_let_go(output: Output) -> None:
+        def deliver_and_let_go(output: RequestOutput) -> None:
             if output.is_last:
                 for kept in held:
                     kept.num_users -= 1

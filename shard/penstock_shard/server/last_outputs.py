@@ -1,30 +1,34 @@
-"""Collects the last output of each of a call's requests, or fails if one fails."""
+"""Collects the last output of each of a call's requests, or fails if one fails; and vectors."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import abc
 
-from penstock_proto.errors import Code
-from penstock_shard.ipc.messages import Error, Output
-from penstock_shard.ipc.request import FinishReason, Request
+import numpy as np
+
+from penstock_proto.errors import Code, Error
+from penstock_proto.types import EmbeddingRequest, FinishReason, RequestOutput
+from penstock_shard.ipc.request import Request
 from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.server.validation import Refusal
 
 
-async def last_outputs(engine: EngineSupervisor, requests: abc.Sequence[Request]) -> list[Output]:
+async def last_outputs(
+    engine: EngineSupervisor, requests: abc.Sequence[Request]
+) -> list[RequestOutput]:
     """Return the last output of each request, in order. Cancellation aborts the live requests.
 
     Raises:
         Refusal: one of the requests failed; the others are aborted.
     """
-    outputs: dict[str, asyncio.Future[Output]] = {}
+    outputs: dict[str, asyncio.Future[RequestOutput]] = {}
 
-    def take(output: Output) -> None:
+    def take(output: RequestOutput) -> None:
         last = outputs[output.request_id]
         if last.done() or not output.is_last:
             return
-        if output.error is None and output.finish is not FinishReason.ABORTED:
+        if output.error is None and output.finish_reason is not FinishReason.ABORTED:
             last.set_result(output)
         else:
             error = output.error or Error(Code.UNAVAILABLE, "the request was ended by the shard")
@@ -41,3 +45,14 @@ async def last_outputs(engine: EngineSupervisor, requests: abc.Sequence[Request]
         for request_id, last in outputs.items():
             if last.cancelled() or not last.done():
                 engine.abort(request_id, 0)
+
+
+def vector_of(output: RequestOutput, asked: EmbeddingRequest) -> list[float]:
+    """Return an output's vector cut to the wanted dimensions, of length 1 if that is asked for."""
+    values = np.frombuffer(output.embedding or b"", dtype="<f4")[: asked.dimensions]
+    values = values.astype(np.float64)
+    if asked.normalize:
+        # A zero vector stays zero.
+        values = values / (np.linalg.norm(values) or 1.0)
+    vector: list[float] = values.tolist()
+    return vector

@@ -7,12 +7,13 @@ import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from penstock_shard.ipc import messages
+from penstock_proto.facts import ClassLoad
+from penstock_proto.types import RequestOutput
 
 # The largest number of classes in a report. The last one includes less urgent classes.
 MAX_CLASSES = 8
 
-Deliver = Callable[[messages.Output], None]
+Deliver = Callable[[RequestOutput], None]
 
 
 @dataclass(eq=False, slots=True)
@@ -34,16 +35,6 @@ class Route:
     checking: asyncio.Task[None] | None = None
     # Wait until its first step. None before that step, and after an output carried it.
     queue_s: float | None = None
-
-
-@dataclass(slots=True)
-class ClassLoad:
-    """Live requests of one class. `queued_prompt_tokens` counts requests without an output yet."""
-
-    priority: int
-    running: int = 0
-    waiting: int = 0
-    queued_prompt_tokens: int = 0
 
 
 class ClassLoads:

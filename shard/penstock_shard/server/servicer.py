@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 
-from penstock_proto.errors import Code
+from penstock_proto import codec
+from penstock_proto.errors import Code, Error
 from penstock_proto.limits import (
     MAX_ID_CHARACTERS,
     MAX_UNREAD_SCORES_BYTES,
-    RETENTION_RANGES,
-    out_of_bounds,
 )
 from penstock_proto.transport import FIELD_METADATA
+from penstock_proto.types import RequestOutput
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.messages import Error, Output, Ready
-from penstock_shard.server import proto_codec
+from penstock_shard.ipc.messages import Ready, Retention
 from penstock_shard.server.images import IncomingImage
-from penstock_shard.server.last_outputs import last_outputs
+from penstock_shard.server.last_outputs import last_outputs, vector_of
 from penstock_shard.server.observe.request_record import Follower
+from penstock_shard.server.shard_info import shard_info
 from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.server.unreadable import unreadable
 from penstock_shard.server.validation import Refusal, check, check_embedding, check_prefetch
@@ -49,8 +49,6 @@ _IMAGE_TIMEOUT_S = 60.0
 _MAX_UNREAD_OUTPUTS = 4096
 _MAX_ABORTS_IN_RPC = 65_536
 _MAX_RETAINED_IN_RPC = 1024
-# Names of bounds -> names on the wire.
-_RETAIN_FIELDS = {"seconds": "seconds", "expected_s": "expected_seconds", "priority": "priority"}
 # gRPC's properties of a caller's certificate. The first that is present identifies the caller.
 _CALLER_NAMES = ("x509_subject_alternative_name", "x509_common_name", "x509_pem_cert")
 
@@ -66,7 +64,7 @@ class Outbox:
         self, namespace: str = "", end: Callable[[str, int], object] = lambda *_: None
     ) -> None:
         self._end = end
-        self._outputs: dict[tuple[str, int], Output] = {}
+        self._outputs: dict[tuple[str, int], RequestOutput] = {}
         self._changed = asyncio.Event()
         self._taken = asyncio.Event()
         self._closed = False
@@ -81,7 +79,7 @@ class Outbox:
         self.requests_total = 0
         self.last_error: Error | None = None
 
-    def put(self, output: Output) -> None:
+    def put(self, output: RequestOutput) -> None:
         output.request_id = output.request_id.removeprefix(self.namespace)
         key = (output.request_id, output.attempt)
         waiting = self._outputs.get(key)
@@ -118,7 +116,7 @@ class Outbox:
         """Outputs that the caller has not got yet."""
         return len(self._outputs) + self._num_being_written
 
-    async def take(self) -> list[Output]:
+    async def take(self) -> list[RequestOutput]:
         """Wait for outputs and take them all. Empty when the call is over."""
         self._num_being_written = 0
         while not self._outputs:
@@ -132,14 +130,16 @@ class Outbox:
         return list(outputs.values())
 
 
-def _too_much_unread(waiting: Output) -> Output:
+def _too_much_unread(waiting: RequestOutput) -> RequestOutput:
     text = (
         f"logprobs: more than {MAX_UNREAD_SCORES_BYTES} bytes of them wait for their reader; read "
         "faster, or ask for fewer of them or of tokens"
     )
     error = Error(Code.OUT_OF_RANGE, text, field="logprobs")
     position = waiting.first_position
-    return Output(waiting.request_id, waiting.attempt, position, [], error=error)
+    return RequestOutput(
+        [], position, request_id=waiting.request_id, attempt=waiting.attempt, error=error
+    )
 
 
 def _close(outbox: Outbox, reader: asyncio.Task[None]) -> None:
@@ -147,16 +147,16 @@ def _close(outbox: Outbox, reader: asyncio.Task[None]) -> None:
     error = None if reader.cancelled() else reader.exception()
     if error is None:
         outbox.close()
-    elif isinstance(error, proto_codec.UnreadableMessage):
+    elif isinstance(error, codec.UnreadableMessage):
         logger.warning("a call ends: %s", error)
-        text = unreadable(f"/{proto_codec.SERVICE_NAME}/Generate")
+        text = unreadable(f"/{codec.SERVICE_NAME}/Generate")
         outbox.close(Error(Code.INVALID_ARGUMENT, text))
     else:
         logger.error("a call ends: its requests cannot be taken", exc_info=error)
         outbox.close(Error(Code.INTERNAL, f"the shard failed: {type(error).__name__}"))
 
 
-class ShardServicer(proto_codec.Servicer):
+class ShardServicer(codec.Servicer):
     def __init__(
         self, engine: EngineSupervisor, config: ShardConfig, follower: Follower | None = None
     ) -> None:
@@ -178,13 +178,13 @@ class ShardServicer(proto_codec.Servicer):
         self._outboxes.add(outbox)
         try:
             while outputs := await outbox.take():
-                for response in proto_codec.responses(outputs, outbox.live):
+                for response in codec.responses(outputs, outbox.live):
                     yield response
             error = outbox.broken
             if error is None and outbox.requests_total == 1:
                 error = outbox.last_error
             if error is not None:
-                await context.abort(proto_codec.status(error), error.message)
+                await context.abort(codec.status(error), error.message)
         finally:
             self._outboxes.discard(outbox)
             reader.cancel()
@@ -199,14 +199,14 @@ class ShardServicer(proto_codec.Servicer):
 
     def _submit(self, message: Any, outbox: Outbox) -> None:
         outbox.requests_total += 1
-        submission = proto_codec.submission(message)
+        submission = codec.submission(message)
         request_id, attempt = submission.request_id[:MAX_ID_CHARACTERS], submission.attempt.number
         if (request_id, attempt) in outbox.live:
             # A refusal would look like the end of the running attempt.
             logger.warning("attempt %d of request %r came twice", attempt, request_id)
             return
         ready = self._engine.ready
-        outlet: Callable[[Output], None] = outbox.put
+        outlet: Callable[[RequestOutput], None] = outbox.put
         if self._follower is not None:
             outlet = self._follower.outlet(submission, self._engine.instance_id, outlet)
         try:
@@ -225,7 +225,13 @@ class ShardServicer(proto_codec.Servicer):
             outlet = self._engine.images.hold(checked, outlet)
         except Refusal as refusal:
             self._engine.metrics.on_refusal(refusal.error)
-            refused = Output(outbox.namespace + request_id, attempt, 0, [], error=refusal.error)
+            refused = RequestOutput(
+                [],
+                0,
+                request_id=outbox.namespace + request_id,
+                attempt=attempt,
+                error=refusal.error,
+            )
             outlet(refused)
             return
         outbox.live[request_id, attempt] = submission.number
@@ -244,55 +250,51 @@ class ShardServicer(proto_codec.Servicer):
             message = f"request_ids: {count} ids in one call; at most {_MAX_ABORTS_IN_RPC}"
             await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, message)
         namespace = _namespace(context)
-        for request_id, attempt in proto_codec.aborts(request):
+        for request_id, attempt in codec.aborts(request):
             self._engine.abort(namespace + request_id, attempt)
-        return proto_codec.ABORT_RESPONSE
+        return codec.ABORT_RESPONSE
 
     async def Retain(self, request: Any, context: Context) -> Any:
         count = len(request.request_ids)
         if count > _MAX_RETAINED_IN_RPC:
             message = f"request_ids: {count} ids in one call; at most {_MAX_RETAINED_IN_RPC}"
             await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, message)
-        for name, field in _RETAIN_FIELDS.items():
-            value, allowed = getattr(request, field), RETENTION_RANGES[name]
-            if not allowed.holds(value):
-                message = out_of_bounds(field, value, allowed)
-                await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, message)
+        try:
+            retain = codec.retain(request)
+        except ValueError as error:
+            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         namespace = _namespace(context)
         for request_id in dict.fromkeys(request.request_ids):
-            self._engine.tell(proto_codec.retention(namespace + request_id, request))
-        return proto_codec.RETAIN_RESPONSE
+            self._engine.tell(Retention.of(namespace + request_id, retain))
+        return codec.RETAIN_RESPONSE
 
     async def Embed(self, request: Any, context: Context) -> Any:
         ready = await self._ready(context)
-        asked = proto_codec.embedding_request(request)
+        asked = codec.embedding_request(request)
         try:
             self._check_engine(request.instance_id)
             call_id = uuid.uuid4().hex
             requests = check_embedding(asked, request.request_id, ready.info, call_id)
             outputs = await last_outputs(self._engine, requests)
         except Refusal as refusal:
-            await _abort(context, proto_codec.status(refusal.error), refusal.error.message)
-        response = proto_codec.EmbedResponse()
+            await _abort(context, codec.status(refusal.error), refusal.error.message)
+        response = codec.EmbedResponse()
         for output in outputs:
-            vector = output.embedding or b""
-            proto_codec.add_embedding(
-                response, vector, dimensions=asked.dimensions, normalize=bool(asked.normalize)
-            )
+            codec.add_vector(response, vector_of(output, asked))
             # Many long vectors take 0.1 s: let other calls run in between.
             await asyncio.sleep(0)
         return response
 
     async def Prefetch(self, request: Any, context: Context) -> Any:
         ready = await self._ready(context)
-        submission = proto_codec.submission(request)
+        submission = codec.submission(request)
         try:
             self._check_engine(submission.attempt.instance_id)
             checked = check_prefetch(submission, ready.info, self._config, uuid.uuid4().hex)
             (output,) = await last_outputs(self._engine, [checked])
         except Refusal as refusal:
-            await _abort(context, proto_codec.status(refusal.error), refusal.error.message)
-        return proto_codec.prefetch_response(output.cached_tokens)
+            await _abort(context, codec.status(refusal.error), refusal.error.message)
+        return codec.prefetch_response(output.cached_tokens)
 
     async def PutImage(self, request_iterator: AsyncIterator[Any], context: Context) -> Any:
         ready = await self._ready(context)
@@ -300,9 +302,9 @@ class ShardServicer(proto_codec.Servicer):
             if "images" not in ready.info.capabilities:
                 text = "images are not served by this shard"
                 raise Refusal(Code.FAILED_PRECONDITION, text, field="images")
-            return proto_codec.put_image_response(await self._put_image(request_iterator))
+            return codec.put_image_response(await self._put_image(request_iterator))
         except Refusal as refusal:
-            await _abort(context, proto_codec.status(refusal.error), refusal.error.message)
+            await _abort(context, codec.status(refusal.error), refusal.error.message)
 
     async def _put_image(self, chunks: AsyncIterator[Any]) -> bool:
         """Receive an image; return true if the engine already has it. Raises `Refusal`."""
@@ -331,12 +333,13 @@ class ShardServicer(proto_codec.Servicer):
 
     async def GetInfo(self, request: Any, context: Context) -> Any:
         ready = await self._ready(context)
-        return proto_codec.info_response(ready, self._config, self._engine.instance_id)
+        info = shard_info(ready, self._config, self._engine.instance_id)
+        return codec.info_message(info)
 
     async def GetTokenizer(self, request: Any, context: Context) -> AsyncIterator[Any]:
         ready = await self._ready(context)
         # Hashing a large vocabulary takes many milliseconds.
-        for chunk in await asyncio.to_thread(list, proto_codec.file_chunks(ready.tokenizer_files)):
+        for chunk in await asyncio.to_thread(list, codec.file_chunks(ready.tokenizer_files)):
             yield chunk
 
     async def WatchLoad(self, request: Any, context: Context) -> AsyncIterator[Any]:
@@ -344,7 +347,7 @@ class ShardServicer(proto_codec.Servicer):
         try:
             while True:
                 changed.clear()
-                yield proto_codec.load_report(self._engine)
+                yield load_report(self._engine)
                 await asyncio.sleep(_MIN_REPORT_INTERVAL_S)
                 try:
                     async with asyncio.timeout(_MAX_REPORT_INTERVAL_S - _MIN_REPORT_INTERVAL_S):
@@ -358,7 +361,9 @@ class ShardServicer(proto_codec.Servicer):
         # Close `reports` as soon as the caller is gone, because changes would pile up.
         async with aclosing(self._engine.pieces.watch()) as reports:
             async for report in reports:
-                yield proto_codec.blocks_report(report)
+                yield codec.blocks_message(
+                    report.instance_id, report.pieces, begins=report.begins, ends=report.ends
+                )
 
     async def Drain(self, request: Any, context: Context) -> AsyncIterator[Any]:
         self._engine.drain(hand_over=request.hand_over)
@@ -367,7 +372,7 @@ class ShardServicer(proto_codec.Servicer):
         while True:
             # Counted before sending: if requests end meanwhile, another report follows.
             live, waiting = self._engine.num_live, self._engine.num_waiting
-            yield proto_codec.drain_progress(live - waiting, waiting)
+            yield codec.drain_message(live - waiting, waiting)
             if live == 0 or loop.time() >= end_s:
                 return
             await asyncio.sleep(_MIN_REPORT_INTERVAL_S)
@@ -378,7 +383,7 @@ class ShardServicer(proto_codec.Servicer):
             adapter = await self._engine.adapters.load(request.name, request.source)
         except Refusal as refusal:
             await _refuse(context, refusal)
-        return proto_codec.load_adapter_response(adapter)
+        return codec.load_adapter_response(adapter)
 
     async def UnloadAdapter(self, request: Any, context: Context) -> Any:
         await self._ready(context)
@@ -386,7 +391,7 @@ class ShardServicer(proto_codec.Servicer):
             await self._engine.adapters.unload(request.name)
         except Refusal as refusal:
             await _refuse(context, refusal)
-        return proto_codec.UNLOAD_ADAPTER_RESPONSE
+        return codec.UNLOAD_ADAPTER_RESPONSE
 
     def _check_engine(self, instance_id: str) -> None:
         """Raise `Refusal` if the request is for another engine instance; "" means any."""
@@ -416,10 +421,29 @@ def _namespace(context: Context) -> str:
 async def _refuse(context: Context, refusal: Refusal) -> NoReturn:
     """Abort with the field at fault in metadata: a gRPC status has no field for it."""
     error = refusal.error
-    await context.abort(proto_codec.status(error), error.message, ((FIELD_METADATA, error.field),))
+    await context.abort(codec.status(error), error.message, ((FIELD_METADATA, error.field),))
     raise AssertionError("abort raises")
 
 
 async def _abort(context: Context, status: grpc.StatusCode, message: str) -> NoReturn:
     await context.abort(status, message)
     raise AssertionError("abort raises")
+
+
+def load_report(engine: EngineSupervisor) -> Any:
+    """Report the load, with what waits at the server in front of the engine."""
+    queued_prompt_tokens = engine.queued_tokens + engine.load.prefill_tokens_left
+    return codec.load_message(
+        engine.load,
+        engine.classes.report(queued_prompt_tokens),
+        instance_id=engine.instance_id,
+        waiting=engine.num_waiting,
+        queued_prompt_tokens=queued_prompt_tokens,
+        num_blocks=0 if engine.ready is None else engine.ready.info.num_blocks,
+        step_running_s=engine.step_running_s,
+        engine_beat_age_s=engine.beat_age_s,
+        serving=engine.serving,
+        draining=engine.draining,
+        handing_over=engine.handing_over,
+        adapters_revision=engine.adapters.revision,
+    )

@@ -16,15 +16,15 @@ from collections.abc import Awaitable, Callable, Hashable
 import msgspec
 
 from penstock_common.clock import Clock
-from penstock_proto.errors import Code
+from penstock_proto.errors import Code, Error
 from penstock_proto.limits import MAX_ID_CHARACTERS, TRIAL_TOKENS
-from penstock_proto.types import CONSTRAINT_KINDS, Constraint
+from penstock_proto.types import CONSTRAINT_KINDS, Constraint, FinishReason, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
 from penstock_shard.ipc.child_process import ChildProcess
 from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.process_group import ProcessesRemain
-from penstock_shard.ipc.request import FinishReason, Request
+from penstock_shard.ipc.request import Request
 from penstock_shard.server.adapter_changes import Loaded, ServerAdapters
 from penstock_shard.server.adapter_list import AdapterList
 from penstock_shard.server.early_aborts import EarlyAborts
@@ -169,12 +169,12 @@ class EngineSupervisor:
         """
         key = (request.request_id, request.attempt)
         if self._early_aborts.include(*key):
-            deliver(messages.Output(*key, 0, [], finish=FinishReason.ABORTED))
+            deliver(_ending(*key, finish_reason=FinishReason.ABORTED))
             return
         refusal = self._refusal_of(request, suspect)
         if refusal is not None:
             self.metrics.on_refusal(refusal)
-            deliver(messages.Output(*key, 0, [], error=refusal))
+            deliver(_ending(*key, error=refusal))
             return
         present = self._routes.get(request.request_id)
         if present is not None:
@@ -219,18 +219,18 @@ class EngineSupervisor:
             verdict = await self._checker.check(constraint, caller)
         except NotChecked as error:
             route.checking = None
-            full = messages.Error(Code.RESOURCE_EXHAUSTED, str(error), field=constraint.kind)
+            full = Error(Code.RESOURCE_EXHAUSTED, str(error), field=constraint.kind)
             self._end_route(route, error=full)
         except CheckFailed as error:
             route.checking = None
-            self._end_route(route, error=messages.Error(Code.INTERNAL, str(error)))
+            self._end_route(route, error=Error(Code.INTERNAL, str(error)))
         else:
             route.checking = None
             self._judge(route, request, constraint, verdict)
 
     def _judge(self, route: Route, request: Request, constraint: Constraint, verdict: str) -> None:
         if verdict:
-            error = messages.Error(Code.INVALID_ARGUMENT, verdict, field=constraint.kind)
+            error = Error(Code.INVALID_ARGUMENT, verdict, field=constraint.kind)
             self._end_route(route, error=error)
             return
         try:
@@ -241,29 +241,29 @@ class EngineSupervisor:
         else:
             self._hand_over(request)
 
-    def _refusal_of(self, request: Request, suspect: bool) -> messages.Error | None:
+    def _refusal_of(self, request: Request, suspect: bool) -> Error | None:
         if self.draining:
-            return messages.Error(Code.UNAVAILABLE, "the shard is draining")
+            return Error(Code.UNAVAILABLE, "the shard is draining")
         # A hung engine reads no messages; they would pile up here.
         if not self.serving:
-            return messages.Error(Code.UNAVAILABLE, "the shard's engine is not serving")
+            return Error(Code.UNAVAILABLE, "the shard's engine is not serving")
         routes = self._routes.values()
         others = (route for route in routes if route.request_id != request.request_id)
         if suspect and any(route.suspect for route in others):
             reason = "another request that engines died of is being tried"
-            return messages.Error(Code.RESOURCE_EXHAUSTED, reason)
+            return Error(Code.RESOURCE_EXHAUSTED, reason)
         config = self._config
         # A higher attempt replaces a lower one.
         num_others = self.num_live - (request.request_id in self._routes)
         if num_others >= config.max_num_seqs + config.max_queued_requests:
-            return messages.Error(
+            return Error(
                 Code.RESOURCE_EXHAUSTED,
                 f"{num_others} requests run or wait; --max-num-seqs is {config.max_num_seqs}, "
                 f"--max-queued-requests {config.max_queued_requests}",
             )
         # If no request waits, accept one: the context length bounds its tokens.
         if self.num_waiting and self.queued_tokens + request.num_tokens > config.max_queued_tokens:
-            return messages.Error(
+            return Error(
                 Code.RESOURCE_EXHAUSTED,
                 f"{self.queued_tokens} prompt tokens wait; --max-queued-tokens is "
                 f"{config.max_queued_tokens}",
@@ -290,7 +290,7 @@ class EngineSupervisor:
 
     def end_all(self, reason: str) -> None:
         for route in list(self._routes.values()):
-            self._end_route(route, error=messages.Error(Code.UNAVAILABLE, reason))
+            self._end_route(route, error=Error(Code.UNAVAILABLE, reason))
 
     def _abort_in_engine(self, route: Route) -> None:
         self._inbox.aborts.append((route.request_id, route.attempt))
@@ -299,7 +299,7 @@ class EngineSupervisor:
     def _overdue(self, route: Route) -> None:
         if route.checking is None:
             self._abort_in_engine(route)
-        error = messages.Error(Code.DEADLINE_EXCEEDED, "the request's deadline passed")
+        error = Error(Code.DEADLINE_EXCEEDED, "the request's deadline passed")
         self._end_route(route, error=error)
 
     def _end_route(
@@ -307,16 +307,16 @@ class EngineSupervisor:
         route: Route,
         *,
         finish: FinishReason | None = None,
-        error: messages.Error | None = None,
+        error: Error | None = None,
     ) -> None:
         """Give a request its last output. The engine's later outputs for it are dropped."""
-        key = (route.request_id, route.attempt)
-        last = messages.Output(*key, 0, [], finish=finish, error=error, queue_s=route.queue_s)
+        last = _ending(route.request_id, route.attempt, finish_reason=finish, error=error)
+        last.queue_s = route.queue_s
         route.queue_s = None
         self._forget(route, last)
         route.deliver(last)
 
-    def _forget(self, route: Route, last: messages.Output) -> None:
+    def _forget(self, route: Route, last: RequestOutput) -> None:
         del self._routes[route.request_id]
         self._live_tokens -= route.num_tokens
         self.classes.remove(route)
@@ -556,10 +556,23 @@ class EngineSupervisor:
         charged = [route for route in started if route.suspect] or started
         for route in charged:
             reason = "the shard's engine died while this request was running"
-            self._end_route(route, error=messages.Error(Code.UNAVAILABLE, reason, engine_died=True))
+            self._end_route(route, error=Error(Code.UNAVAILABLE, reason, engine_died=True))
         self.end_all("the shard's engine died")
         self._notify()
 
     def _notify(self) -> None:
         for event in self._listeners:
             event.set()
+
+
+def _ending(
+    request_id: str,
+    attempt: int,
+    *,
+    finish_reason: FinishReason | None = None,
+    error: Error | None = None,
+) -> RequestOutput:
+    """The last output of an attempt that gave none."""
+    output = RequestOutput([], 0, request_id=request_id, attempt=attempt)
+    output.finish_reason, output.error = finish_reason, error
+    return output

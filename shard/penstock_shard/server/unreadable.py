@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from penstock_shard.server.proto_codec import UnreadableMessage
+from penstock_proto.codec import UnreadableMessage
 
 # gRPC's type is generic only for type checkers.
 Handler = Any

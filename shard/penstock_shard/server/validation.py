@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from penstock_proto.errors import Code
+from penstock_proto.errors import Code, Error
+from penstock_proto.facts import Adapter
 from penstock_proto.features import Asked
 from penstock_proto.limits import (
     GREEDY_TEMPERATURE,
@@ -33,7 +34,6 @@ from penstock_proto.limits import (
     short,
 )
 from penstock_proto.types import (
-    Adapter,
     Constraint,
     EmbeddingRequest,
     GenerationRequest,
@@ -44,7 +44,6 @@ from penstock_proto.types import (
 )
 from penstock_proto.types import Objective as AskedObjective
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.messages import Error
 from penstock_shard.ipc.request import Objective, Request, SamplingParams
 from penstock_shard.ipc.runner_info import RunnerInfo
 

@@ -11,8 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from llguidance import LLMatcher
 
-from penstock_proto.errors import Code
-from penstock_shard.ipc.messages import Error
+from penstock_proto.errors import Code, Error
 from penstock_shard.ipc.request import Request
 from penstock_shard.structured_output.compiler import Compiler, is_worn_out
 from penstock_shard.structured_output.distinct.distinct import Distinct

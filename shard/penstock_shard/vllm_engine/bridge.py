@@ -8,20 +8,12 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from penstock_proto.errors import Code
-from penstock_proto.types import Pooling
+from penstock_proto.errors import Code, Error
+from penstock_proto.types import FinishReason, Pooling, RequestOutput
 from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.errors import ImageUnusable, first_line
-from penstock_shard.ipc.messages import (
-    Beat,
-    Error,
-    FromEngine,
-    Inbox,
-    Output,
-    Started,
-    StepOutputs,
-)
-from penstock_shard.ipc.request import FinishReason, Request
+from penstock_shard.ipc.messages import Beat, FromEngine, Inbox, Started, StepOutputs
+from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.vllm_engine.images import PromptImages
 from penstock_shard.vllm_engine.load import LoadCount
@@ -169,7 +161,13 @@ class Bridge:
         return any(each.is_started for each in self._known.values())
 
     def _refuse(self, request: Request, error: Error) -> None:
-        self._tell([Output(request.request_id, request.attempt, 0, [], error=error)])
+        self._tell(
+            [
+                RequestOutput(
+                    [], 0, request_id=request.request_id, attempt=request.attempt, error=error
+                )
+            ]
+        )
 
     async def _step(self) -> None:
         while True:
@@ -195,14 +193,19 @@ class Bridge:
             self._core.check_alive()
             await asyncio.sleep(_LOOK_S)
 
-    def _tell(self, outputs: list[Output]) -> None:
+    def _tell(self, outputs: list[RequestOutput]) -> None:
         self._send(StepOutputs(outputs, self._counts.load(self._known.values())))
 
 
-def _aborted(progress: Progress) -> Output:
+def _aborted(progress: Progress) -> RequestOutput:
     request = progress.request
-    key = request.request_id, request.attempt
-    return Output(*key, progress.num_output, [], finish=FinishReason.ABORTED)
+    return RequestOutput(
+        [],
+        progress.num_output,
+        request_id=request.request_id,
+        attempt=request.attempt,
+        finish_reason=FinishReason.ABORTED,
+    )
 
 
 def _other_task(pooling: Pooling | None) -> Error:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock_proto.types import EmbeddingDefaults
+from penstock_proto.facts import EmbeddingDefaults
 from penstock_shard.checkpoint.weight_files import model_shape
 from penstock_shard.checkpoint.weights_hash import hash_weights
 from penstock_shard.config import ShardConfig

@@ -13,10 +13,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock_proto.errors import Code
+from penstock_proto.errors import Code, Error
 from penstock_proto.types import CONSTRAINT_KINDS
 from penstock_shard.errors import first_line
-from penstock_shard.ipc.messages import Error
 from penstock_shard.vllm_engine.requests import CAPABILITIES, CoreRequest
 
 GENERATE_CAPABILITIES = CAPABILITIES - CONSTRAINT_KINDS - {"bad_words"}

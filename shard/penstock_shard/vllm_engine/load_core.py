@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock_proto.types import CONSTRAINT_KINDS, EmbeddingDefaults
+from penstock_proto.facts import EmbeddingDefaults
+from penstock_proto.types import CONSTRAINT_KINDS
 from penstock_shard.checkpoint.model_source import resolve_model
 from penstock_shard.checkpoint.pooling_files import pooling_of
 from penstock_shard.checkpoint.tokenizer_files import read_tokenizer_files, tokenizer_hash

@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock_proto.errors import Code
-from penstock_shard.ipc.logprobs import Logprobs
-from penstock_shard.ipc.messages import Error, Output
-from penstock_shard.ipc.request import FinishReason, Request
+from penstock_proto.errors import Code, Error
+from penstock_proto.types import FinishReason, Logprobs, RequestOutput
+from penstock_shard.ipc.request import Request
 
 _ERRORS = msgspec.json.Decoder(Error)
 _FINISH = {
@@ -39,10 +38,12 @@ class Progress:
         return self.request.num_tokens if is_waiting else 0
 
 
-def read_output(progress: Progress, given: Any) -> Output:
+def read_output(progress: Progress, given: Any) -> RequestOutput:
     request = progress.request
     token_ids = list(given.new_token_ids)
-    output = Output(request.request_id, request.attempt, progress.num_output, token_ids)
+    output = RequestOutput(
+        token_ids, progress.num_output, request_id=request.request_id, attempt=request.attempt
+    )
     progress.num_output += len(token_ids)
     if given.new_logprobs is not None:
         output.logprobs = _logprobs(*given.new_logprobs[:3], top_n=request.logprobs or 0)
@@ -61,9 +62,9 @@ def read_output(progress: Progress, given: Any) -> Output:
     return output
 
 
-def _end(output: Output, reason: str, stop_reason: Any) -> None:
-    output.finish = _FINISH.get(reason)
-    if output.finish is None:
+def _end(output: RequestOutput, reason: str, stop_reason: Any) -> None:
+    output.finish_reason = _FINISH.get(reason)
+    if output.finish_reason is None:
         # Drop these tokens: they may break the constraint, for example.
         output.token_ids = []
         output.logprobs = None
@@ -71,7 +72,7 @@ def _end(output: Output, reason: str, stop_reason: Any) -> None:
         is_told = isinstance(stop_reason, str)
         unknown = Error(Code.INTERNAL, f"vLLM ended this request: {reason}")
         output.error = _ERRORS.decode(stop_reason) if is_told else unknown
-    elif output.finish is FinishReason.STOP:
+    elif output.finish_reason is FinishReason.STOP:
         last = output.token_ids[-1] if output.token_ids else None
         output.stop_token_id = stop_reason if isinstance(stop_reason, int) else last
 

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock_proto.types import CONSTRAINT_KINDS, FieldBound
+from penstock_proto.facts import FieldBound
+from penstock_proto.types import CONSTRAINT_KINDS
 from penstock_shard.ipc.request import Request
 
 # Features that requests may use; see `server/validation.py`.

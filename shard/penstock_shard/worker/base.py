@@ -11,8 +11,7 @@ from collections import abc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from penstock_proto.types import PromptImage
-from penstock_shard.ipc.logprobs import Logprobs
+from penstock_proto.types import Logprobs, PromptImage
 from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 

@@ -28,9 +28,8 @@ from pathlib import Path
 import numpy as np
 
 from penstock_common.clock import Clock
-from penstock_proto.types import Pooling
+from penstock_proto.types import Logprobs, Pooling
 from penstock_shard.checkpoint.adapter_files import read_adapter_files
-from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.structured_output.matcher_state import ConstraintState, MaskFiller, allowed_ids

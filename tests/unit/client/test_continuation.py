@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 from support.fleet_doubles import Make, World, info, settled
+from support.scores import scores
 
 from penstock_client import (
     Adapter,
@@ -40,8 +41,8 @@ from penstock_client.load_balancing.base import Candidate, Decision
 from penstock_client.rpc import generation_stream
 from penstock_common.tracing.spans import SpanContext
 from penstock_proto.errors import RequestRefused
+from penstock_proto.facts import FieldBound
 from penstock_proto.limits import TRIAL_TOKENS
-from penstock_proto.types import FieldBound
 
 
 async def test_a_request_goes_on_at_another_shard_with_its_output_and_the_next_attempt(
@@ -95,8 +96,8 @@ async def test_what_the_first_model_s_defaults_said_holds_at_the_next_shard(make
 async def test_output_of_an_earlier_attempt_is_no_output_of_this_one(make: Make) -> None:
     world = make("a", "b")
     stream = world.start(prompt_logprobs=0)
-    scores = Logprobs(chosen=[-1.0, -2.0], ranks=[1, 1])
-    stream.feed(Output([], 0, prompt_logprobs=scores, prompt_logprobs_start=1))
+    row = Logprobs(chosen=[-1.0, -2.0], ranks=[1, 1])
+    stream.feed(Output([], 0, prompt_logprobs=row, prompt_logprobs_start=1))
     stream.fail(ShardUnavailable("gone"))
     await settled()
     again = Logprobs(chosen=[-1.0, -2.0], ranks=[1, 1])
@@ -679,8 +680,8 @@ def _died() -> ShardUnavailable:
 async def test_no_other_weights_go_on_after_scores_of_the_prompt(make: Make) -> None:
     world = make("a", wait_s=0.2)
     stream = world.start(prompt_logprobs=0)
-    scores = Logprobs(chosen=[-1.0], ranks=[1])
-    stream.feed(Output([], 0, prompt_logprobs=scores, prompt_logprobs_start=1))
+    row = Logprobs(chosen=[-1.0], ranks=[1])
+    stream.feed(Output([], 0, prompt_logprobs=row, prompt_logprobs_start=1))
     world.add("b", weights_hash="others")
     del world.shards["a"]
     stream.fail(ShardUnavailable("gone"))
@@ -697,8 +698,8 @@ async def test_an_attempt_that_says_what_is_known_is_in_vain(make: Make) -> None
         async with asyncio.timeout(30):
             while stream.shard is None and not stream.ended:
                 await asyncio.sleep(0.01)
-        scores = Logprobs(chosen=[-1.0], ranks=[1])
-        stream.feed(Output([], 0, prompt_logprobs=scores, prompt_logprobs_start=1))
+        row = Logprobs(chosen=[-1.0], ranks=[1])
+        stream.feed(Output([], 0, prompt_logprobs=row, prompt_logprobs_start=1))
         stream.fail(ShardUnavailable("again"))
     assert stream.ended
     assert ("given_up", "attempts") in world.events
@@ -707,8 +708,8 @@ async def test_an_attempt_that_says_what_is_known_is_in_vain(make: Make) -> None
 async def test_a_gap_in_the_scores_of_the_prompt_is_an_error(make: Make) -> None:
     world = make("a")
     stream = world.start(prompt_logprobs=0)
-    scores = Logprobs(chosen=[-1.0], ranks=[1])
-    stream.feed(Output([], 0, prompt_logprobs=scores, prompt_logprobs_start=2))
+    row = Logprobs(chosen=[-1.0], ranks=[1])
+    stream.feed(Output([], 0, prompt_logprobs=row, prompt_logprobs_start=2))
     with pytest.raises(ShardFailed, match="prompt from index 2 arrived, 1 was next"):
         await anext(stream)
 
@@ -886,8 +887,8 @@ class Storm:
         assert given >= position
         self.weights[stream].add(stream.info.weights_hash)
         if stream.request.prompt_logprobs is not None and self.rng.random() < 0.3:
-            scores = Logprobs(chosen=[-1.0], ranks=[1])
-            stream.feed(Output([], given, prompt_logprobs=scores))
+            row = Logprobs(chosen=[-1.0], ranks=[1])
+            stream.feed(Output([], given, prompt_logprobs=row))
         elif given == 19:
             stream.feed(Output([given], given, finish_reason=FinishReason.LENGTH))
         else:
@@ -1228,8 +1229,8 @@ async def test_more_scores_than_may_wait_end_a_request_and_are_no_reason_to_go_o
     world = make("a", "b")
     stream = world.start(logprobs=2)
     for position in range(2):
-        scores = Logprobs([-1.0], [1], 2, [7, 8], [-1.0, -2.0])
-        stream.feed(Output([7], position, logprobs=scores))
+        row = scores([-1.0], [1], 2, [7, 8], [-1.0, -2.0])
+        stream.feed(Output([7], position, logprobs=row))
     assert (await anext(stream)).token_ids == [7]
     with pytest.raises(RequestRefused, match="20 bytes of them wait"):
         await anext(stream)

@@ -25,8 +25,8 @@ from penstock_client import (
     ShardUnavailable,
 )
 from penstock_client.fleet.shard_state import ShardWatch
+from penstock_proto.facts import ClassLoad
 from penstock_proto.transport import CLOSES_AT_ONCE, CONNECTION_REFUSED
-from penstock_proto.types import ClassLoad
 
 
 @pytest.mark.parametrize("addresses", [[], ["a:1", "a:1"]])

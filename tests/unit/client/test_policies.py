@@ -17,7 +17,8 @@ from penstock_client.load_balancing.base import (
 from penstock_client.load_balancing.policies import DEFAULT_POLICY, POLICIES, make_policy
 from penstock_client.load_balancing.round_robin import RoundRobin
 from penstock_client.load_balancing.session_affinity import SessionAffinity
-from penstock_proto.types import ClassLoad, GenerationRequest
+from penstock_proto.facts import ClassLoad
+from penstock_proto.types import GenerationRequest
 
 _REQUEST = GenerationRequest(list(range(500)))
 

@@ -25,8 +25,8 @@ from penstock_client import (
     SyncShardClient,
     Unauthenticated,
 )
-from penstock_client.rpc import proto_codec
 from penstock_client.rpc.shard_client import new_request_id
+from penstock_proto import codec
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.shard_pb2_grpc import ShardServicer, add_ShardServicer_to_server
 
@@ -274,7 +274,7 @@ async def test_a_request_that_no_message_holds_is_refused_and_those_beside_it_go
         assert not beside.ended
         # One that would be too large by the number that it is given.
         request = GenerationRequest([1] * 200)
-        num_bytes = proto_codec.generate_request(request, new_request_id()).ByteSize()
+        num_bytes = codec.generate_request(request, new_request_id()).ByteSize()
         monkeypatch.setattr("penstock_client.rpc.shard_client.MAX_MESSAGE_BYTES", num_bytes)
         with pytest.raises(InvalidRequest, match="bytes on the wire"):
             client.submit(request)

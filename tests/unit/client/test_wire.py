@@ -32,8 +32,7 @@ from penstock_client import (
     ThinkingBudget,
     Unauthenticated,
 )
-from penstock_client.rpc import proto_codec
-from penstock_proto import SCHEMA_REVISION
+from penstock_proto import SCHEMA_REVISION, codec
 from penstock_proto import shard_pb2 as pb
 
 ATTEMPT = Attempt(2, "an engine", hand_back=True, suspect=True, kv_source="shard:1")
@@ -83,7 +82,7 @@ FULL = GenerationRequest(
 
 
 def test_every_field_of_a_request_is_set_on_the_wire() -> None:
-    message = proto_codec.generate_request(FULL, "id", ATTEMPT)
+    message = codec.generate_request(FULL, "id", ATTEMPT)
     # Of the call that carries it.
     message.number = 1
 
@@ -109,15 +108,13 @@ def test_every_field_of_a_request_is_set_on_the_wire() -> None:
 def test_ids_in_an_array_are_the_same_on_the_wire(count: int) -> None:
     ids = [(7 * index) % 2**32 for index in range(count - 1)] + [2**32 - 1] * (count > 0)
     sampling = SamplingParams(seed=1, bad_words=[ids], allowed_token_ids=ids)
-    listed = proto_codec.generate_request(
-        GenerationRequest(ids, sampling, output_token_ids=ids), "id"
-    )
+    listed = codec.generate_request(GenerationRequest(ids, sampling, output_token_ids=ids), "id")
     packed = array("I", ids)
     sampling = SamplingParams(seed=1, bad_words=[packed], allowed_token_ids=packed)
     request = GenerationRequest(packed, sampling, output_token_ids=packed)
-    assert proto_codec.generate_request(request, "id") == listed
+    assert codec.generate_request(request, "id") == listed
     embedding = EmbeddingRequest(inputs=[packed, packed])
-    assert [list(each.token_ids) for each in proto_codec.embed_request(embedding, "id").inputs] == [
+    assert [list(each.token_ids) for each in codec.embed_request(embedding, "id").inputs] == [
         ids,
         ids,
     ]
@@ -125,12 +122,10 @@ def test_ids_in_an_array_are_the_same_on_the_wire(count: int) -> None:
 
 @pytest.mark.parametrize("field", dataclasses.fields(SamplingParams), ids=lambda f: f.name)
 def test_an_absent_sampling_field_stays_absent(field: dataclasses.Field[object]) -> None:
-    message = proto_codec.generate_request(GenerationRequest([1]), "id").sampling
+    message = codec.generate_request(GenerationRequest([1]), "id").sampling
     descriptor = message.DESCRIPTOR.fields_by_name[field.name]
     if field.name == "seed":
-        assert (
-            message.seed != proto_codec.generate_request(GenerationRequest([1]), "id").sampling.seed
-        )
+        assert message.seed != codec.generate_request(GenerationRequest([1]), "id").sampling.seed
     elif descriptor.has_presence:
         assert not message.HasField(field.name)
     else:
@@ -143,16 +138,16 @@ def test_an_absent_sampling_field_stays_absent(field: dataclasses.Field[object])
 )
 def test_each_text_constraint_has_its_own_field(kind: ConstraintKind, value: str) -> None:
     request = GenerationRequest([1], constraint=Constraint(kind, value))
-    message = proto_codec.generate_request(request, "id")
+    message = codec.generate_request(request, "id")
     assert message.constraint.WhichOneof("kind") == kind.value
 
 
 def test_choices_and_any_object_are_constraints_too() -> None:
     choice = Constraint(ConstraintKind.CHOICE, options=["a", "b"])
-    message = proto_codec.generate_request(GenerationRequest([1], constraint=choice), "id")
+    message = codec.generate_request(GenerationRequest([1], constraint=choice), "id")
     assert list(message.constraint.choice.options) == ["a", "b"]
     anything = Constraint(ConstraintKind.JSON_OBJECT)
-    message = proto_codec.generate_request(GenerationRequest([1], constraint=anything), "id")
+    message = codec.generate_request(GenerationRequest([1], constraint=anything), "id")
     assert message.constraint.json_object
 
 
@@ -183,7 +178,7 @@ def test_a_value_that_does_not_fit_the_wire_names_its_field(
     request_: GenerationRequest, field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        proto_codec.generate_request(request_, "id")
+        codec.generate_request(request_, "id")
     assert caught.value.field == field
 
 
@@ -201,7 +196,7 @@ def test_an_output_comes_back_whole() -> None:
         queue_s=0.5,
         finish=pb.Finish(reason=pb.Finish.REASON_STOP, stop_token_id=0),
     )  # fmt: skip
-    output = proto_codec.output(message)
+    output = codec.output(message)
     assert not isinstance(output, Exception)
     assert (output.token_ids, output.first_position, output.cached_tokens) == ([1, 2], 3, 0)
     assert output.queue_s == 0.5
@@ -228,7 +223,7 @@ def test_an_output_comes_back_whole() -> None:
 )
 def test_each_error_code_has_its_exception(status: grpc.StatusCode, error: type[Exception]) -> None:
     message = pb.Output(error=pb.Error(code=status.value[0], message="why", field="f", bound="b"))
-    result = proto_codec.output(message)
+    result = codec.output(message)
     assert type(result) is error
     assert str(result) == "why"
     assert getattr(result, "field", "f") == "f"
@@ -243,14 +238,14 @@ def test_a_shard_of_another_revision_is_refused_with_both_ranges(
     message = pb.InfoResponse(schema_revision=revision, min_schema_revision=minimum)
     reason = f"revisions {minimum} to {revision}.*1 to {SCHEMA_REVISION}"
     with pytest.raises(IncompatibleShard, match=reason):
-        proto_codec.shard_info(message, "host:1")
+        codec.shard_info(message, "host:1")
 
 
 def test_an_embedding_request_arrives_as_it_was_asked() -> None:
     request = EmbeddingRequest(
         [[1, 2], [3]], pooling="mean", dimensions=7, normalize=True, label="mine"
     )
-    sent = proto_codec.embed_request(request, "id", "engine").SerializeToString()
+    sent = codec.embed_request(request, "id", "engine").SerializeToString()
     message = pb.EmbedRequest.FromString(sent)
     assert [list(each.token_ids) for each in message.inputs] == [[1, 2], [3]]
     assert (message.request_id, message.instance_id, message.label) == ("id", "engine", "mine")
@@ -259,7 +254,7 @@ def test_an_embedding_request_arrives_as_it_was_asked() -> None:
 
 
 def test_what_an_embedding_request_leaves_open_is_absent() -> None:
-    message = proto_codec.embed_request(EmbeddingRequest([[1]]), "id")
+    message = codec.embed_request(EmbeddingRequest([[1]]), "id")
     assert message.pooling == pb.EmbedRequest.POOLING_UNSPECIFIED
     assert not message.HasField("dimensions")
     assert not message.normalize
@@ -278,16 +273,16 @@ def test_what_does_not_fit_an_embedding_request_names_its_field(
     fields: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        proto_codec.embed_request(EmbeddingRequest(**fields), "id")
+        codec.embed_request(EmbeddingRequest(**fields), "id")
     assert caught.value.field == field
 
 
 def test_a_shards_embedding_defaults_are_read_and_absent_where_it_has_none() -> None:
     message = pb.InfoResponse(schema_revision=SCHEMA_REVISION, min_schema_revision=1)
-    assert proto_codec.shard_info(message, "host:1").embedding is None
+    assert codec.shard_info(message, "host:1").embedding is None
     message.embedding.pooling = pb.EmbedRequest.POOLING_MEAN
     message.embedding.size = 8
-    found = proto_codec.shard_info(message, "host:1").embedding
+    found = codec.shard_info(message, "host:1").embedding
     assert found == EmbeddingDefaults(Pooling.MEAN, normalize=False, size=8)
 
 
@@ -304,6 +299,6 @@ def test_a_file_is_put_together_again_and_one_that_arrives_damaged_is_refused() 
         pb.FileChunk(name="b", data=b"half of another"),
         pb.FileChunk(name="a", data=b"file", sha256=digest),
     ]
-    assert proto_codec.whole_files(chunks) == {"a": b"one file"}
+    assert codec.whole_files(chunks) == {"a": b"one file"}
     with pytest.raises(ShardFailed, match="a arrived damaged: its sha256 is not as announced"):
-        proto_codec.whole_files(chunks[1:])
+        codec.whole_files(chunks[1:])

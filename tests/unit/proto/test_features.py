@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from support.submissions import submission
 
+from penstock_proto.facts import FieldBound
 from penstock_proto.features import Asked
-from penstock_proto.types import Constraint, FieldBound, PromptImage
+from penstock_proto.types import Constraint, PromptImage
 
 
 @dataclass

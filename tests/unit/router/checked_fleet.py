@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 from support.engines import runner_info
 from unit.router.router_doubles import INFO, FakeFleet
 
-from penstock_client.rpc import proto_codec
 from penstock_client.rpc.generation_stream import GenerationStream
+from penstock_proto import codec
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.errors import PenstockError
-from penstock_proto.types import GenerationRequest
+from penstock_proto.types import GenerationRequest, RequestOutput
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.messages import Output
 from penstock_shard.ipc.request import Request
-from penstock_shard.server import proto_codec as shard_codec
 from penstock_shard.server.validation import Refusal, check
 
 RUNNER_INFO = dataclasses.replace(
@@ -29,13 +27,15 @@ CONFIG = ShardConfig(served_model_names=(INFO.model, *INFO.model_aliases))
 
 def at_the_engine(request: GenerationRequest) -> Request:
     """Over the wire and through the shard's checks; raises what the client raises."""
-    message = proto_codec.generate_request(request, "id")
-    incoming = shard_codec.submission(pb.GenerateRequest.FromString(message.SerializeToString()))
+    message = codec.generate_request(request, "id")
+    incoming = codec.submission(pb.GenerateRequest.FromString(message.SerializeToString()))
     try:
         return check(incoming, RUNNER_INFO, CONFIG)
     except Refusal as refusal:
-        [response] = shard_codec.responses([Output("id", 0, 0, [], error=refusal.error)])
-        error = proto_codec.output(response.outputs[0])
+        [response] = codec.responses(
+            [RequestOutput([], 0, request_id="id", attempt=0, error=refusal.error)]
+        )
+        error = codec.output(response.outputs[0])
         assert isinstance(error, PenstockError)
         raise error from None
 

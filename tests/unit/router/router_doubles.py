@@ -31,20 +31,17 @@ from tokenizers import (
 from penstock_client.fleet.allowed_networks import Ip
 from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_proto.errors import InvalidRequest, NoShardAvailable, NotServed, PenstockError
+from penstock_proto.facts import EmbeddingDefaults, LoadReport, ShardInfo, ShardLimits
 from penstock_proto.types import (
-    EmbeddingDefaults,
     EmbeddingRequest,
     FinishReason,
     GenerationRequest,
-    LoadReport,
     Logprobs,
     Output,
     PixelSource,
     Pooling,
     Retain,
     SamplingParams,
-    ShardInfo,
-    ShardLimits,
 )
 from penstock_router.app import build_app, error_of_http
 from penstock_router.config import RouterConfig
@@ -407,9 +404,9 @@ def fake_logprobs(
         ]
         others = [other for other in others if other != token_id][:top_n]
         row = [token_id, *others][:top_n] if best or len(others) < top_n else others
-        columns.top_token_ids += row
-        columns.top_logprobs += [-0.5 - 0.25 * k for k in range(top_n)]
-        known = dict(zip(row, columns.top_logprobs[-top_n:], strict=True)) if top_n else {}
+        best_logprobs = [-0.5 - 0.25 * k for k in range(top_n)]
+        columns.add_best(row, best_logprobs)
+        known = dict(zip(row, best_logprobs, strict=True)) if top_n else {}
         known[token_id] = columns.chosen[-1]
         columns.requested += [known.get(other, -20.0 - other) for other in requested_ids]
     return columns

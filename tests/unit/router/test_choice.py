@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from support.scores import scores
 from tokenizers import Tokenizer
 from unit.router.router_doubles import INFO, fake_logprobs, id_of, model_files
 
-from penstock_proto.types import FinishReason, GenerationRequest, Logprobs, Output
+from penstock_proto.types import FinishReason, GenerationRequest, Output
 from penstock_router.apis.base import Envelope
 from penstock_router.apis.tgi.answers import GenerateRequest
 from penstock_router.apis.tgi.requests import GENERATE_STREAM
@@ -197,12 +198,12 @@ def test_a_stream_is_decoded_as_it_comes(model: ServedModel) -> None:
 
 def test_what_is_known_of_the_prompt_is_kept_until_there_is_a_token(model: ServedModel) -> None:
     choice = choice_of(model, echo=True, logprobs=0)
-    assert not choice.take(Output([], 0, prompt_logprobs=Logprobs([-1.0], [1]), cached_tokens=3))
-    assert not choice.take(Output([], 0, prompt_logprobs=Logprobs([-2.0], [1])))
+    assert not choice.take(Output([], 0, prompt_logprobs=scores([-1.0], [1]), cached_tokens=3))
+    assert not choice.take(Output([], 0, prompt_logprobs=scores([-2.0], [1])))
     assert choice.cached_tokens == 3
     delta = choice.take(Output([6], 0, finish_reason=FinishReason.LENGTH))
     assert delta is not None
-    assert delta.prompt_logprobs == Logprobs([-1.0, -2.0], [1, 1])
+    assert delta.prompt_logprobs == scores([-1.0, -2.0], [1, 1])
 
 
 def test_an_echoed_prompt_and_the_answer_share_the_character_between_them(
@@ -225,8 +226,8 @@ def test_an_id_out_of_the_vocabulary_has_no_text(model: ServedModel) -> None:
 
 
 def test_first_rows_cut_every_column() -> None:
-    columns = Logprobs([-1.0, -2.0], [1, 2], 2, [5, 6, 7, 8], [-0.1, -0.2, -0.3, -0.4], [-9.0] * 6)
-    assert columns.first(1) == Logprobs([-1.0], [1], 2, [5, 6], [-0.1, -0.2], [-9.0] * 3)
+    columns = scores([-1.0, -2.0], [1, 2], 2, [5, 6, 7, 8], [-0.1, -0.2, -0.3, -0.4], [-9.0] * 6)
+    assert columns.first(1) == scores([-1.0], [1], 2, [5, 6], [-0.1, -0.2], [-9.0] * 3)
 
 
 # ---- Long answers ------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from unit.router.router_doubles import (
     model_files,
 )
 
-from penstock_proto.types import AttemptRecord, LoadReport
+from penstock_proto.facts import LoadReport
+from penstock_proto.types import AttemptRecord
 from penstock_router.console import feed as console
 from penstock_router.console.feed import StepRates, describe_request
 from penstock_router.observe.request_record import RequestRecord

@@ -24,7 +24,8 @@ from unit.router.router_doubles import (
     model_files,
 )
 
-from penstock_proto.types import EmbeddingDefaults, Pooling
+from penstock_proto.facts import EmbeddingDefaults
+from penstock_proto.types import Pooling
 from penstock_router.apis.vector_bytes import encode
 
 SIZE = 8

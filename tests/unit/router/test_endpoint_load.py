@@ -18,7 +18,7 @@ from unit.router.router_doubles import (
     model_files,
 )
 
-from penstock_proto.types import LoadReport
+from penstock_proto.facts import LoadReport
 from penstock_router.observe.endpoint_load import endpoint_load
 
 ANSWERED = "endpoint-load-metrics"

@@ -11,7 +11,7 @@ from prometheus_client import Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
 from unit.router.router_doubles import INFO, FakeFleet, FakeShard
 
-from penstock_proto.types import LoadReport
+from penstock_proto.facts import LoadReport
 from penstock_router.observe import exposition
 from penstock_router.observe.exposition import Exposition
 from penstock_router.observe.fleet_metrics import FleetCollector

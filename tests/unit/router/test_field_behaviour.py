@@ -24,7 +24,7 @@ from unit.router.router_doubles import (
     random_text,
 )
 
-from penstock_proto.types import GenerationRequest, Logprobs, Output
+from penstock_proto.types import GenerationRequest, Logprobs, Output, bytes_of
 from penstock_router.apis.chat_messages import MAX_PIECES
 from penstock_router.generation.job import choice_seed
 from penstock_router.text.chat_template import ChatTemplate
@@ -396,7 +396,8 @@ class _Impossible(FakeFleet):
         for columns in (output.logprobs, output.prompt_logprobs):
             if columns is not None:
                 columns.chosen = [float("-inf")] * len(columns.chosen)
-                columns.top_logprobs = [float("-inf")] * len(columns.top_logprobs)
+                best = [float("-inf")] * len(columns.top_logprobs)
+                columns.best_logprobs = bytearray(bytes_of("f", best))
                 columns.requested = [float("-inf")] * len(columns.requested)
         return output
 

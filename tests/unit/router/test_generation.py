@@ -16,7 +16,8 @@ from unit.router.router_doubles import INFO, FakeFleet, FakeShard, hashed_tokens
 
 from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_proto.errors import InvalidRequest, NoShardAvailable, ShardFailed
-from penstock_proto.types import Adapter, FinishReason, GenerationRequest, Output, SamplingParams
+from penstock_proto.facts import Adapter
+from penstock_proto.types import FinishReason, GenerationRequest, Output, SamplingParams
 from penstock_router.apis.openai.requests import parse_completion
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, NotFound, TimedOut, Unavailable

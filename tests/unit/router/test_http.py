@@ -45,7 +45,8 @@ from penstock_proto.errors import (
     ShardUnavailable,
     Unauthenticated,
 )
-from penstock_proto.types import Adapter, GenerationRequest
+from penstock_proto.facts import Adapter
+from penstock_proto.types import GenerationRequest
 from penstock_router.apis.base import EVENTS
 from penstock_router.apis.logprobs import CompletionLogprobs
 from penstock_router.offload.dispatch import LONG_BYTES

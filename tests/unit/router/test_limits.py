@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from unit.router.router_doubles import Answer, FakeFleet, MemoryRouter, memory_router, model_files
 
 from penstock_common import key_file_format
-from penstock_proto.types import ShardInfo
+from penstock_proto.facts import ShardInfo
 from penstock_router.generation import resumable_streams
 from penstock_router.routes.base import ROUTER
 from penstock_router.served_models import Models

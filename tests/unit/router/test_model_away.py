@@ -17,7 +17,7 @@ from unit.router.router_doubles import (
     model_files,
 )
 
-from penstock_proto.types import Adapter
+from penstock_proto.facts import Adapter
 
 OTHER = replace(INFO, model="other", model_aliases=("others",))
 ADAPTED = replace(INFO, adapters={"sql": Adapter("sql", "0" * 64, "sql", 8)})

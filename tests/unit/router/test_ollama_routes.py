@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from unit.router.router_doubles import INFO, Answer, FakeFleet, MemoryRouter, memory_router
 
-from penstock_proto.types import ModelShape, SamplingParams
+from penstock_proto.facts import ModelShape
+from penstock_proto.types import SamplingParams
 from penstock_router.apis.ollama import model_facts
 from penstock_router.apis.ollama.names import served_name
 

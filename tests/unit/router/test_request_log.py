@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from unit.router.router_doubles import FakeFleet, memory_router
 
 from penstock_common.logs import JsonFormatter, TextFormatter
-from penstock_proto.types import Adapter, AttemptRecord
+from penstock_proto.facts import Adapter
+from penstock_proto.types import AttemptRecord
 from penstock_router.observe.request_log_line import fields_of, log_request
 from penstock_router.observe.request_record import RequestRecord, Usage
 from penstock_router.routes.base import ROUTER

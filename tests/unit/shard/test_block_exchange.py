@@ -11,6 +11,7 @@ from typing import TypeVar
 import pytest
 from support.engines import CACHE_GROUPS, EngineUnderTest, make_engine, make_request, runner_info
 
+from penstock_proto.types import FinishReason
 from penstock_shard.engine import pending_fetches
 from penstock_shard.ipc.block_messages import (
     Arrival,
@@ -22,7 +23,6 @@ from penstock_shard.ipc.block_messages import (
     InboundSlots,
 )
 from penstock_shard.ipc.messages import FromBlocks, Inbox
-from penstock_shard.ipc.request import FinishReason
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_transfer.arena import Arena, RecordName
 
@@ -190,7 +190,7 @@ def test_a_request_that_only_fetches_ends_with_its_blocks_and_computes_nothing()
     target.under_test.run()
     (ending,) = target.under_test.endings("ahead")
     # The last block is to be computed.
-    assert (ending.finish, ending.cached_tokens) == (FinishReason.FETCHED, 144)
+    assert (ending.finish_reason, ending.cached_tokens) == (FinishReason.FETCHED, 144)
     assert target.under_test.engine.steps_total == 0
     target.ask("after", "source:1")
     target.under_test.run()
@@ -249,7 +249,7 @@ def test_a_fetch_ahead_that_is_aborted_while_it_is_loaded_keeps_nothing() -> Non
     target.under_test.engine.abort("ahead", 0)
     target.under_test.run()
     (ending,) = target.under_test.endings("ahead")
-    assert ending.finish is FinishReason.ABORTED
+    assert ending.finish_reason is FinishReason.ABORTED
     assert target.under_test.blocks.num_referenced == 0
     target.under_test.engine.check_integrity()
 
@@ -275,7 +275,7 @@ def test_a_request_that_only_fetches_and_has_nothing_to_fetch_ends_at_once() -> 
     target.ask("nowhere", only_fetches=True)
     target.under_test.run()
     (ending,) = target.under_test.endings("nowhere")
-    assert (ending.finish, ending.cached_tokens) == (FinishReason.FETCHED, 0)
+    assert (ending.finish_reason, ending.cached_tokens) == (FinishReason.FETCHED, 0)
     assert not target.of(Fetch)
 
 
@@ -285,7 +285,7 @@ def test_an_aborted_fetch_ahead_is_over_and_keeps_nothing() -> None:
     target.under_test.engine.abort("ahead", 0)
     target.under_test.run()
     (ending,) = target.under_test.endings("ahead")
-    assert ending.finish is FinishReason.ABORTED
+    assert ending.finish_reason is FinishReason.ABORTED
     assert target.of(FetchOver)
     target.under_test.engine.check_integrity()
 
@@ -438,7 +438,7 @@ def test_a_shard_that_ends_fetches_nothing_more() -> None:
     target.under_test.engine.take_blocks(Inbox([], [], drains=True))
     target.under_test.run()
     (ending,) = target.under_test.endings("ahead")
-    assert ending.finish is FinishReason.ABORTED
+    assert ending.finish_reason is FinishReason.ABORTED
 
 
 def test_what_came_from_a_peer_goes_to_another_once_it_is_proven() -> None:

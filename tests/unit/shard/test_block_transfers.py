@@ -9,6 +9,7 @@ from typing import NoReturn
 import pytest
 from support.engines import runner_info
 
+from penstock_proto.types import PrefixNames
 from penstock_shard.ipc.block_messages import (
     Arrival,
     Export,
@@ -16,7 +17,6 @@ from penstock_shard.ipc.block_messages import (
     Fetch,
     FetchOver,
     InboundSlots,
-    PrefixNames,
 )
 from penstock_shard.kv_transfer.arena import Arena, RecordName
 from penstock_shard.server.kv import transfers

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from penstock_shard.server.live_requests import MAX_CLASSES, ClassLoad, ClassLoads, Route
+from penstock_proto.facts import ClassLoad
+from penstock_shard.server.live_requests import MAX_CLASSES, ClassLoads, Route
 
 
 def route(name: str, priority: int, num_tokens: int = 10) -> Route:

@@ -26,9 +26,9 @@ from support.compilers import (
 from support.constrained_engines import ConstrainedEngine, constrained, text, tokens
 
 from penstock_proto.errors import Code
-from penstock_proto.types import Constraint, ThinkingBudget
+from penstock_proto.types import Constraint, FinishReason, ThinkingBudget
 from penstock_shard.engine.matchers import PendingMatchers
-from penstock_shard.ipc.request import FinishReason, Request
+from penstock_shard.ipc.request import Request
 from penstock_shard.sequence import Sequence
 from penstock_shard.structured_output.compiler import Compiler
 from penstock_shard.structured_output.following import Discarded, compiling_threads
@@ -85,16 +85,16 @@ def test_an_output_is_of_its_constraints_language(constraint: Constraint) -> Non
     for outputs in engine.run(*requests).values():
         matcher = two_ended_compiler().compile(constraint)
         given = tokens(outputs)
-        if outputs[-1].finish is FinishReason.STOP:
+        if outputs[-1].finish_reason is FinishReason.STOP:
             given = given[:-1]
         assert matcher.consume_tokens(given)
-        assert outputs[-1].finish is FinishReason.LENGTH or matcher.is_accepting()
+        assert outputs[-1].finish_reason is FinishReason.LENGTH or matcher.is_accepting()
 
 
 def test_what_the_schema_allows_is_json_that_has_its_fields() -> None:
     engine = ConstrainedEngine()
     for outputs in engine.run(*[constrained(f"r{i}", JSON, seed=i) for i in range(8)]).values():
-        assert outputs[-1].finish is FinishReason.STOP
+        assert outputs[-1].finish_reason is FinishReason.STOP
         value = json.loads(text(outputs))
         assert set(value) == {"name", "sizes", "kind"}
         assert value["kind"] in ("router", "shard")
@@ -104,7 +104,7 @@ def test_items_of_a_set_are_not_drawn_twice_whoever_runs_beside_it() -> None:
     requests = [constrained(f"r{i}", SETS, seed=i) for i in range(budget(16, 200))]
     requests += [constrained(f"j{i}", JSON, seed=i) for i in range(4)]
     for name, outputs in ConstrainedEngine().run(*requests).items():
-        if name.startswith("r") and outputs[-1].finish is FinishReason.STOP:
+        if name.startswith("r") and outputs[-1].finish_reason is FinishReason.STOP:
             value = json.loads(text(outputs))
             assert sorted(value["kinds"]) == ["a", "ab", "b"]
             assert len(set(value["on"])) == len(value["on"])
@@ -147,7 +147,7 @@ def test_a_constraint_that_cannot_be_compiled_ends_its_request_alone() -> None:
     [ending] = said["bad"]
     assert ending.error is not None
     assert (ending.error.code, ending.error.field) == (3, "regex")
-    assert said["good"][-1].finish is FinishReason.STOP
+    assert said["good"][-1].finish_reason is FinishReason.STOP
 
 
 def test_a_stop_id_of_the_request_may_come_where_the_constraint_may_end() -> None:
@@ -166,12 +166,12 @@ def test_what_should_not_end_an_output_ends_it_only_where_nothing_else_is_left()
     open_end = Constraint("regex", "[ab]*")
     engine = ConstrainedEngine()
     [outputs] = engine.run(constrained("r", open_end, max_tokens=40, reluctant=EOS_IDS)).values()
-    assert (outputs[-1].finish, len(tokens(outputs))) == (FinishReason.LENGTH, 40)
+    assert (outputs[-1].finish_reason, len(tokens(outputs))) == (FinishReason.LENGTH, 40)
     [outputs] = engine.run(constrained("r", open_end, max_tokens=40, min_tokens=30)).values()
     assert len(tokens(outputs)) >= 30
     closed = Constraint("regex", "[ab]{3}")
     [outputs] = engine.run(constrained("r", closed, reluctant=EOS_IDS, min_tokens=300)).values()
-    assert outputs[-1].finish is FinishReason.STOP
+    assert outputs[-1].finish_reason is FinishReason.STOP
     assert set(text(outputs)) <= set("ab")
 
 
@@ -183,7 +183,7 @@ def test_an_eos_that_is_ignored_ends_what_is_complete_and_nothing_before() -> No
             "r", closed, stop_token_ids=stop_token_ids, reluctant=EOS_IDS, min_tokens=300
         )
         [outputs] = engine.run(request).values()
-        assert outputs[-1].finish is FinishReason.STOP
+        assert outputs[-1].finish_reason is FinishReason.STOP
         assert outputs[-1].stop_token_id in (*stop_token_ids, *EOS_IDS)
         assert len(text(outputs[:-1])) == 3
         request = constrained(
@@ -220,7 +220,7 @@ def test_whatever_goes_wrong_with_a_constraint_ends_its_request_alone() -> None:
     [ending] = said["bad"]
     assert ending.error is not None
     assert (ending.error.code, ending.error.field) == (13, "regex")
-    assert said["good"][-1].finish is FinishReason.STOP
+    assert said["good"][-1].finish_reason is FinishReason.STOP
 
 
 def test_a_long_output_that_is_gone_on_with_holds_up_no_step() -> None:
@@ -278,7 +278,7 @@ def test_an_abort_reaches_a_request_whose_constraint_is_being_compiled() -> None
     under_test.step()
     held.set()
     [ending] = under_test.endings("slow")
-    assert ending.finish is FinishReason.ABORTED
+    assert ending.finish_reason is FinishReason.ABORTED
     assert not under_test.engine.has_work
 
 
@@ -444,7 +444,7 @@ def test_nobody_waits_for_the_long_output_of_a_request_that_was_aborted() -> Non
     engine.under_test.outputs.clear()
     aborted.set()
     [outputs] = engine.run(constrained("next", JSON)).values()
-    assert outputs[-1].finish is FinishReason.STOP
+    assert outputs[-1].finish_reason is FinishReason.STOP
     assert len(taken) <= 16
 
 

@@ -14,11 +14,11 @@ from support.budget import budget, seeded
 from support.engines import make_request, runner_info
 
 from penstock_proto import shard_pb2 as pb
-from penstock_proto.errors import Code
-from penstock_proto.types import Adapter, Constraint
+from penstock_proto.errors import Code, Error
+from penstock_proto.facts import Adapter
+from penstock_proto.types import Constraint, FinishReason, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
-from penstock_shard.ipc.request import FinishReason
 from penstock_shard.server.servicer import ShardServicer
 from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.structured_output.checker import CheckFailed, ConstraintChecker, NotChecked
@@ -53,7 +53,7 @@ class _Supervisor(EngineSupervisor):
         self.checker = self._checker = _Checker()
         self.submitted: list[tuple[str, int]] = []
         self.aborted: list[tuple[str, int]] = []
-        self.outputs: list[link.Output] = []
+        self.outputs: list[RequestOutput] = []
         self._became_ready(link.Ready(runner_info(), {}, "", ""))
 
     def _flush(self) -> None:
@@ -123,7 +123,7 @@ async def test_a_refusal_is_an_invalid_argument_that_names_the_language() -> Non
     supervisor.checker.answers[BAD].set_result("regex: is bad")
     await _settled()
     [output] = supervisor.outputs
-    assert output.error == link.Error(Code.INVALID_ARGUMENT, "regex: is bad", field="regex")
+    assert output.error == Error(Code.INVALID_ARGUMENT, "regex: is bad", field="regex")
     assert (supervisor.submitted, supervisor.num_live) == ([], 0)
     counted = supervisor.metrics.registry.get_sample_value(
         "penstock_shard_requests_total", {"outcome": "invalid_argument"}
@@ -149,7 +149,7 @@ async def test_what_cannot_be_checked_for_want_of_room_may_be_tried_again() -> N
     supervisor.checker.answers[GOOD].set_exception(NotChecked("too many wait"))
     await _settled()
     [output] = supervisor.outputs
-    assert output.error == link.Error(Code.RESOURCE_EXHAUSTED, "too many wait", field=GOOD.kind)
+    assert output.error == Error(Code.RESOURCE_EXHAUSTED, "too many wait", field=GOOD.kind)
 
 
 async def test_a_check_that_fails_is_an_internal_error() -> None:
@@ -159,7 +159,7 @@ async def test_a_check_that_fails_is_an_internal_error() -> None:
     supervisor.checker.answers[GOOD].set_exception(CheckFailed("the shard failed"))
     await _settled()
     [output] = supervisor.outputs
-    assert output.error == link.Error(Code.INTERNAL, "the shard failed")
+    assert output.error == Error(Code.INTERNAL, "the shard failed")
     assert supervisor.num_live == 0
 
 
@@ -169,7 +169,7 @@ async def test_an_abort_ends_a_request_that_the_engine_has_not_heard_of() -> Non
     supervisor.abort("x", 0)
     assert supervisor.outputs == []
     supervisor.abort("x", 1)
-    assert [output.finish for output in supervisor.outputs] == [FinishReason.ABORTED]
+    assert [output.finish_reason for output in supervisor.outputs] == [FinishReason.ABORTED]
     await _settled()
     supervisor.checker.answers.get(GOOD, asyncio.Future()).cancel()
     assert (supervisor.submitted, supervisor.aborted, supervisor.num_live) == ([], [], 0)
@@ -194,7 +194,7 @@ async def test_a_higher_attempt_takes_over_while_the_lower_is_checked() -> None:
     await _settled()
     supervisor.checker.answers[GOOD].set_result("")
     await _settled()
-    assert [(o.attempt, o.finish) for o in supervisor.outputs] == [(0, FinishReason.ABORTED)]
+    assert [(o.attempt, o.finish_reason) for o in supervisor.outputs] == [(0, FinishReason.ABORTED)]
     assert supervisor.submitted == [("x", 1)]
 
 

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from support.engines import VOCAB_SIZE, make_engine, make_request, packed, runner_info
 
+from penstock_proto import codec
 from penstock_proto import shard_pb2 as pb
-from penstock_proto.errors import Code
-from penstock_proto.types import Pooling
+from penstock_proto.errors import Code, Error
+from penstock_proto.types import EmbeddingRequest, FinishReason, Pooling, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
-from penstock_shard.ipc.request import FinishReason, Request
-from penstock_shard.server import proto_codec
-from penstock_shard.server.last_outputs import last_outputs
+from penstock_shard.ipc.request import Request
+from penstock_shard.server.last_outputs import last_outputs, vector_of
 from penstock_shard.server.live_requests import Deliver
+from penstock_shard.server.shard_info import shard_info
 from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.server.validation import Refusal, check_embedding
 
@@ -26,7 +27,7 @@ INFO = runner_info()
 
 def checked(message: pb.EmbedRequest) -> list[Request]:
     read = pb.EmbedRequest.FromString(message.SerializeToString())
-    return check_embedding(proto_codec.embedding_request(read), read.request_id, INFO, "call")
+    return check_embedding(codec.embedding_request(read), read.request_id, INFO, "call")
 
 
 def message(*inputs: list[int], **fields: object) -> pb.EmbedRequest:
@@ -79,7 +80,7 @@ def test_what_is_just_within_bounds_is_taken() -> None:
 def test_vectors_so_long_that_an_answer_would_not_fit_lower_the_number_of_inputs() -> None:
     assert INFO.embedding is not None
     long = dataclasses.replace(INFO, embedding=dataclasses.replace(INFO.embedding, size=2**20))
-    asked = proto_codec.embedding_request(message(*[[1]] * 9))
+    asked = codec.embedding_request(message(*[[1]] * 9))
     with pytest.raises(Refusal, match=r"9 inputs is out of bounds; allowed: 1\.\.8 inputs"):
         check_embedding(asked, "r", long, "call")
 
@@ -87,7 +88,7 @@ def test_vectors_so_long_that_an_answer_would_not_fit_lower_the_number_of_inputs
 def test_a_shard_without_embeddings_says_what_to_do() -> None:
     info = dataclasses.replace(INFO, embedding=None)
     with pytest.raises(Refusal, match="--embeddings last") as caught:
-        check_embedding(proto_codec.embedding_request(message([1])), "r", info, "call")
+        check_embedding(codec.embedding_request(message([1])), "r", info, "call")
     assert caught.value.error.code == 9
 
 
@@ -95,11 +96,10 @@ def test_a_shard_without_embeddings_says_what_to_do() -> None:
 
 
 def values(vector: list[float], dimensions: int | None, normalize: bool) -> list[float]:
-    response = proto_codec.EmbedResponse()
     packed = np.array(vector, dtype="<f4").tobytes()
-    proto_codec.add_embedding(response, packed, dimensions=dimensions, normalize=normalize)
-    (embedding,) = response.embeddings
-    return list(embedding.values)
+    output = RequestOutput([], 0, request_id="r", attempt=0, embedding=packed)
+    asked = EmbeddingRequest([[1]], dimensions=dimensions, normalize=normalize)
+    return vector_of(output, asked)
 
 
 def test_vectors_are_cut_and_then_scaled() -> None:
@@ -124,7 +124,7 @@ def test_the_largest_and_smallest_numbers_are_scaled_too(size: float) -> None:
 
 def test_the_defaults_are_told() -> None:
     ready = messages.Ready(INFO, {}, "", "")
-    told = proto_codec.info_response(ready, ShardConfig(), "").embedding
+    told = codec.info_message(shard_info(ready, ShardConfig(), "")).embedding
     assert (told.pooling, told.normalize, told.size) == (pb.EmbedRequest.POOLING_LAST, True, 64)
 
 
@@ -141,7 +141,7 @@ def test_the_engine_gives_a_vector_and_no_token() -> None:
     vectors = []
     for request_id in ("last", "mean"):
         (output,) = (o for o in under_test.outputs if o.request_id == request_id)
-        assert (output.finish, output.token_ids) == (FinishReason.STOP, [])
+        assert (output.finish_reason, output.token_ids) == (FinishReason.STOP, [])
         assert output.embedding is not None
         vectors.append(output.embedding)
     assert len(vectors[0]) == 4 * 64
@@ -172,7 +172,7 @@ def test_an_aborted_embedding_gives_its_blocks_back() -> None:
     assert under_test.blocks.num_referenced
     under_test.engine.abort("r", 0)
     under_test.run()
-    assert [o.finish for o in under_test.endings("r")] == [FinishReason.ABORTED]
+    assert [o.finish_reason for o in under_test.endings("r")] == [FinishReason.ABORTED]
     assert under_test.blocks.num_referenced == 0
 
 
@@ -200,7 +200,7 @@ class Supervisor(EngineSupervisor):
         self._inbox = messages.Inbox([], [])
 
     def says(self, request_id: str, **fields: object) -> None:
-        output = messages.Output(request_id, 0, 0, [], **fields)  # type: ignore[arg-type]
+        output = RequestOutput([], 0, request_id=request_id, attempt=0, **fields)  # type: ignore[arg-type]
         self._take_step(messages.StepOutputs([output], messages.Load()))
 
 
@@ -208,10 +208,10 @@ async def test_vectors_come_in_the_order_of_the_inputs() -> None:
     supervisor = Supervisor()
     call = asyncio.create_task(last_outputs(supervisor, checked(message([1], [2]))))
     await asyncio.sleep(0.01)
-    supervisor.says("call/1", embedding=b"two", finish=FinishReason.STOP)
+    supervisor.says("call/1", embedding=b"two", finish_reason=FinishReason.STOP)
     await asyncio.sleep(0.01)
     assert not call.done()
-    supervisor.says("call/0", embedding=b"one", finish=FinishReason.STOP)
+    supervisor.says("call/0", embedding=b"one", finish_reason=FinishReason.STOP)
     assert [output.embedding for output in await call] == [b"one", b"two"]
     await asyncio.sleep(0.01)
     assert supervisor.aborted == []
@@ -221,8 +221,8 @@ async def test_one_that_fails_ends_the_call_and_aborts_the_others() -> None:
     supervisor = Supervisor()
     call = asyncio.create_task(last_outputs(supervisor, checked(message([1], [2], [3]))))
     await asyncio.sleep(0.01)
-    supervisor.says("call/2", embedding=b"three", finish=FinishReason.STOP)
-    supervisor.says("call/1", error=messages.Error(Code.INTERNAL, "the model gave nothing"))
+    supervisor.says("call/2", embedding=b"three", finish_reason=FinishReason.STOP)
+    supervisor.says("call/1", error=Error(Code.INTERNAL, "the model gave nothing"))
     with pytest.raises(Refusal, match="the model gave nothing"):
         await call
     await asyncio.sleep(0.01)
@@ -233,13 +233,13 @@ async def test_a_cancelled_call_aborts_what_is_live() -> None:
     supervisor = Supervisor()
     call = asyncio.create_task(last_outputs(supervisor, checked(message([1], [2]))))
     await asyncio.sleep(0.01)
-    supervisor.says("call/0", embedding=b"one", finish=FinishReason.STOP)
+    supervisor.says("call/0", embedding=b"one", finish_reason=FinishReason.STOP)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
     await asyncio.sleep(0.01)
     assert supervisor.aborted == ["call/1"]
-    supervisor.says("call/1", finish=FinishReason.ABORTED)
+    supervisor.says("call/1", finish_reason=FinishReason.ABORTED)
     assert supervisor.num_live == 0
 
 

@@ -17,9 +17,9 @@ from support.engines import (
 )
 from support.shadow import ShadowRunner
 
+from penstock_proto.types import FinishReason, RequestOutput, Work
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.messages import Output, Work
-from penstock_shard.ipc.request import FinishReason, Objective
+from penstock_shard.ipc.request import Objective
 from penstock_shard.sequence import SequenceState
 from penstock_shard.worker.base import RowResult
 
@@ -37,7 +37,7 @@ def test_a_request_ends_at_max_tokens_with_length() -> None:
     under_test.run()
     assert len(under_test.tokens("r")) == 5
     (ending,) = under_test.endings("r")
-    assert ending.finish is FinishReason.LENGTH
+    assert ending.finish_reason is FinishReason.LENGTH
 
 
 def test_a_stop_id_ends_the_request_and_is_delivered() -> None:
@@ -47,7 +47,7 @@ def test_a_stop_id_ends_the_request_and_is_delivered() -> None:
     under_test.run()
     assert under_test.tokens("r") == tokens[:4]
     (ending,) = under_test.endings("r")
-    assert (ending.finish, ending.stop_token_id) == (FinishReason.STOP, tokens[3])
+    assert (ending.finish_reason, ending.stop_token_id) == (FinishReason.STOP, tokens[3])
 
 
 def test_positions_count_every_token_once() -> None:
@@ -126,7 +126,7 @@ def test_an_abort_frees_all_blocks_once_no_launched_step_needs_them() -> None:
     assert under_test.blocks.num_referenced > 0
     under_test.engine.abort("r", 0)
     under_test.step()
-    assert [o.finish for o in under_test.endings("r")] == [FinishReason.ABORTED]
+    assert [o.finish_reason for o in under_test.endings("r")] == [FinishReason.ABORTED]
     assert under_test.blocks.num_referenced == 0
 
 
@@ -150,7 +150,7 @@ def test_an_abort_works_while_queued_and_in_the_middle_of_a_prompt() -> None:
     under_test.engine.abort("queued", 0)
     under_test.engine.abort("half-way", 0)
     under_test.run()
-    assert [o.finish for o in under_test.outputs] == [FinishReason.ABORTED] * 2
+    assert [o.finish_reason for o in under_test.outputs] == [FinishReason.ABORTED] * 2
 
 
 def test_aborting_an_unknown_or_ended_id_does_nothing() -> None:
@@ -173,7 +173,7 @@ def test_a_higher_attempt_ends_the_lower_and_takes_over() -> None:
         make_request("r", range(20), output=whole[:2], max_tokens=10, attempt=1)
     )
     under_test.run()
-    endings = {output.attempt: output.finish for output in under_test.endings("r")}
+    endings = {output.attempt: output.finish_reason for output in under_test.endings("r")}
     assert endings == {0: FinishReason.ABORTED, 1: FinishReason.LENGTH}
     second = [i for o in under_test.outputs if o.attempt == 1 for i in o.token_ids]
     assert second == whole[2:]
@@ -295,9 +295,13 @@ def test_who_takes_the_place_of_another_begins_in_the_step_in_which_that_is_put_
 
 
 def test_merged_outputs_read_as_one() -> None:
-    first = Output("r", 0, 3, [1], logprobs=logprobs_of([-1.0], [1], 1, [(1, -1.0)]))
-    later = Output("r", 0, 4, [2], logprobs=logprobs_of([-2.0], [2], 1, [(9, -0.5)]))
-    later.finish = FinishReason.STOP
+    first = RequestOutput(
+        [1], 3, request_id="r", attempt=0, logprobs=logprobs_of([-1.0], [1], 1, [(1, -1.0)])
+    )
+    later = RequestOutput(
+        [2], 4, request_id="r", attempt=0, logprobs=logprobs_of([-2.0], [2], 1, [(9, -0.5)])
+    )
+    later.finish_reason = FinishReason.STOP
     first.merge(later)
     assert (first.token_ids, first.first_position, first.is_last) == ([1, 2], 3, True)
     assert first.logprobs == logprobs_of([-1.0, -2.0], [1, 2], 1, [(1, -1.0), (9, -0.5)])

@@ -24,12 +24,12 @@ from penstock_client import (
     SamplingParams,
     ThinkingBudget,
 )
-from penstock_client.rpc import proto_codec
+from penstock_proto import codec
 from penstock_proto import shard_pb2 as pb
-from penstock_proto.types import Adapter, PromptImage
+from penstock_proto.facts import Adapter
+from penstock_proto.types import PromptImage
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.request import Request
-from penstock_shard.server import proto_codec as shard_codec
 from penstock_shard.server.validation import Refusal, check
 
 CONFIG = ShardConfig(served_model_names=("one", "two"))
@@ -108,12 +108,12 @@ def names_of(kind: Any) -> set[str]:
 
 def message_of(sent: GenerationRequest) -> pb.GenerateRequest:
     """As it comes out of the network."""
-    data = proto_codec.generate_request(sent, "id", Attempt(2, "an engine", True, True))
+    data = codec.generate_request(sent, "id", Attempt(2, "an engine", True, True))
     return pb.GenerateRequest.FromString(data.SerializeToString())
 
 
 def submitted(sent: GenerationRequest) -> Request:
-    submit = check(shard_codec.submission(message_of(sent)), INFO, CONFIG)
+    submit = check(codec.submission(message_of(sent)), INFO, CONFIG)
     return msgspec.msgpack.decode(msgspec.msgpack.encode(submit), type=Request)
 
 
@@ -175,7 +175,7 @@ def test_a_constraint_that_a_shard_cannot_follow_is_refused_by_its_name(
     info = runner_info()
     lacks = dataclasses.replace(info, capabilities=info.capabilities - {kind.value})
     with pytest.raises(Refusal) as refused:
-        check(shard_codec.submission(message_of(sent)), lacks, CONFIG)
+        check(codec.submission(message_of(sent)), lacks, CONFIG)
     assert refused.value.error.field == kind.value
 
 
@@ -203,7 +203,7 @@ def test_an_adapter_that_is_not_there_is_refused(
 
 
 def test_an_adapter_is_refused_where_none_are_served() -> None:
-    sent = shard_codec.submission(message_of(dataclasses.replace(PLAIN, adapter="lora")))
+    sent = codec.submission(message_of(dataclasses.replace(PLAIN, adapter="lora")))
     with pytest.raises(Refusal, match="adapter is not served") as refused:
         check(sent, runner_info(), CONFIG)
     assert refused.value.error.code == 9
@@ -211,7 +211,7 @@ def test_an_adapter_is_refused_where_none_are_served() -> None:
 
 def test_a_shard_reads_every_field_of_the_message() -> None:
     """Each set alone changes what the shard makes of it."""
-    plain = shard_codec.submission(pb.GenerateRequest())
+    plain = codec.submission(pb.GenerateRequest())
     lists = {"prompt_token_ids", "output_token_ids", "stop_token_ids", "logprob_token_ids"}
     for path, descriptor in leaves(pb.GenerateRequest.DESCRIPTOR, ()):
         message = pb.GenerateRequest()
@@ -233,7 +233,7 @@ def test_a_shard_reads_every_field_of_the_message() -> None:
             setattr(part, name, 3)
         else:
             setattr(part, name, VALUES[descriptor.type])
-        assert shard_codec.submission(message) != plain, ".".join(path)
+        assert codec.submission(message) != plain, ".".join(path)
 
 
 VALUES = {

@@ -14,14 +14,15 @@ from support.engines import runner_info
 
 from penstock_common.image_digest import image_digest
 from penstock_proto import shard_pb2 as pb
-from penstock_proto.errors import Code
+from penstock_proto.codec import UnreadableMessage
+from penstock_proto.errors import Code, Error
+from penstock_proto.types import FinishReason, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
-from penstock_shard.ipc.request import FinishReason, Request
+from penstock_shard.ipc.request import Request
 from penstock_shard.server import servicer
 from penstock_shard.server.early_aborts import EarlyAborts
 from penstock_shard.server.images import EngineImages
-from penstock_shard.server.proto_codec import UnreadableMessage
 from penstock_shard.server.servicer import ShardServicer
 
 EVERY_ATTEMPT = 2**32
@@ -36,7 +37,7 @@ class Engine:
         self.images = EngineImages(2**20, lambda message: None)
         self.live: dict[str, int] = {}
         self.submitted: dict[tuple[str, int], dict[str, Any]] = {}
-        self.deliver: dict[str, Callable[[link.Output], None]] = {}
+        self.deliver: dict[str, Callable[[RequestOutput], None]] = {}
         self.aborted: list[tuple[str, int]] = []
         self.refusals: list[Code] = []
 
@@ -44,13 +45,13 @@ class Engine:
     def metrics(self) -> Engine:
         return self
 
-    def on_refusal(self, error: link.Error) -> None:
+    def on_refusal(self, error: Error) -> None:
         self.refusals.append(error.code)
 
     def live_attempt(self, request_id: str) -> int | None:
         return self.live.get(request_id)
 
-    def submit(self, submit: Request, deliver: Callable[[link.Output], None], **how: Any) -> None:
+    def submit(self, submit: Request, deliver: Callable[[RequestOutput], None], **how: Any) -> None:
         self.live[submit.request_id] = submit.attempt
         self.submitted[submit.request_id, submit.attempt] = how
         self.deliver[submit.request_id] = deliver
@@ -111,17 +112,19 @@ def _message(request_id: str = "a", attempt: int = 0, **fields: Any) -> pb.Gener
     )
 
 
-def _tokens(request_id: str, attempt: int, position: int, *ids: int) -> link.Output:
-    return link.Output(request_id, attempt, position, list(ids))
+def _tokens(request_id: str, attempt: int, position: int, *ids: int) -> RequestOutput:
+    return RequestOutput(list(ids), position, request_id=request_id, attempt=attempt)
 
 
-def _end(request_id: str, attempt: int = 0, error: link.Error | None = None) -> link.Output:
+def _end(request_id: str, attempt: int = 0, error: Error | None = None) -> RequestOutput:
     finish = None if error else FinishReason.STOP
-    return link.Output(request_id, attempt, 0, [], finish=finish, error=error)
+    return RequestOutput(
+        [], 0, request_id=request_id, attempt=attempt, finish_reason=finish, error=error
+    )
 
 
 async def _give(
-    calls: Calls, call: AsyncIterator[pb.GenerateResponse], *outputs: link.Output
+    calls: Calls, call: AsyncIterator[pb.GenerateResponse], *outputs: RequestOutput
 ) -> pb.GenerateResponse:
     """What the caller is sent of what the engine gives once it has the requests."""
     async with asyncio.timeout(30):
@@ -212,7 +215,7 @@ async def test_single_tokens_go_into_columns_under_the_number_of_their_attempt()
 async def test_what_comes_while_the_caller_reads_nothing_is_merged() -> None:
     calls = Calls()
     call = calls.begin(_message(), _message("b"))
-    died = link.Error(Code.UNAVAILABLE, "it died", engine_died=True)
+    died = Error(Code.UNAVAILABLE, "it died", engine_died=True)
     given = [_tokens("a", 0, 0, 1), _tokens("a", 0, 1, 2, 3), _end("a")]
     response = await _give(calls, call, *given, _tokens("b", 0, 0, 4), _end("b", error=died))
     ended, last, failed = response.outputs
@@ -228,7 +231,7 @@ async def test_the_error_of_a_call_s_only_request_is_the_call_s(num_requests: in
     calls, context = Calls(), Context()
     names = ["a", "b", "c"][:num_requests]
     call = calls.begin(*(_message(name) for name in names), context=context)
-    error = link.Error(Code.UNAVAILABLE, "it died")
+    error = Error(Code.UNAVAILABLE, "it died")
     await _give(calls, call, *(_end(name, error=error) for name in names))
     assert await rest(call) == []
     only = (grpc.StatusCode.UNAVAILABLE, "it died")
@@ -305,7 +308,7 @@ async def test_followers_are_told_of_each_request_and_see_its_outputs() -> None:
         def outlet(self, submission: Any, instance_id: str, deliver: Any) -> Any:
             told.append((submission.request_id, instance_id))
 
-            def outlet(output: link.Output) -> None:
+            def outlet(output: RequestOutput) -> None:
                 told.append(output.is_last)
                 deliver(output)
 

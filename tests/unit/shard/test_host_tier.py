@@ -8,8 +8,8 @@ import pytest
 from support.engines import CACHE_GROUPS, EngineUnderTest, make_engine, make_request, runner_info
 from support.shadow import ShadowStep
 
+from penstock_proto.types import FinishReason
 from penstock_shard.engine.copy_pace import CopyPace
-from penstock_shard.ipc.request import FinishReason
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_pool import BlockPool
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
@@ -153,7 +153,7 @@ def test_who_only_fetches_does_not_run_when_a_step_is_out_of_memory(
     assert engine.scheduler._loading
     engine.run()
     (ending,) = engine.endings("ahead")
-    assert (ending.finish, ending.token_ids) == (FinishReason.FETCHED, [])
+    assert (ending.finish_reason, ending.token_ids) == (FinishReason.FETCHED, [])
     engine.engine.check_integrity()
 
 

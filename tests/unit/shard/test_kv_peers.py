@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock_shard.ipc.block_messages import PrefixNames
+from penstock_proto.types import PrefixNames
 from penstock_shard.server.kv.peers import KvPeers
 from penstock_shard.server.kv.transfers import Distrusted, FetchFailed
 

@@ -9,11 +9,12 @@ import struct
 import pytest
 from support.engines import logprobs_of, runner_info
 
-from penstock_proto.errors import Code
+from penstock_proto.errors import Code, Error
+from penstock_proto.types import FinishReason, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
 from penstock_shard.ipc.framing import encode_frame
-from penstock_shard.ipc.request import FinishReason, Objective, Request, SamplingParams
+from penstock_shard.ipc.request import Objective, Request, SamplingParams
 
 REQUEST = Request(
     request_id="id",
@@ -94,20 +95,20 @@ async def _means_the_end(frame: bytes, caplog: pytest.LogCaptureFixture) -> None
 
 
 async def test_messages_from_the_engine_arrive_as_they_were_sent() -> None:
-    output = link.Output(
-        "id",
-        1,
-        4,
+    output = RequestOutput(
         [7],
-        logprobs_of([-0.5], [1], 1, [(7, -0.5)], [-2.0]),
-        None,
-        1,
-        3,
-        FinishReason.STOP,
-        7,
+        4,
+        request_id="id",
+        attempt=1,
+        logprobs=logprobs_of([-0.5], [1], 1, [(7, -0.5)], [-2.0]),
+        prompt_logprobs=None,
+        prompt_logprobs_start=1,
+        cached_tokens=3,
+        finish_reason=FinishReason.STOP,
+        stop_token_id=7,
     )
-    error = link.Error(Code.INVALID_ARGUMENT, "why", "f", "v", "b")
-    failed = link.Output("other", 0, 0, [], error=error)
+    error = Error(Code.INVALID_ARGUMENT, "why", "f", "v", "b")
+    failed = RequestOutput([], 0, request_id="other", attempt=0, error=error)
     messages: list[link.FromEngine] = [
         link.Progress("loading"),
         link.Ready(runner_info(), {"tokenizer.json": b"{}"}, "hash", "abc"),

@@ -14,11 +14,12 @@ from prometheus_client import CollectorRegistry
 from support.engines import make_engine, make_request, runner_info
 
 from penstock_common.certificates.expiry import CertificateDates
-from penstock_proto.errors import Code
+from penstock_proto.errors import Code, Error
+from penstock_proto.types import FinishReason, RequestOutput, Work
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
-from penstock_shard.ipc.messages import Error, Load, Output, StepOutputs
-from penstock_shard.ipc.request import FinishReason, Request
+from penstock_shard.ipc.messages import Load, StepOutputs
+from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.server.observe import metrics_port
 from penstock_shard.server.observe.metrics import ShardMetrics
@@ -136,7 +137,7 @@ def supervisor() -> EngineSupervisor:
     return made
 
 
-def give(supervisor: EngineSupervisor, *outputs: Output, steps: int) -> None:
+def give(supervisor: EngineSupervisor, *outputs: RequestOutput, steps: int) -> None:
     supervisor._take_step(StepOutputs([*outputs], Load(steps_total=steps)))
 
 
@@ -149,12 +150,19 @@ async def test_requests_are_counted_by_how_they_end(supervisor: EngineSupervisor
     supervisor._note_started(["a", "b"])
     assert value(metrics, "prompt_tokens_total") == 20
     assert value(metrics, "queue_seconds_count") == 2
-    first = [Output(name, 0, 0, [5], cached_tokens=4) for name in ("a", "b")]
+    first = [
+        RequestOutput([5], 0, request_id=name, attempt=0, cached_tokens=4) for name in ("a", "b")
+    ]
     give(supervisor, *first, steps=1)
     assert value(metrics, "prefill_seconds_count") == 2
     assert value(metrics, "cached_tokens_total") == 8
-    last = Output("a", 0, 1, [6], finish=FinishReason.STOP)
-    give(supervisor, last, Output("b", 0, 1, [], finish=FinishReason.ABORTED), steps=2)
+    last = RequestOutput([6], 1, request_id="a", attempt=0, finish_reason=FinishReason.STOP)
+    give(
+        supervisor,
+        last,
+        RequestOutput([], 1, request_id="b", attempt=0, finish_reason=FinishReason.ABORTED),
+        steps=2,
+    )
     assert value(metrics, "prefill_seconds_count") == 2
     assert value(metrics, "requests_total", outcome="stop") == 1
     assert value(metrics, "requests_total", outcome="aborted") == 1
@@ -166,9 +174,15 @@ async def test_requests_are_counted_by_how_they_end(supervisor: EngineSupervisor
 async def test_a_request_tells_at_its_end_how_often_it_was_preempted(
     supervisor: EngineSupervisor,
 ) -> None:
-    for name, work in (("a", messages.Work(5, 2)), ("b", None)):
+    for name, work in (("a", Work(5, 2)), ("b", None)):
         supervisor.submit(submit(name), lambda output: None)
-        give(supervisor, Output(name, 0, 0, [], finish=FinishReason.STOP, work=work), steps=1)
+        give(
+            supervisor,
+            RequestOutput(
+                [], 0, request_id=name, attempt=0, finish_reason=FinishReason.STOP, work=work
+            ),
+            steps=1,
+        )
     assert value(supervisor.metrics, "request_preemptions_count") == 1
     assert value(supervisor.metrics, "request_preemptions_sum") == 2
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock_proto.types import ModelShape
+from penstock_proto.facts import ModelShape
 from penstock_shard.checkpoint.weight_files import model_shape
 
 CONFIG = {

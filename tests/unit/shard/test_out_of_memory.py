@@ -12,8 +12,8 @@ from support.engines import EngineUnderTest, make_engine, make_request
 from support.shadow import Fails, ShadowRunner, ShadowStep
 
 from penstock_proto.errors import Code
-from penstock_proto.types import Pooling
-from penstock_shard.ipc.request import FinishReason, Objective
+from penstock_proto.types import FinishReason, Pooling
+from penstock_shard.ipc.request import Objective
 from penstock_shard.sequence import Sequence
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.worker.base import Batch, RowResult
@@ -53,7 +53,9 @@ def test_requests_of_a_step_that_failed_give_the_tokens_they_would_have_given(
         name = str(number)
         expected = _alone(range(number, number + 40), max_tokens=20, seed=number)
         assert under_test.tokens(name) == expected
-        assert [output.finish for output in under_test.endings(name)] == [FinishReason.LENGTH]
+        assert [output.finish_reason for output in under_test.endings(name)] == [
+            FinishReason.LENGTH
+        ]
     assert under_test.scheduler.preemptions_total > 0
     assert under_test.blocks.num_referenced == 0
 
@@ -84,7 +86,7 @@ def test_what_a_failed_step_should_have_computed_is_found_by_nobody() -> None:
     assert under_test.tokens("second") == _alone(range(60), max_tokens=2)
     told = next(o for o in under_test.outputs if o.request_id == "second")
     assert told.cached_tokens == 0
-    assert second.finish is FinishReason.LENGTH
+    assert second.finish_reason is FinishReason.LENGTH
 
 
 def test_what_was_computed_before_is_found_again() -> None:
@@ -174,7 +176,7 @@ def test_a_long_prompt_that_begins_anew_whenever_a_step_fails_comes_to_its_end()
     prompt = [i % 900 for i in range(2500)]
     under_test.engine.submit(make_request("r", prompt, max_tokens=1, pooling=Pooling.MEAN))
     under_test.run(max_steps=1000)
-    assert [output.finish for output in under_test.endings("r")] == [FinishReason.STOP]
+    assert [output.finish_reason for output in under_test.endings("r")] == [FinishReason.STOP]
     assert under_test.scheduler.preemptions_total > 1
 
 
@@ -243,7 +245,7 @@ def test_who_was_aborted_meanwhile_is_released_once() -> None:
     under_test.engine.abort("gone", 0)
     under_test.run()
     assert under_test.tokens("stays") == _alone(range(30), max_tokens=9)
-    assert [o.finish for o in under_test.endings("gone")] == [FinishReason.ABORTED]
+    assert [o.finish_reason for o in under_test.endings("gone")] == [FinishReason.ABORTED]
     assert _released(under_test) == ["gone", "stays"]
 
 

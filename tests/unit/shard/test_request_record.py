@@ -13,10 +13,9 @@ from support.submissions import submission
 
 from penstock_common.logs import JsonFormatter, TextFormatter
 from penstock_common.tracing.spans import Span
-from penstock_proto.errors import Code
-from penstock_proto.types import Submission
-from penstock_shard.ipc.messages import Error, Load, Output, Work
-from penstock_shard.ipc.request import FinishReason
+from penstock_proto.errors import Code, Error
+from penstock_proto.types import FinishReason, RequestOutput, Submission, Work
+from penstock_shard.ipc.messages import Load
 from penstock_shard.server.observe.request_log_line import fields_of, log_request
 from penstock_shard.server.observe.request_record import Follower, ShardRecord
 from penstock_shard.server.observe.tracing import METHOD, spans_of, trace_request
@@ -37,7 +36,7 @@ class Followed:
     def __init__(
         self, *, traceparent: str = PARENT, log: bool = True, trace: bool = True, share: float = 1.0
     ) -> None:
-        self.delivered: list[Output] = []
+        self.delivered: list[RequestOutput] = []
         self.logged: list[ShardRecord] = []
         self.traced: list[ShardRecord] = []
         self.load = Load()
@@ -51,10 +50,12 @@ class Followed:
         self.give = follower.outlet(request, "engine-1", self.delivered.append)
 
     def finish(self) -> ShardRecord:
-        self.give(Output("r", 1, 3, [7], cached_tokens=4, queue_s=0.001))
+        self.give(RequestOutput([7], 3, request_id="r", attempt=1, cached_tokens=4, queue_s=0.001))
         self.load = Load(steps_total=10, sequences_total=35)
-        self.give(Output("r", 1, 4, [8, 9]))
-        last = Output("r", 1, 6, [10], finish=FinishReason.LENGTH, work=Work(6, 1))
+        self.give(RequestOutput([8, 9], 4, request_id="r", attempt=1))
+        last = RequestOutput(
+            [10], 6, request_id="r", attempt=1, finish_reason=FinishReason.LENGTH, work=Work(6, 1)
+        )
         self.give(last)
         assert self.delivered[-1] is last
         (record,) = self.logged or self.traced
@@ -62,7 +63,7 @@ class Followed:
 
     def fail(self, **values: Any) -> ShardRecord:
         error = Error(Code.UNAVAILABLE, "token 12345 of it", field="n")
-        self.give(Output("r", 1, 0, [], error=error, **values))
+        self.give(RequestOutput([], 0, request_id="r", attempt=1, error=error, **values))
         (record,) = self.logged or self.traced
         return record
 
@@ -89,7 +90,7 @@ def test_a_listener_that_fails_costs_neither_the_others_nor_the_engine_s_message
     traced: list[ShardRecord] = []
     follower = Follower(fail, traced.append, 1.0, Load)
     take = follower.outlet(submitted(), "engine-1", lambda output: None)
-    take(Output("r", 1, 3, [7], finish=FinishReason.STOP))
+    take(RequestOutput([7], 3, request_id="r", attempt=1, finish_reason=FinishReason.STOP))
     assert len(traced) == 1
     assert "a defect" in caplog.text
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from penstock_proto.errors import Code
-from penstock_proto.types import Adapter
+from penstock_proto.facts import Adapter
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.messages import AdapterChange, AdapterChanged
 from penstock_shard.server.adapter_changes import ServerAdapters

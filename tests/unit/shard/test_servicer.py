@@ -13,15 +13,14 @@ import pytest
 from support.engines import logprobs_of, make_request, runner_info
 
 from penstock_client import Output as ClientOutput
-from penstock_client.rpc import proto_codec
+from penstock_proto import codec
 from penstock_proto import shard_pb2 as pb
-from penstock_proto.errors import Code
+from penstock_proto.errors import Code, Error
+from penstock_proto.types import FinishReason, Logprobs, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
 from penstock_shard.ipc.framing import encode_frame
-from penstock_shard.ipc.logprobs import Logprobs
-from penstock_shard.ipc.request import FinishReason, Request
-from penstock_shard.server import proto_codec as shard_codec
+from penstock_shard.ipc.request import Request
 from penstock_shard.server import servicer
 from penstock_shard.server import supervisor as engine_supervisor
 from penstock_shard.server.early_aborts import EarlyAborts
@@ -29,8 +28,8 @@ from penstock_shard.server.servicer import Outbox, ShardServicer
 from penstock_shard.server.supervisor import EngineFailed, EngineSupervisor
 
 
-def _output(request_id: str = "r", attempt: int = 0, **fields: object) -> link.Output:
-    return link.Output(request_id, attempt, 0, [], **fields)  # type: ignore[arg-type]
+def _output(request_id: str = "r", attempt: int = 0, **fields: object) -> RequestOutput:
+    return RequestOutput([], 0, request_id=request_id, attempt=attempt, **fields)  # type: ignore[arg-type]
 
 
 def _logprobs(count: int, top_n: int) -> Logprobs:
@@ -43,16 +42,23 @@ def _logprobs(count: int, top_n: int) -> Logprobs:
 
 def test_an_output_merged_for_long_is_cut_into_responses_of_bounded_size() -> None:
     count, top_n = 40_000, 20
-    output = link.Output(
-        "r", 0, 7, list(range(count)), logprobs=_logprobs(count, top_n), cached_tokens=3,
-        prompt_logprobs=_logprobs(20_000, top_n), finish=FinishReason.LENGTH, queue_s=0.5,
-    )  # fmt: skip
-    responses = list(shard_codec.responses([output]))
+    output = RequestOutput(
+        list(range(count)),
+        7,
+        request_id="r",
+        attempt=0,
+        logprobs=_logprobs(count, top_n),
+        cached_tokens=3,
+        prompt_logprobs=_logprobs(20_000, top_n),
+        finish_reason=FinishReason.LENGTH,
+        queue_s=0.5,
+    )
+    responses = list(codec.responses([output]))
     assert max(response.ByteSize() for response in responses) < 600_000
     merged: ClientOutput | None = None
     for response in responses:
         for message in response.outputs:
-            piece = proto_codec.output(pb.Output.FromString(message.SerializeToString()))
+            piece = codec.output(pb.Output.FromString(message.SerializeToString()))
             assert isinstance(piece, ClientOutput)
             if merged is None:
                 merged = piece
@@ -74,7 +80,7 @@ def test_an_output_merged_for_long_is_cut_into_responses_of_bounded_size() -> No
 async def test_a_caller_that_reads_nothing_is_given_no_room_for_more() -> None:
     outbox = Outbox()
     for number in range(4096):
-        outbox.put(_output(str(number), error=link.Error(Code.INVALID_ARGUMENT, "no")))
+        outbox.put(_output(str(number), error=Error(Code.INVALID_ARGUMENT, "no")))
     waiting = asyncio.create_task(outbox.wait_for_room())
     await asyncio.sleep(0.01)
     assert not waiting.done()
@@ -87,8 +93,10 @@ async def test_a_request_ends_whose_scores_nobody_reads(monkeypatch: pytest.Monk
     ended: list[tuple[str, int]] = []
     outbox = Outbox("a/", lambda *which: ended.append(which))
 
-    def scored(request_id: str, position: int) -> link.Output:
-        return link.Output(f"a/{request_id}", 1, position, [5], logprobs=_logprobs(1, 60))
+    def scored(request_id: str, position: int) -> RequestOutput:
+        return RequestOutput(
+            [5], position, request_id=f"a/{request_id}", attempt=1, logprobs=_logprobs(1, 60)
+        )
 
     for position in range(3):
         outbox.put(scored("behind", position))
@@ -97,7 +105,9 @@ async def test_a_request_ends_whose_scores_nobody_reads(monkeypatch: pytest.Monk
             # Read in between.
             del outbox._outputs["read", 1]
     assert ended == [("a/behind", 1)]
-    outbox.put(link.Output("a/behind", 1, 3, [], finish=FinishReason.ABORTED))
+    outbox.put(
+        RequestOutput([], 3, request_id="a/behind", attempt=1, finish_reason=FinishReason.ABORTED)
+    )
     behind, read = await outbox.take()
     assert (behind.request_id, read.request_id, read.error) == ("behind", "read", None)
     assert behind.error is not None
@@ -139,7 +149,7 @@ def _submit(request_id: str, attempt: int = 0, num_tokens: int = 3) -> Request:
 
 async def test_more_requests_than_seats_and_queue_are_refused_while_the_engine_steps() -> None:
     supervisor = _Supervisor(max_num_seqs=2, max_queued_requests=3)
-    delivered: list[link.Output] = []
+    delivered: list[RequestOutput] = []
     for number in range(10):
         supervisor.submit(_submit(str(number)), delivered.append)
     assert [output.request_id for output in delivered] == ["5", "6", "7", "8", "9"]
@@ -150,7 +160,7 @@ async def test_more_requests_than_seats_and_queue_are_refused_while_the_engine_s
 
 async def test_an_idle_shard_fills_its_seats_before_its_queue_counts() -> None:
     supervisor = _Supervisor(max_num_seqs=8, max_queued_requests=1)
-    delivered: list[link.Output] = []
+    delivered: list[RequestOutput] = []
     for number in range(9):
         supervisor.submit(_submit(str(number)), delivered.append)
     assert delivered == []
@@ -158,7 +168,7 @@ async def test_an_idle_shard_fills_its_seats_before_its_queue_counts() -> None:
 
 async def test_queued_tokens_are_bounded_but_one_request_always_fits() -> None:
     supervisor = _Supervisor(max_queued_tokens=100)
-    delivered: list[link.Output] = []
+    delivered: list[RequestOutput] = []
     supervisor.submit(_submit("long", num_tokens=500), delivered.append)
     assert delivered == []
     supervisor.submit(_submit("next"), delivered.append)
@@ -168,7 +178,7 @@ async def test_queued_tokens_are_bounded_but_one_request_always_fits() -> None:
 
 async def test_the_first_output_of_an_attempt_says_how_long_it_was_queued() -> None:
     supervisor = _Supervisor()
-    delivered: list[link.Output] = []
+    delivered: list[RequestOutput] = []
     supervisor.submit(_submit("x"), delivered.append)
     submitted_s = time.monotonic()
     await asyncio.sleep(0.05)
@@ -186,7 +196,7 @@ async def test_the_first_output_of_an_attempt_says_how_long_it_was_queued() -> N
 
 async def test_so_does_its_last_where_that_is_the_first() -> None:
     supervisor = _Supervisor()
-    delivered: list[link.Output] = []
+    delivered: list[RequestOutput] = []
     supervisor.submit(_submit("x"), delivered.append)
     supervisor.submit(_submit("y"), delivered.append)
     supervisor._note_started(["x"])
@@ -198,12 +208,12 @@ async def test_so_does_its_last_where_that_is_the_first() -> None:
 
 async def test_an_abort_of_a_lower_attempt_leaves_the_one_that_took_over() -> None:
     supervisor = _Supervisor()
-    delivered: list[link.Output] = []
+    delivered: list[RequestOutput] = []
     supervisor.submit(_submit("x"), delivered.append)
     supervisor.submit(_submit("x", attempt=1), delivered.append)
     supervisor.abort("x", 0)
     await asyncio.sleep(0)
-    assert [(o.attempt, o.finish) for o in delivered] == [(0, FinishReason.ABORTED)]
+    assert [(o.attempt, o.finish_reason) for o in delivered] == [(0, FinishReason.ABORTED)]
     assert [abort for inbox in supervisor.sent for abort in inbox.aborts] == []
     supervisor.abort("x", 1)
     await asyncio.sleep(0)
@@ -212,10 +222,10 @@ async def test_an_abort_of_a_lower_attempt_leaves_the_one_that_took_over() -> No
 
 async def test_an_early_abort_is_remembered_for_its_attempt_and_those_before() -> None:
     supervisor = _Supervisor()
-    delivered: list[link.Output] = []
+    delivered: list[RequestOutput] = []
     supervisor.abort("x", 0)
     supervisor.submit(_submit("x", attempt=0), delivered.append)
-    assert [o.finish for o in delivered] == [FinishReason.ABORTED]
+    assert [o.finish_reason for o in delivered] == [FinishReason.ABORTED]
     supervisor.submit(_submit("x", attempt=1), delivered.append)
     assert len(delivered) == 1
     assert supervisor.live_attempt("x") == 1
@@ -223,7 +233,7 @@ async def test_an_early_abort_is_remembered_for_its_attempt_and_those_before() -
 
 async def test_an_abort_that_overtakes_the_next_attempt_ends_it_and_the_live_one() -> None:
     supervisor = _Supervisor()
-    delivered: list[link.Output] = []
+    delivered: list[RequestOutput] = []
     supervisor.submit(_submit("x"), delivered.append)
     supervisor.abort("x", 1)
     await asyncio.sleep(0)
@@ -231,10 +241,10 @@ async def test_an_abort_that_overtakes_the_next_attempt_ends_it_and_the_live_one
     # Whether its engine has ended the live one by then or not.
     supervisor.submit(_submit("x", attempt=1), delivered.append)
     supervisor._take_step(
-        link.StepOutputs([_output("x", finish=FinishReason.ABORTED)], link.Load())
+        link.StepOutputs([_output("x", finish_reason=FinishReason.ABORTED)], link.Load())
     )
     supervisor.submit(_submit("x", attempt=1), delivered.append)
-    assert [(o.attempt, o.finish) for o in delivered] == [
+    assert [(o.attempt, o.finish_reason) for o in delivered] == [
         (attempt, FinishReason.ABORTED) for attempt in (1, 0, 1)
     ]
     supervisor.submit(_submit("x", attempt=2), delivered.append)
@@ -243,7 +253,7 @@ async def test_an_abort_that_overtakes_the_next_attempt_ends_it_and_the_live_one
 
 async def test_a_deadline_ends_a_request_although_its_engine_says_nothing() -> None:
     supervisor = _Supervisor()
-    delivered: list[link.Output] = []
+    delivered: list[RequestOutput] = []
     supervisor.submit(_submit("x"), delivered.append, deadline_s=0.02)
     await asyncio.sleep(0.05)
     assert delivered[0].error is not None
@@ -254,9 +264,11 @@ async def test_a_deadline_ends_a_request_although_its_engine_says_nothing() -> N
 
 async def test_a_request_that_ended_has_no_deadline_any_more() -> None:
     supervisor = _Supervisor()
-    delivered: list[link.Output] = []
+    delivered: list[RequestOutput] = []
     supervisor.submit(_submit("x"), delivered.append, deadline_s=0.01)
-    supervisor._take_step(link.StepOutputs([_output("x", finish=FinishReason.STOP)], link.Load()))
+    supervisor._take_step(
+        link.StepOutputs([_output("x", finish_reason=FinishReason.STOP)], link.Load())
+    )
     # Whoever has its id now.
     supervisor.submit(_submit("x"), delivered.append)
     await asyncio.sleep(0.03)
@@ -402,7 +414,7 @@ async def test_a_server_that_was_stopped_hears_its_engine_before_it_judges() -> 
 
 async def test_a_suspect_s_next_attempt_is_not_refused_for_the_one_before_it() -> None:
     supervisor = _Supervisor()
-    outputs: list[link.Output] = []
+    outputs: list[RequestOutput] = []
     supervisor.submit(_submit("a", 0), outputs.append, suspect=True)
     supervisor.submit(_submit("a", 1), outputs.append, suspect=True)
     assert [(output.attempt, output.error) for output in outputs] == [(0, None)]
@@ -413,14 +425,16 @@ async def test_a_suspect_s_next_attempt_is_not_refused_for_the_one_before_it() -
 
 async def test_a_suspect_that_gives_tokens_is_none_any_more() -> None:
     supervisor = _Supervisor()
-    outputs: list[link.Output] = []
+    outputs: list[RequestOutput] = []
     for name in "ab":
         supervisor.submit(_submit(name), outputs.append, suspect=name == "a")
     supervisor._note_started(["a", "b"])
     for position in range(8):
         supervisor.submit(_submit("c", position), outputs.append, suspect=True)
         assert outputs[-1].error is not None
-        supervisor._take_step(link.StepOutputs([link.Output("a", 0, position, [1])], link.Load()))
+        supervisor._take_step(
+            link.StepOutputs([RequestOutput([1], position, request_id="a", attempt=0)], link.Load())
+        )
     supervisor.submit(_submit("c", 9), outputs.append, suspect=True)
     assert outputs[-1].error is None
     supervisor._died()
@@ -431,11 +445,11 @@ async def test_a_suspect_that_gives_tokens_is_none_any_more() -> None:
 
 async def test_a_late_abort_of_an_earlier_attempt_does_not_undo_that_of_a_later_one() -> None:
     supervisor = _Supervisor()
-    outputs: list[link.Output] = []
+    outputs: list[RequestOutput] = []
     supervisor.abort("a", 1)
     supervisor.abort("a", 0)
     supervisor.submit(_submit("a", 1), outputs.append)
-    assert [output.finish for output in outputs] == [FinishReason.ABORTED]
+    assert [output.finish_reason for output in outputs] == [FinishReason.ABORTED]
     supervisor.submit(_submit("a", 2), outputs.append)
     assert supervisor.live_attempt("a") == 2
 
@@ -450,18 +464,23 @@ def test_an_early_abort_is_forgotten_after_half_a_minute() -> None:
 
 async def test_outputs_of_an_attempt_that_another_took_over_from_reach_nobody() -> None:
     supervisor = _Supervisor()
-    outputs: list[link.Output] = []
+    outputs: list[RequestOutput] = []
     for attempt in (0, 1):
         supervisor.submit(_submit("a", attempt), outputs.append)
-    late = [link.Output("a", 0, 0, [1]), _output("a", 0, finish=FinishReason.ABORTED)]
+    late = [
+        RequestOutput([1], 0, request_id="a", attempt=0),
+        _output("a", 0, finish_reason=FinishReason.ABORTED),
+    ]
     supervisor._take_step(link.StepOutputs(late, link.Load()))
-    assert [(output.attempt, output.finish) for output in outputs] == [(0, FinishReason.ABORTED)]
+    assert [(output.attempt, output.finish_reason) for output in outputs] == [
+        (0, FinishReason.ABORTED)
+    ]
     assert supervisor.live_attempt("a") == 1
 
 
 async def test_what_waits_to_be_sent_to_an_engine_dies_with_it() -> None:
     supervisor = _Supervisor()
-    outputs: list[link.Output] = []
+    outputs: list[RequestOutput] = []
     for name in "ab":
         supervisor.submit(_submit(name), outputs.append)
     supervisor.abort("a", 0)
@@ -494,7 +513,7 @@ async def test_an_engine_hangs_whose_step_takes_many_times_what_such_steps_do() 
 
 async def test_an_attempt_that_takes_over_takes_the_place_too() -> None:
     supervisor = _Supervisor(max_num_seqs=1, max_queued_requests=1)
-    outputs: list[link.Output] = []
+    outputs: list[RequestOutput] = []
     for name, attempt in (("a", 0), ("b", 0), ("c", 0), ("a", 1)):
         supervisor.submit(_submit(name, attempt), outputs.append)
     refused = [output.request_id for output in outputs if output.error is not None]
@@ -558,7 +577,9 @@ async def test_an_attempt_is_not_left_alone_when_the_next_one_is_refused() -> No
     assert [(output.attempt, output.error.code) for output in refused.outputs] == [(1, 14)]
     reading = asyncio.ensure_future(anext(outputs))
     await asyncio.sleep(0.01)
-    supervisor._take_step(link.StepOutputs([_output("a", finish=FinishReason.STOP)], link.Load()))
+    supervisor._take_step(
+        link.StepOutputs([_output("a", finish_reason=FinishReason.STOP)], link.Load())
+    )
     async with asyncio.timeout(30):
         ended = await reading
     assert [(output.attempt, output.HasField("finish")) for output in ended.outputs] == [(0, True)]
@@ -571,7 +592,7 @@ async def test_a_call_whose_requests_cannot_be_taken_ends_and_so_do_they(
 
     async def messages() -> AsyncIterator[pb.GenerateRequest]:
         yield _message("a")
-        monkeypatch.setattr(shard_codec, "submission", lambda message: 1 // 0)
+        monkeypatch.setattr(codec, "submission", lambda message: 1 // 0)
         yield _message("b")
 
     call = ShardServicer(supervisor, ShardConfig()).Generate(messages(), cast("Any", context))
@@ -590,6 +611,8 @@ async def test_the_last_report_of_a_drain_is_of_nothing_though_its_end_came_mean
     reports = servicer.Drain(pb.DrainRequest(), cast("Any", _Context()))
     first = await anext(reports)
     assert first.running + first.waiting == 1
-    supervisor._take_step(link.StepOutputs([_output("a", finish=FinishReason.STOP)], link.Load()))
+    supervisor._take_step(
+        link.StepOutputs([_output("a", finish_reason=FinishReason.STOP)], link.Load())
+    )
     last = [report async for report in reports][-1]
     assert (last.running, last.waiting) == (0, 0)

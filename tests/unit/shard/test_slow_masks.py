@@ -245,7 +245,7 @@ def test_an_abort_reaches_a_sequence_that_waits_for_its_mask() -> None:
         under_test.step()
     under_test.engine.abort("slow", 0)
     under_test.step()
-    assert [output.finish for output in under_test.endings("slow")]
+    assert [output.finish_reason for output in under_test.endings("slow")]
     threads.do()
     assert not under_test.engine.has_work
     under_test.engine.check_integrity()

@@ -14,10 +14,8 @@ from support.drafters import FickleOracle, Oracle, always, named
 from support.engines import EOS_ID, EngineUnderTest, make_engine, make_request
 from support.plans import Plan, plan_step
 
-from penstock_proto.types import Constraint, ThinkingBudget
-from penstock_shard.ipc.logprobs import Logprobs
-from penstock_shard.ipc.messages import Output
-from penstock_shard.ipc.request import FinishReason, Objective, Request, SamplingParams
+from penstock_proto.types import Constraint, FinishReason, Logprobs, RequestOutput, ThinkingBudget
+from penstock_shard.ipc.request import Objective, Request, SamplingParams
 from penstock_shard.sequence import Sequence
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 
@@ -40,11 +38,11 @@ def _run(request: Request, drafter: Drafter | None, ahead: int = 1) -> EngineUnd
     return under_test
 
 
-def _tokens(outputs: abc.Sequence[Output]) -> list[int]:
+def _tokens(outputs: abc.Sequence[RequestOutput]) -> list[int]:
     return [token_id for output in outputs for token_id in output.token_ids]
 
 
-def _logprobs(outputs: abc.Sequence[Output]) -> Logprobs:
+def _logprobs(outputs: abc.Sequence[RequestOutput]) -> Logprobs:
     merged = Logprobs()
     for output in outputs:
         assert output.logprobs is not None
@@ -80,8 +78,8 @@ def test_what_is_given_is_what_is_given_without_drafts(name: str, ahead: int) ->
         for drafter in drafters:
             drafted = _run(_request(**case), drafter, ahead)
             assert drafted.tokens("r") == whole
-            assert [o.finish for o in drafted.endings("r")] == [
-                o.finish for o in plain.endings("r")
+            assert [o.finish_reason for o in drafted.endings("r")] == [
+                o.finish_reason for o in plain.endings("r")
             ]
             assert drafted.outputs[-1].stop_token_id == plain.outputs[-1].stop_token_id
             if name == "logprobs":
@@ -140,7 +138,7 @@ def test_a_stop_within_a_draft_ends_the_request_there() -> None:
     given = whole[: whole.index(stop) + 1]
     assert under_test.tokens("r") == given
     (ending,) = under_test.endings("r")
-    assert (ending.finish, ending.stop_token_id) == (FinishReason.STOP, stop)
+    assert (ending.finish_reason, ending.stop_token_id) == (FinishReason.STOP, stop)
     assert ending.work is not None
     assert ending.work.steps == len(under_test.outputs)
     assert len(_logprobs(under_test.outputs).chosen) == len(given)

@@ -19,7 +19,7 @@ from penstock_shard.ipc.messages import Ready
 from penstock_shard.ipc.request import Objective, Request, SamplingParams
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.model_loader.generation_config import usable_defaults
-from penstock_shard.server.proto_codec import info_response
+from penstock_shard.server.shard_info import shard_info
 from penstock_shard.server.validation import Refusal, check
 
 CONFIG = ShardConfig(served_model_names=("main", "alias"), max_logprobs=5, max_constraint_bytes=100)
@@ -345,7 +345,7 @@ def test_a_penalty_window_without_a_penalty_is_no_other_request() -> None:
 
 def test_a_shard_without_a_bound_gives_as_many_log_probabilities_as_it_has_tokens() -> None:
     config, info = ShardConfig(max_logprobs=-1), runner_info()
-    assert info_response(Ready(info, {}, "", ""), config, "i").limits.max_logprobs == VOCAB_SIZE
+    assert shard_info(Ready(info, {}, "", ""), config, "i").limits.max_logprobs == VOCAB_SIZE
     asked = check(submission(logprobs=VOCAB_SIZE, prompt_logprobs=VOCAB_SIZE), info, config)
     assert (asked.logprobs, asked.prompt_logprobs) == (VOCAB_SIZE, VOCAB_SIZE)
     with pytest.raises(Refusal, match=f"^logprobs: 1001 .* 0..{VOCAB_SIZE} \\(--max-logprobs"):

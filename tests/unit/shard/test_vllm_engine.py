@@ -16,8 +16,9 @@ from support.adapters import make_adapter
 from support.submissions import submission
 
 from penstock_proto.errors import Code
+from penstock_proto.facts import EmbeddingDefaults
 from penstock_proto.limits import MAX_BAD_WORD_TOKENS
-from penstock_proto.types import EmbeddingDefaults, Pooling
+from penstock_proto.types import FinishReason, Pooling, RequestOutput
 from penstock_shard.cli import parse_config
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine.adapter_slots import EngineAdapters
@@ -26,11 +27,10 @@ from penstock_shard.ipc.messages import (
     AdapterChanged,
     FromEngine,
     Inbox,
-    Output,
     Started,
     StepOutputs,
 )
-from penstock_shard.ipc.request import FinishReason, Request, SamplingParams
+from penstock_shard.ipc.request import Request, SamplingParams
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.server.validation import Refusal, check
 from penstock_shard.vllm_engine.adapters import CoreAdapters
@@ -283,12 +283,12 @@ def test_a_request_ends_as_vllm_says(
 ) -> None:
     said = given(new_token_ids=[30], finish_reason=reason, stop_reason=stop_reason)
     output = read_output(Progress(request(), 0), said)
-    assert (output.finish, output.stop_token_id, output.error) == (finish, stop, None)
+    assert (output.finish_reason, output.stop_token_id, output.error) == (finish, stop, None)
 
 
 def test_an_end_that_is_an_error_of_vllms_is_one_of_ours() -> None:
     output = read_output(Progress(request(), 0), given(finish_reason=Reason.ERROR))
-    assert output.finish is None
+    assert output.finish_reason is None
     assert output.error is not None
     assert output.error.code is Code.INTERNAL
 
@@ -386,7 +386,7 @@ class Running:
                         return sent
 
     @property
-    def outputs(self) -> list[Output]:
+    def outputs(self) -> list[RequestOutput]:
         return [
             each for sent in self.sent if isinstance(sent, StepOutputs) for each in sent.outputs
         ]
@@ -415,7 +415,7 @@ async def test_a_request_that_was_aborted_ends_as_such_and_nothing_more_comes_of
         assert running.core.aborted == ["r/0"]
         await running.step(given(new_token_ids=[30]))
         (output,) = running.outputs
-        assert (output.request_id, output.finish) == ("r", FinishReason.ABORTED)
+        assert (output.request_id, output.finish_reason) == ("r", FinishReason.ABORTED)
 
 
 async def test_an_adapter_is_loaded_used_and_unloaded_once_nothing_runs_with_it(
@@ -484,7 +484,7 @@ async def test_an_engine_of_embeddings_serves_them_alone_and_another_none() -> N
         ends = {"finish_reason": Reason.STOP, "pooling_output": vector}
         await running.step(given(request_id="last/0", **ends))
         *refused, last = running.outputs
-    assert (last.request_id, last.finish) == ("last", FinishReason.STOP)
+    assert (last.request_id, last.finish_reason) == ("last", FinishReason.STOP)
     assert np.frombuffer(last.embedding or b"", dtype="<f4").tolist() == [0.5, 2.0]
     assert {each.request_id for each in refused} == {"mean", "r"}
     for each in refused:

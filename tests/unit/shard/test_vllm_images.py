@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from penstock_proto.errors import Code
-from penstock_proto.types import PromptImage
+from penstock_proto.types import FinishReason, PromptImage, RequestOutput
 from penstock_shard.cli import parse_config
 from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.errors import ImageUnusable
@@ -24,11 +24,10 @@ from penstock_shard.ipc.messages import (
     ImageDrop,
     ImagePiece,
     Inbox,
-    Output,
     Started,
     StepOutputs,
 )
-from penstock_shard.ipc.request import FinishReason, Request, SamplingParams
+from penstock_shard.ipc.request import Request, SamplingParams
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.vllm_engine.bridge import Bridge
 from penstock_shard.vllm_engine.engine_arguments import engine_arguments
@@ -278,7 +277,7 @@ class Running:
             await asyncio.sleep(0.01)
 
     @property
-    def outputs(self) -> list[Output]:
+    def outputs(self) -> list[RequestOutput]:
         steps = [sent for sent in self.sent if isinstance(sent, StepOutputs)]
         return [output for step in steps for output in step.outputs]
 
@@ -313,7 +312,7 @@ async def test_a_request_that_is_aborted_while_it_waits_never_reaches_the_core()
         running.processor.may_go_on.set()
         await running.wait()
         assert running.core.added == []
-        assert [output.finish for output in running.outputs] == [FinishReason.ABORTED]
+        assert [output.finish_reason for output in running.outputs] == [FinishReason.ABORTED]
 
 
 async def test_a_request_whose_images_are_refused_ends_alone_and_names_them() -> None:

@@ -14,8 +14,9 @@ import pytest
 
 import penstock_shard.vllm_engine
 from penstock_proto.errors import Code
+from penstock_proto.types import FinishReason
 from penstock_shard.cli import parse_config
-from penstock_shard.ipc.request import FinishReason, Request, SamplingParams
+from penstock_shard.ipc.request import Request, SamplingParams
 from penstock_shard.vllm_engine import touched
 from penstock_shard.vllm_engine.engine_arguments import engine_arguments
 from penstock_shard.vllm_engine.generate_core import GenerateCore
@@ -127,7 +128,7 @@ async def test_what_generate_yields_is_what_a_core_says_step_by_step() -> None:
     progress = Progress(request, 0)
     (first,) = (await core.step()).outputs
     told = read_output(progress, first)
-    assert (told.token_ids, told.cached_tokens, told.finish) == ([7, 8], 1, None)
+    assert (told.token_ids, told.cached_tokens, told.finish_reason) == ([7, 8], 1, None)
     assert told.logprobs is not None
     assert (told.logprobs.chosen, told.logprobs.ranks) == ([-2.0, -2.0], [3, 3])
     assert told.logprobs.best_ids == bytearray(b"\1\0\0\0" * 2)
@@ -136,7 +137,11 @@ async def test_what_generate_yields_is_what_a_core_says_step_by_step() -> None:
     core._llm.goes_on.set()
     (last,) = (await core.step()).outputs
     told = read_output(progress, last)
-    assert (told.first_position, told.finish, told.stop_token_id) == (2, FinishReason.STOP, 9)
+    assert (told.first_position, told.finish_reason, told.stop_token_id) == (
+        2,
+        FinishReason.STOP,
+        9,
+    )
 
 
 async def test_a_request_that_vllm_refuses_ends_alone() -> None:

@@ -11,10 +11,9 @@ from contextlib import aclosing
 import pytest
 from support.budget import budget, seeded
 
-from penstock_client.rpc import proto_codec as client_codec
+from penstock_proto import codec
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.prefix_hash import Tier
-from penstock_shard.server import proto_codec
 from penstock_shard.server.kv import held_pieces
 from penstock_shard.server.kv.held_pieces import HeldPieces, PiecesReport
 
@@ -204,8 +203,8 @@ async def test_no_more_pieces_are_known_than_the_bound(
 
 def test_every_field_of_a_report_reaches_the_client() -> None:
     pieces = [(1, 1), (2**64 - 1, 1), (2, 2), (3, 3), (4, 4)]
-    message = proto_codec.blocks_report(PiecesReport("i", pieces, begins=True, ends=True))
-    told = client_codec.blocks_report(pb.BlocksReport.FromString(message.SerializeToString()))
+    message = codec.blocks_message("i", pieces, begins=True, ends=True)
+    told = codec.blocks_report(pb.BlocksReport.FromString(message.SerializeToString()))
     assert {tier: list(names) for tier, names in told.pieces.items()} == {
         Tier.DEVICE: [1, 2**64 - 1],
         Tier.HOST: [2],
@@ -214,5 +213,5 @@ def test_every_field_of_a_report_reaches_the_client() -> None:
     }
     assert (told.instance_id, told.snapshot_begins, told.snapshot_ends) == ("i", True, True)
     # Named by its lists alone, no report is larger than it may be.
-    full = PiecesReport("i" * 32, [(2**64 - 1, 1)] * held_pieces._MOST_IN_REPORT)
-    assert proto_codec.blocks_report(full).ByteSize() < 2**20
+    pieces = [(2**64 - 1, 1)] * held_pieces._MOST_IN_REPORT
+    assert codec.blocks_message("i" * 32, pieces, begins=True, ends=True).ByteSize() < 2**20

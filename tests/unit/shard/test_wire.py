@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from array import array
 
 import pytest
 from support.engines import EOS_ID, logprobs_of, packed, runner_info
@@ -20,17 +19,18 @@ from penstock_client import (
     ThinkingBudget,
 )
 from penstock_client import Output as ClientOutput
-from penstock_client.rpc import proto_codec
+from penstock_proto import codec
 from penstock_proto import shard_pb2 as pb
-from penstock_proto.errors import Code
-from penstock_proto.types import Adapter, ClassLoad, FieldBound, ModelShape
+from penstock_proto.errors import Code, Error
+from penstock_proto.facts import Adapter, ClassLoad, FieldBound, ModelShape
+from penstock_proto.types import FinishReason, Logprobs, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages, request
 from penstock_shard.ipc.framing import encode_frame
-from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.ipc.runner_info import CacheGroup
-from penstock_shard.server import proto_codec as shard_codec
 from penstock_shard.server.live_requests import Route
+from penstock_shard.server.servicer import load_report
+from penstock_shard.server.shard_info import shard_info
 from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.server.validation import check
 
@@ -72,8 +72,8 @@ FULL = GenerationRequest(
 def _at_the_engine(sent: GenerationRequest) -> request.Request:
     """Through the message, the checks, the socket and back."""
     attempt = Attempt(2, "an engine", hand_back=True, suspect=True)
-    message = proto_codec.generate_request(sent, "id", attempt)
-    sent_on = shard_codec.submission(pb.GenerateRequest.FromString(message.SerializeToString()))
+    message = codec.generate_request(sent, "id", attempt)
+    sent_on = codec.submission(pb.GenerateRequest.FromString(message.SerializeToString()))
     submit = check(sent_on, runner_info(), ShardConfig())
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -126,7 +126,7 @@ def test_each_kind_of_constraint_reaches_the_engine(constraint: Constraint) -> N
 
 def test_a_json_object_that_is_not_wanted_is_no_constraint() -> None:
     message = pb.GenerateRequest(constraint=pb.Constraint(json_object=False))
-    assert shard_codec.submission(message).request.constraint is None
+    assert codec.submission(message).request.constraint is None
 
 
 def test_a_thinking_budget_reaches_the_engine() -> None:
@@ -156,20 +156,20 @@ def test_a_plain_request_has_neutral_values_and_no_objective() -> None:
 def test_requested_logprobs_come_back_however_they_are_merged_and_cut() -> None:
     count = 60_000
 
-    def output(first: int) -> messages.Output:
+    def output(first: int) -> RequestOutput:
         numbers = [float(i) for i in range(first, first + count)]
         requested = [n for n in numbers for _ in (0, 1)]
         scores = logprobs_of(numbers, [1] * count, requested=requested)
-        return messages.Output("r", 0, first, [5] * count, scores)
+        return RequestOutput([5] * count, first, request_id="r", attempt=0, logprobs=scores)
 
     merged = output(0)
     merged.merge(output(count))
-    responses = list(shard_codec.responses([merged]))
+    responses = list(codec.responses([merged]))
     assert max(response.ByteSize() for response in responses) < 600_000
     whole: ClientOutput | None = None
     for response in responses:
         for message in response.outputs:
-            piece = proto_codec.output(message)
+            piece = codec.output(message)
             assert isinstance(piece, ClientOutput)
             if whole is None:
                 whole = piece
@@ -182,18 +182,29 @@ def test_requested_logprobs_come_back_however_they_are_merged_and_cut() -> None:
 
 
 def test_an_error_comes_after_the_tokens_that_it_was_merged_with() -> None:
-    merged = messages.Output("r", 3, 7, [1, 2], Logprobs([-1.0, -2.0], [1, 1]), cached_tokens=4)
-    merged.merge(messages.Output("r", 3, 9, [], error=messages.Error(Code.OUT_OF_RANGE, "no more")))
-    pieces = [each for response in shard_codec.responses([merged]) for each in response.outputs]
+    merged = RequestOutput(
+        [1, 2],
+        7,
+        request_id="r",
+        attempt=3,
+        logprobs=Logprobs([-1.0, -2.0], [1, 1]),
+        cached_tokens=4,
+    )
+    merged.merge(
+        RequestOutput([], 9, request_id="r", attempt=3, error=Error(Code.OUT_OF_RANGE, "no more"))
+    )
+    pieces = [each for response in codec.responses([merged]) for each in response.outputs]
     assert [piece.attempt for piece in pieces] == [3, 3]
-    tokens, error = map(proto_codec.output, pieces)
+    tokens, error = map(codec.output, pieces)
     assert isinstance(tokens, ClientOutput)
     assert (tokens.token_ids, tokens.first_position, tokens.cached_tokens) == ([1, 2], 7, 4)
     assert tokens.logprobs is not None
     assert tokens.logprobs.chosen == [-1.0, -2.0]
     assert "no more" in str(error)
-    alone = messages.Output("r", 3, 9, [], error=messages.Error(Code.OUT_OF_RANGE, "no more"))
-    assert sum(len(response.outputs) for response in shard_codec.responses([alone])) == 1
+    alone = RequestOutput(
+        [], 9, request_id="r", attempt=3, error=Error(Code.OUT_OF_RANGE, "no more")
+    )
+    assert sum(len(response.outputs) for response in codec.responses([alone])) == 1
 
 
 @pytest.mark.timeout(20)
@@ -202,22 +213,24 @@ def test_a_token_with_more_alternatives_than_a_response_holds_is_one_alone() -> 
     top_n = 40_000
     best = [(token_id, -1.0) for token_id in range(top_n)]
     scores = logprobs_of([-0.5, -0.25], [1, 1], top_n, best * 2)
-    output = messages.Output("id", 0, 0, [7, 8], scores, prompt_logprobs=scores.first(2))
-    pieces = [each for response in shard_codec.responses([output]) for each in response.outputs]
+    output = RequestOutput(
+        [7, 8], 0, request_id="id", attempt=0, logprobs=scores, prompt_logprobs=scores.first(2)
+    )
+    pieces = [each for response in codec.responses([output]) for each in response.outputs]
     assert [list(each.token_ids) for each in pieces] == [[], [7], [8]]
     assert [len(each.prompt_logprobs.logprobs.chosen) for each in pieces] == [1, 1, 0]
     assert [len(each.logprobs.top_token_ids) for each in pieces] == [0, top_n, top_n]
 
 
-def test_a_whole_vocabulary_comes_as_arrays_with_the_same_numbers() -> None:
+def test_a_whole_vocabulary_comes_with_the_same_numbers() -> None:
     vocabulary = 5_000
     best = [((7 * i) % vocabulary, -0.25 * i) for i in range(2 * vocabulary)]
     scores = logprobs_of([-0.5, -1.25], [1, 300], vocabulary, best, [-7.0, -8.0])
-    output = messages.Output("id", 0, 0, [7, 8], scores)
+    output = RequestOutput([7, 8], 0, request_id="id", attempt=0, logprobs=scores)
     found: list[ClientOutput] = []
-    for response in shard_codec.responses([output]):
+    for response in codec.responses([output]):
         for message in pb.GenerateResponse.FromString(response.SerializeToString()).outputs:
-            piece = proto_codec.output(message)
+            piece = codec.output(message)
             assert isinstance(piece, ClientOutput)
             found.append(piece)
     whole, *others = found
@@ -225,13 +238,19 @@ def test_a_whole_vocabulary_comes_as_arrays_with_the_same_numbers() -> None:
         whole.merge(other)
     columns = whole.logprobs
     assert columns is not None
-    assert isinstance(columns.top_token_ids, array)
     assert [*zip(columns.top_token_ids, columns.top_logprobs, strict=True)] == best
     assert (columns.chosen, columns.ranks, columns.requested) == (
         [-0.5, -1.25], [1, 300], [-7.0, -8.0],
     )  # fmt: skip
     columns.drop_first(1)
     assert [*columns.top_token_ids] == [token_id for token_id, _ in best[vocabulary:]]
+
+
+def test_a_whole_vocabulary_of_no_token_is_read() -> None:
+    empty = pb.Output(logprobs=pb.Logprobs(top_n=5_000))
+    output = codec.output(empty)
+    assert isinstance(output, ClientOutput)
+    assert output.logprobs == Logprobs(top_n=5_000)
 
 
 def test_columns_are_cut_between_tokens() -> None:
@@ -244,47 +263,50 @@ def test_columns_are_cut_between_tokens() -> None:
 
 def test_outputs_of_one_token_share_columns_where_the_caller_numbers_its_attempts() -> None:
     outputs = [
-        messages.Output("numbered", 0, 5, [50]),
-        messages.Output("another attempt", 1, 6, [60]),
-        messages.Output("bundled", 0, 7, [70, 71]),
-        messages.Output("last", 0, 8, [80], finish=request.FinishReason.STOP),
-        messages.Output("first", 0, 0, [90], cached_tokens=0, queue_s=0.5),
-        messages.Output("scored", 0, 9, [91], Logprobs([-1.0], [1])),
-        messages.Output("numbered too", 2, 3, [30]),
+        RequestOutput([50], 5, request_id="numbered", attempt=0),
+        RequestOutput([60], 6, request_id="another attempt", attempt=1),
+        RequestOutput([70, 71], 7, request_id="bundled", attempt=0),
+        RequestOutput([80], 8, request_id="last", attempt=0, finish_reason=FinishReason.STOP),
+        RequestOutput([90], 0, request_id="first", attempt=0, cached_tokens=0, queue_s=0.5),
+        RequestOutput([91], 9, request_id="scored", attempt=0, logprobs=Logprobs([-1.0], [1])),
+        RequestOutput([30], 3, request_id="numbered too", attempt=2),
     ]
     ids = ("numbered", "another attempt", "bundled", "last", "first", "scored", "numbered too")
     numbers = {(name, 0): number for number, name in enumerate(ids, 1)}
     numbers["numbered too", 2] = 70
-    [response] = shard_codec.responses(outputs, numbers)
+    [response] = codec.responses(outputs, numbers)
     parsed = pb.GenerateResponse.FromString(response.SerializeToString())
-    found = [
-        (number, one.first_position, one.token_ids) for number, one in proto_codec.tokens(parsed)
-    ]
+    found = [(number, one.first_position, one.token_ids) for number, one in codec.tokens(parsed)]
     assert found == [(1, 5, [50]), (70, 3, [30])]
     whole = ["another attempt", "bundled", "last", "first", "scored"]
     assert [output.request_id for output in parsed.outputs] == whole
-    [unnumbered] = shard_codec.responses(outputs)
+    [unnumbered] = codec.responses(outputs)
     assert [output.request_id for output in unnumbered.outputs] == list(ids)
     assert not unnumbered.HasField("tokens")
 
 
 def test_columns_of_very_many_requests_are_cut_into_responses_of_bounded_size() -> None:
     count = 50_000
-    outputs = [messages.Output(str(index), 0, index, [7]) for index in range(count)]
+    outputs = [
+        RequestOutput([7], index, request_id=str(index), attempt=0) for index in range(count)
+    ]
     numbers = {(str(index), 0): index + 1 for index in range(count)}
-    responses = list(shard_codec.responses([*outputs, messages.Output("x", 0, 0, [1, 2])], numbers))
+    responses = list(
+        codec.responses([*outputs, RequestOutput([1, 2], 0, request_id="x", attempt=0)], numbers)
+    )
     assert max(response.ByteSize() for response in responses) < 300_000
-    found = [pair for response in responses for pair in proto_codec.tokens(response)]
+    found = [pair for response in responses for pair in codec.tokens(response)]
     assert [number for number, _ in found] == list(range(1, count + 1))
     assert [output.request_id for response in responses for output in response.outputs] == ["x"]
 
 
 def test_columns_and_outputs_of_one_response_are_bounded_together() -> None:
     outputs = [
-        messages.Output(str(index), 0, index, [7] * (1 + index % 2)) for index in range(20_000)
+        RequestOutput([7] * (1 + index % 2), index, request_id=str(index), attempt=0)
+        for index in range(20_000)
     ]
     numbers = {(str(index), 0): index + 1 for index in range(len(outputs))}
-    sizes = [response.ByteSize() for response in shard_codec.responses(outputs, numbers)]
+    sizes = [response.ByteSize() for response in codec.responses(outputs, numbers)]
     assert max(sizes) < 1.1 * 2**18
 
 
@@ -309,9 +331,9 @@ def test_every_field_of_what_a_shard_serves_reaches_the_client() -> None:
         cache_groups=(CacheGroup(), CacheGroup(pool=1, has_state=True)),
     )
     config = ShardConfig(served_model_names=("served", "alias"), max_num_batched_tokens=512)
-    message = shard_codec.info_response(messages.Ready(info, {}, "t", "r"), config, "i")
+    message = codec.info_message(shard_info(messages.Ready(info, {}, "t", "r"), config, "i"))
     message = pb.InfoResponse.FromString(message.SerializeToString())
-    told = proto_codec.shard_info(message, "host:1")
+    told = codec.shard_info(message, "host:1")
     assert [each.name for each in dataclasses.fields(told) if not getattr(told, each.name)] == []
     for part, source in ((told, info), (told.limits, config)):
         same = {each.name for each in dataclasses.fields(part)} & set(dir(source))
@@ -336,8 +358,8 @@ def test_every_field_of_a_load_report_reaches_the_client() -> None:
         supervisor.classes.add(route)
         if number:
             supervisor.classes.start(route)
-    message = shard_codec.load_report(supervisor)
-    told = proto_codec.load_report(pb.LoadReport.FromString(message.SerializeToString()))
+    message = load_report(supervisor)
+    told = codec.load_report(pb.LoadReport.FromString(message.SerializeToString()))
     assert [each.name for each in dataclasses.fields(told) if not getattr(told, each.name)] == []
     for name in {each.name for each in dataclasses.fields(told)} & set(dir(load)) - {"waiting"}:
         assert getattr(told, name) == getattr(load, name), name

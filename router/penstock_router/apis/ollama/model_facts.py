@@ -6,7 +6,7 @@ import hashlib
 import re
 from typing import Any
 
-from penstock_proto.types import ShardInfo
+from penstock_proto.facts import ShardInfo
 
 # Model types whose architecture has another name in GGUF files.
 _ARCHITECTURES = {

@@ -13,9 +13,9 @@ import grpc
 
 from penstock_common.clock import Clock
 from penstock_common.tls import Tls
+from penstock_proto.codec import kv
 from penstock_proto.transport import Connector
-from penstock_shard.ipc.block_messages import PrefixNames
-from penstock_shard.server import proto_codec
+from penstock_proto.types import PrefixNames
 from penstock_shard.server.kv.transfers import Distrusted, FetchFailed
 
 logger = logging.getLogger(__name__)
@@ -65,9 +65,7 @@ class KvPeers:
         if source not in self._channels:
             credentials = self._connector.credentials()
             self._channels[source] = self._connector.open_aio(source, credentials)
-        call = proto_codec.fetch_blocks(
-            self._channels[source], self._key, namespace, prefix, num_known
-        )
+        call = kv.fetch_blocks(self._channels[source], self._key, namespace, prefix, num_known)
         try:
             async for record in call:
                 yield record

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from penstock_shard.server import proto_codec
+from penstock_proto.codec import kv
 from penstock_shard.server.kv.transfers import BlockTransfers, TooManyExports
 
 
@@ -20,7 +20,7 @@ class KvTransferServicer:
 
     async def fetch_blocks(self, request: Any, context: Any) -> AsyncGenerator[memoryview, None]:
         try:
-            namespace, prefix = proto_codec.fetch_request(request)
+            namespace, prefix = kv.fetch_request(request)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         if namespace != self._transfers.namespace or not namespace:

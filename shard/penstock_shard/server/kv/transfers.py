@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from typing import NoReturn, Protocol
 
+from penstock_proto.types import PrefixNames
 from penstock_shard.ipc.block_messages import (
     Arrival,
     Distrust,
@@ -23,7 +24,6 @@ from penstock_shard.ipc.block_messages import (
     Fetch,
     FetchOver,
     InboundSlots,
-    PrefixNames,
     Slot,
 )
 from penstock_shard.ipc.messages import FromEngine

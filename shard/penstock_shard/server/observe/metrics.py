@@ -11,8 +11,9 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
-from penstock_shard.ipc.messages import Error, Load, Output
-from penstock_shard.ipc.request import FinishReason
+from penstock_proto.errors import Error
+from penstock_proto.types import FinishReason, RequestOutput
+from penstock_shard.ipc.messages import Load
 
 _STEP_BUCKETS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075),
@@ -119,7 +120,7 @@ class ShardMetrics:
         self._prefill_seconds.observe(seconds)
         self._cached_tokens.inc(cached_tokens)
 
-    def on_request_end(self, last: Output, num_tokens: int, seconds: float) -> None:
+    def on_request_end(self, last: RequestOutput, num_tokens: int, seconds: float) -> None:
         outcome = _outcome(last)
         self._requests.labels(outcome).inc()
         self._request_seconds.observe(seconds)
@@ -152,7 +153,7 @@ class ShardMetrics:
         self._restarts.inc()
 
 
-def _outcome(last: Output) -> str:
+def _outcome(last: RequestOutput) -> str:
     if last.error is not None:
         return last.error.code.name.lower()
-    return "" if last.finish is None else last.finish.value
+    return "" if last.finish_reason is None else last.finish_reason.value

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 
 from penstock_common.logs import IN_WORDS
-from penstock_shard.server import proto_codec
+from penstock_proto import codec
 from penstock_shard.server.observe.request_record import ShardRecord
 
 logger = logging.getLogger("penstock.requests")
@@ -51,7 +51,7 @@ def fields_of(record: ShardRecord) -> dict[str, str | int | float]:
 
 def _outcome(record: ShardRecord) -> str:
     if record.error is not None:
-        return proto_codec.status(record.error).name
+        return codec.status(record.error).name
     return "" if record.finish is None else record.finish.value
 
 

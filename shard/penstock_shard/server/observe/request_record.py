@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock_common.tracing.spans import SpanContext, begin
+from penstock_proto.errors import Error
 from penstock_proto.limits import MAX_ID_CHARACTERS
-from penstock_proto.types import Submission
-from penstock_shard.ipc.messages import Error, Load, Output, Work
-from penstock_shard.ipc.request import FinishReason
+from penstock_proto.types import FinishReason, RequestOutput, Submission, Work
+from penstock_shard.ipc.messages import Load
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class ShardRecord:
     label: str
     instance_id: str
     prompt_tokens: int
-    # Output tokens from earlier attempts.
+    # RequestOutput tokens from earlier attempts.
     given_tokens: int
     # The request's span and its parent's id; None and "" without a trace.
     context: SpanContext | None = None
@@ -82,8 +82,8 @@ class Follower:
         self._load = load
 
     def outlet(
-        self, submission: Submission, instance_id: str, deliver: Callable[[Output], None]
-    ) -> Callable[[Output], None]:
+        self, submission: Submission, instance_id: str, deliver: Callable[[RequestOutput], None]
+    ) -> Callable[[RequestOutput], None]:
         """Return a callback that records an output and passes it to `deliver`."""
         request = submission.request
         context, parent_span_id = SpanContext.parse(request.traceparent), ""
@@ -105,7 +105,7 @@ class Follower:
             parent_span_id=parent_span_id,
         )
 
-        def take(output: Output) -> None:
+        def take(output: RequestOutput) -> None:
             _note(record, output, self._load)
             deliver(output)
             if output.is_last:
@@ -122,7 +122,7 @@ def _tell(listener: OnEnd, record: ShardRecord) -> None:
         logger.exception("request %s: its end could not be told", record.request_id)
 
 
-def _note(record: ShardRecord, output: Output, load: Callable[[], Load]) -> None:
+def _note(record: ShardRecord, output: RequestOutput, load: Callable[[], Load]) -> None:
     if output.queue_s is not None:
         record.queue_s = output.queue_s
     if output.cached_tokens is not None:
@@ -135,4 +135,8 @@ def _note(record: ShardRecord, output: Output, load: Callable[[], Load]) -> None
     if output.is_last:
         record.ended_s = time.monotonic()
         record.last_load = load()
-        record.finish, record.error, record.work = output.finish, output.error, output.work
+        record.finish, record.error, record.work = (
+            output.finish_reason,
+            output.error,
+            output.work,
+        )

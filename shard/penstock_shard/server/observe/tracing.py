@@ -6,10 +6,10 @@ Attributes have OpenTelemetry's names where those exist. Spans never contain tok
 from __future__ import annotations
 
 from penstock_common.tracing.spans import Span, SpanSink, Value
-from penstock_shard.server import proto_codec
+from penstock_proto import codec
 from penstock_shard.server.observe.request_record import ShardRecord
 
-METHOD = f"{proto_codec.SERVICE_NAME}/Generate"
+METHOD = f"{codec.SERVICE_NAME}/Generate"
 _NS = 1_000_000_000
 
 
@@ -81,4 +81,4 @@ def _attributes(record: ShardRecord) -> dict[str, Value]:
 
 def _error(record: ShardRecord) -> str:
     """Return the error's gRPC status, or ""; not the message, which may quote the request."""
-    return "" if record.error is None else proto_codec.status(record.error).name
+    return "" if record.error is None else codec.status(record.error).name

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from penstock_proto.types import Logprobs
 from penstock_shard.device.async_copy import is_host, to_device, to_host
-from penstock_shard.ipc.logprobs import Logprobs
 from penstock_shard.worker.sampling.top_k_top_p import ordered_topk
 
 
