@@ -18,8 +18,6 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-import msgspec
-
 
 class Code(IntEnum):
     """Codes of google.rpc, which gRPC's statuses have too. A caller's mistake is never INTERNAL;
@@ -35,17 +33,6 @@ class Code(IntEnum):
     OUT_OF_RANGE = 11
     INTERNAL = 13
     UNAVAILABLE = 14
-
-
-class Error(msgspec.Struct, array_like=True):
-    """The way one request failed."""
-
-    code: Code
-    message: str
-    field: str = ""
-    value: str = ""
-    bound: str = ""
-    engine_died: bool = False
 
 
 class PenstockError(Exception):

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock_proto.facts import FieldBound
+from penstock_proto.limits import NO_PENALTIES
 from penstock_proto.types import GenerationRequest
 
 # Fields that need a capability of the same name unless they have this value, which changes nothing.
 # Filters that every shard has (temperature, top-k and the like) are not listed.
 _NEUTRAL: Mapping[str, object] = {
     "typical_p": 1.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
+    **NO_PENALTIES,
     "penalty_window_tokens": None,
     "min_tokens": 0,
     "priority": 0,

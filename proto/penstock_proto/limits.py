@@ -43,6 +43,12 @@ SAMPLING_RANGES: Mapping[str, Range] = {
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
 }
+# Values with which the penalties change nothing.
+NO_PENALTIES: Mapping[str, float] = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
 MAX_TOP_K = 2**31 - 1
 # At lower temperatures, the most likely token is taken.
 GREEDY_TEMPERATURE = 1e-5

@@ -10,12 +10,12 @@ import secrets
 import sys
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
 
-from penstock_proto.errors import Error
+from penstock_proto.errors import Code
 from penstock_proto.limits import RETENTION_RANGES, out_of_bounds
 
 # Bytes of an id, and of a log-probability.
@@ -28,12 +28,11 @@ def random_seed() -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Parameters of sampling. None means the shard's default (the model's own configuration).
+class SamplingNumbers:
+    """Parameters of sampling that are a number each, which HTTP bodies and shards call the same.
+    None means the shard's default (the model's own configuration).
 
-    `temperature` below 1e-5 is greedy; `top_k` 0 or -1 turns it off; `seed` is 64 bits, unsigned.
-    `penalty_window_tokens`: the number of previous tokens, of prompt and output, to which the three
-    penalties apply; 0 turns them off, None means all.
+    `temperature` below 1e-5 is greedy; `top_k` 0 or -1 turns it off.
     """
 
     temperature: float | None = None
@@ -44,6 +43,19 @@ class SamplingParams:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+
+
+SAMPLING_NUMBERS = tuple(each.name for each in fields(SamplingNumbers))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams(SamplingNumbers):
+    """All parameters of sampling. `seed` is 64 bits, unsigned; None: the shard chooses.
+
+    `penalty_window_tokens`: the number of previous tokens, of prompt and output, to which the three
+    penalties apply; 0 turns them off, None means all.
+    """
+
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: Sequence[Sequence[int]] = ()
@@ -438,6 +450,17 @@ def _merged(first: Logprobs | None, later: Logprobs | None) -> Logprobs | None:
         return first or later
     first.extend(later)
     return first
+
+
+class Error(msgspec.Struct, array_like=True):
+    """The way one request failed."""
+
+    code: Code
+    message: str
+    field: str = ""
+    value: str = ""
+    bound: str = ""
+    engine_died: bool = False
 
 
 class Work(msgspec.Struct, array_like=True, frozen=True):

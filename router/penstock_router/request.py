@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from penstock_proto.types import Constraint, Retain
+from penstock_proto.types import Constraint, Retain, SamplingNumbers
 from penstock_router.argument_kinds import outline
 
 # A message as chat templates expect it: without nulls, and with one string as its content. With
@@ -76,7 +76,7 @@ class TextWithImages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class Options(SamplingNumbers):
     """Fields that all requests for tokens share."""
 
     model: str = ""
@@ -90,14 +90,6 @@ class Options:
     # The limit if `max_tokens` is None. If both are None, the answer may fill the context.
     default_max_tokens: int | None = None
     min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     # The three penalties apply to this many of the last tokens; None: all; 0: none.
     penalty_window_tokens: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)

@@ -100,7 +100,7 @@ FAULTS = [
     Fault(
         "The deadline stays in the server",
         "ShardServicer._submit",
-        left_out("deadline_s=deadline_s"),
+        left_out("deadline_s=submission.request.objective.deadline_s"),
         caught_by="test_the_deadline_the_caller_and_the_suspicion_are_passed_on",
         simulated=True,
     ),
@@ -303,7 +303,7 @@ FAULTS = [
     ),
     Fault(
         "What a slow caller has not read has no error",
-        "Output.merge",
+        "RequestOutput.merge",
         left_out("self.error = later.error"),
         caught_by="test_what_comes_while_the_caller_reads_nothing_is_merged",
         simulated=True,

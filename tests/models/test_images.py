@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -246,7 +247,7 @@ def test_places_that_do_not_fit_the_size_of_an_image_end_their_request_alone(
     (image,) = whole.placed
     token_ids = list(whole.token_ids)
     del token_ids[image.offset]
-    short = msgspec.structs.replace(image, num_tokens=image.num_tokens - 1)
+    short = dataclasses.replace(image, num_tokens=image.num_tokens - 1)
     wrong = make_sequence(token_ids, max_tokens=OUTPUT_TOKENS, images=(short,))
     found = served.run(wrong, whole.sequence())
     error = found[0][-1].error

@@ -12,7 +12,6 @@ from google.protobuf.message import DecodeError
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.errors import (
     DeadlineExceeded,
-    Error,
     InvalidRequest,
     NotServed,
     Overloaded,
@@ -24,6 +23,7 @@ from penstock_proto.errors import (
 )
 from penstock_proto.shard_pb2_grpc import ShardServicer, ShardStub, add_ShardServicer_to_server
 from penstock_proto.transport import FIELD_METADATA, explain
+from penstock_proto.types import Error
 
 # Re-exported, so that other modules need not import generated code.
 Servicer = ShardServicer

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock_proto.facts import ShardInfo
+from penstock_proto.limits import NO_PENALTIES
 from penstock_proto.types import (
+    SAMPLING_NUMBERS,
     GenerationRequest,
     Objective,
     PixelSource,
@@ -231,13 +233,9 @@ def _prompt_logprobs(options: Options) -> int | None:
     return max(wanted, default=None)
 
 
-# Values with which a penalty changes nothing.
-_NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-
-
 def _penalty_window(options: Options, defaults: SamplingParams) -> int | None:
     """The window of the penalties; None also where there are none: not all shards know windows."""
-    for name, neutral in _NO_PENALTIES.items():
+    for name, neutral in NO_PENALTIES.items():
         given, default = getattr(options, name), getattr(defaults, name)
         if (default if given is None else given) not in (None, neutral):
             return options.penalty_window_tokens
@@ -249,14 +247,7 @@ def _sampling(
 ) -> SamplingParams:
     """The sampling parameters; those that are None have the model's `defaults`."""
     return SamplingParams(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        typical_p=options.typical_p,
-        repetition_penalty=options.repetition_penalty,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
+        **{name: getattr(options, name) for name in SAMPLING_NUMBERS},
         logit_bias=options.logit_bias,
         bad_words=prepared.bad_words,
         allowed_token_ids=prepared.allowed_token_ids,

@@ -13,8 +13,9 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from penstock_proto.errors import Code, Error
+from penstock_proto.errors import Code
 from penstock_proto.facts import Adapter
+from penstock_proto.types import Error
 from penstock_shard.errors import AdapterNotFound, ModelError
 from penstock_shard.ipc.messages import AdapterChange, AdapterChanged, WantedAdapter
 from penstock_shard.worker.base import AdapterStore, ReadAdapter

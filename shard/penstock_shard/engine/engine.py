@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from penstock_proto.errors import Code, Error
-from penstock_proto.types import FinishReason, RequestOutput
+from penstock_proto.errors import Code
+from penstock_proto.types import Error, FinishReason, RequestOutput
 from penstock_shard.engine.finish import (
     add_prompt_logprobs,
     empty_output,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from penstock_proto.errors import Code, Error
-from penstock_proto.types import FinishReason, Logprobs, RequestOutput, Work
+from penstock_proto.errors import Code
+from penstock_proto.types import Error, FinishReason, Logprobs, RequestOutput, Work
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.base import RowResult
 

@@ -8,7 +8,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
-from penstock_proto.errors import Error
+from penstock_proto.types import Error
 from penstock_shard.sequence import Sequence
 from penstock_shard.structured_output.compiler import Compiler
 from penstock_shard.structured_output.following import error_of, state_after_output

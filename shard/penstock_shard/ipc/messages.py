@@ -15,9 +15,8 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock_proto.errors import Error
 from penstock_proto.facts import Adapter
-from penstock_proto.types import RequestOutput, Retain
+from penstock_proto.types import Error, RequestOutput, Retain
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.block_messages import (
     Arrival,

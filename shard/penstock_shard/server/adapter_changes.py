@@ -13,9 +13,10 @@ import logging
 from collections.abc import Callable
 
 from penstock_common.flags import short
-from penstock_proto.errors import Code, Error
+from penstock_proto.errors import Code
 from penstock_proto.facts import Adapter
 from penstock_proto.limits import MAX_ADAPTER_SOURCE_CHARACTERS
+from penstock_proto.types import Error
 from penstock_shard.config import ShardConfig, name_refusal
 from penstock_shard.ipc.messages import AdapterChange, AdapterChanged, WantedAdapter
 from penstock_shard.server.adapter_list import AdapterList, KeptAdapter

@@ -7,8 +7,8 @@ from collections import abc
 
 import numpy as np
 
-from penstock_proto.errors import Code, Error
-from penstock_proto.types import EmbeddingRequest, FinishReason, RequestOutput
+from penstock_proto.errors import Code
+from penstock_proto.types import EmbeddingRequest, Error, FinishReason, RequestOutput
 from penstock_shard.ipc.request import Request
 from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.server.validation import Refusal

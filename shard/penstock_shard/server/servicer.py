@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 
 from penstock_proto import codec
-from penstock_proto.errors import Code, Error
+from penstock_proto.errors import Code
 from penstock_proto.limits import (
     MAX_ID_CHARACTERS,
     MAX_UNREAD_SCORES_BYTES,
 )
 from penstock_proto.transport import FIELD_METADATA
-from penstock_proto.types import RequestOutput
+from penstock_proto.types import Error, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.messages import Ready, Retention
 from penstock_shard.server.images import IncomingImage

@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Hashable
 import msgspec
 
 from penstock_common.clock import Clock
-from penstock_proto.errors import Code, Error
+from penstock_proto.errors import Code
 from penstock_proto.limits import MAX_ID_CHARACTERS, TRIAL_TOKENS
-from penstock_proto.types import CONSTRAINT_KINDS, Constraint, FinishReason, RequestOutput
+from penstock_proto.types import CONSTRAINT_KINDS, Constraint, Error, FinishReason, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
 from penstock_shard.ipc.child_process import ChildProcess

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from penstock_proto.errors import Code, Error
+from penstock_proto.errors import Code
 from penstock_proto.facts import Adapter
 from penstock_proto.features import Asked
 from penstock_proto.limits import (
@@ -28,6 +28,7 @@ from penstock_proto.limits import (
     MAX_ID_CHARACTERS,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_TOKEN_IDS,
+    NO_PENALTIES,
     OBJECTIVE_RANGES,
     SAMPLING_RANGES,
     out_of_bounds,
@@ -36,6 +37,7 @@ from penstock_proto.limits import (
 from penstock_proto.types import (
     Constraint,
     EmbeddingRequest,
+    Error,
     GenerationRequest,
     Pooling,
     PromptImage,
@@ -50,11 +52,6 @@ from penstock_shard.ipc.runner_info import RunnerInfo
 TokenIds = npt.NDArray[np.uint32]
 
 _NEUTRAL_SAMPLING = SamplingParams()
-_NO_PENALTIES: Mapping[str, float] = {
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
 _NO_OBJECTIVE = Objective()
 
 
@@ -379,8 +376,8 @@ def _sampling(submission: Submission, defaults: Mapping[str, float]) -> Sampling
         seed = _seed_of(submission.request_id) if asked.seed is None else asked.seed
     window = asked.penalty_window_tokens
     if window == 0:
-        values |= _NO_PENALTIES
-    if all(values[name] == neutral for name, neutral in _NO_PENALTIES.items()):
+        values |= NO_PENALTIES
+    if all(values[name] == neutral for name, neutral in NO_PENALTIES.items()):
         window = None
     return SamplingParams(
         **values,

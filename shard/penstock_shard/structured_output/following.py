@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from llguidance import LLMatcher
 
-from penstock_proto.errors import Code, Error
+from penstock_proto.errors import Code
+from penstock_proto.types import Error
 from penstock_shard.ipc.request import Request
 from penstock_shard.structured_output.compiler import Compiler, is_worn_out
 from penstock_shard.structured_output.distinct.distinct import Distinct

@@ -8,8 +8,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from penstock_proto.errors import Code, Error
-from penstock_proto.types import FinishReason, Pooling, RequestOutput
+from penstock_proto.errors import Code
+from penstock_proto.types import Error, FinishReason, Pooling, RequestOutput
 from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.errors import ImageUnusable, first_line
 from penstock_shard.ipc.messages import Beat, FromEngine, Inbox, Started, StepOutputs

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock_proto.errors import Code, Error
-from penstock_proto.types import CONSTRAINT_KINDS
+from penstock_proto.errors import Code
+from penstock_proto.types import CONSTRAINT_KINDS, Error
 from penstock_shard.errors import first_line
 from penstock_shard.vllm_engine.requests import CAPABILITIES, CoreRequest
 

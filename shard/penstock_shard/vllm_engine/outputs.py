@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock_proto.errors import Code, Error
-from penstock_proto.types import FinishReason, Logprobs, RequestOutput
+from penstock_proto.errors import Code
+from penstock_proto.types import Error, FinishReason, Logprobs, RequestOutput
 from penstock_shard.ipc.request import Request
 
 _ERRORS = msgspec.json.Decoder(Error)

@@ -14,9 +14,9 @@ from support.budget import budget, seeded
 from support.engines import make_request, runner_info
 
 from penstock_proto import shard_pb2 as pb
-from penstock_proto.errors import Code, Error
+from penstock_proto.errors import Code
 from penstock_proto.facts import Adapter
-from penstock_proto.types import Constraint, FinishReason, RequestOutput
+from penstock_proto.types import Constraint, Error, FinishReason, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
 from penstock_shard.server.servicer import ShardServicer

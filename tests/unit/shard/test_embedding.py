@@ -11,8 +11,8 @@ from support.engines import VOCAB_SIZE, make_engine, make_request, packed, runne
 
 from penstock_proto import codec
 from penstock_proto import shard_pb2 as pb
-from penstock_proto.errors import Code, Error
-from penstock_proto.types import EmbeddingRequest, FinishReason, Pooling, RequestOutput
+from penstock_proto.errors import Code
+from penstock_proto.types import EmbeddingRequest, Error, FinishReason, Pooling, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
 from penstock_shard.ipc.request import Request

@@ -15,8 +15,8 @@ from support.engines import runner_info
 from penstock_common.image_digest import image_digest
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.codec import UnreadableMessage
-from penstock_proto.errors import Code, Error
-from penstock_proto.types import FinishReason, RequestOutput
+from penstock_proto.errors import Code
+from penstock_proto.types import Error, FinishReason, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
 from penstock_shard.ipc.request import Request

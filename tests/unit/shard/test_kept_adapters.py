@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock_proto.errors import Code, Error
+from penstock_proto.errors import Code
 from penstock_proto.facts import Adapter
+from penstock_proto.types import Error
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.messages import AdapterChange, AdapterChanged, WantedAdapter
 from penstock_shard.server.adapter_changes import ServerAdapters

@@ -9,8 +9,8 @@ import struct
 import pytest
 from support.engines import logprobs_of, runner_info
 
-from penstock_proto.errors import Code, Error
-from penstock_proto.types import FinishReason, RequestOutput
+from penstock_proto.errors import Code
+from penstock_proto.types import Error, FinishReason, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
 from penstock_shard.ipc.framing import encode_frame

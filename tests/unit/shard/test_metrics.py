@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 from support.engines import make_engine, make_request, runner_info
 
 from penstock_common.certificates.expiry import CertificateDates
-from penstock_proto.errors import Code, Error
-from penstock_proto.types import FinishReason, RequestOutput, Work
+from penstock_proto.errors import Code
+from penstock_proto.types import Error, FinishReason, RequestOutput, Work
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
 from penstock_shard.ipc.messages import Load, StepOutputs

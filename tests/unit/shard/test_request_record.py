@@ -13,8 +13,8 @@ from support.submissions import submission
 
 from penstock_common.logs import JsonFormatter, TextFormatter
 from penstock_common.tracing.spans import Span
-from penstock_proto.errors import Code, Error
-from penstock_proto.types import FinishReason, RequestOutput, Submission, Work
+from penstock_proto.errors import Code
+from penstock_proto.types import Error, FinishReason, RequestOutput, Submission, Work
 from penstock_shard.ipc.messages import Load
 from penstock_shard.server.observe.request_log_line import fields_of, log_request
 from penstock_shard.server.observe.request_record import Follower, ShardRecord

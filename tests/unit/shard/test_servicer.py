@@ -15,8 +15,8 @@ from support.engines import logprobs_of, make_request, runner_info
 from penstock_client import Output as ClientOutput
 from penstock_proto import codec
 from penstock_proto import shard_pb2 as pb
-from penstock_proto.errors import Code, Error
-from penstock_proto.types import FinishReason, Logprobs, RequestOutput
+from penstock_proto.errors import Code
+from penstock_proto.types import Error, FinishReason, Logprobs, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
 from penstock_shard.ipc.framing import encode_frame

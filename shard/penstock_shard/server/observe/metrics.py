@@ -11,8 +11,7 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
-from penstock_proto.errors import Error
-from penstock_proto.types import FinishReason, RequestOutput
+from penstock_proto.types import Error, FinishReason, RequestOutput
 from penstock_shard.ipc.messages import Load
 
 _STEP_BUCKETS_S = (

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock_common.tracing.spans import SpanContext, begin
-from penstock_proto.errors import Error
 from penstock_proto.limits import MAX_ID_CHARACTERS
-from penstock_proto.types import FinishReason, RequestOutput, Submission, Work
+from penstock_proto.types import Error, FinishReason, RequestOutput, Submission, Work
 from penstock_shard.ipc.messages import Load
 
 logger = logging.getLogger(__name__)

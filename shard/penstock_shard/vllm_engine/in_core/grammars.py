@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 from llguidance.numpy import allocate_token_bitmask
 
-from penstock_proto.errors import Code, Error
+from penstock_proto.errors import Code
+from penstock_proto.types import Error
 from penstock_shard.ipc.request import Request
 from penstock_shard.structured_output.compiler import Compiler
 from penstock_shard.structured_output.following import (
