@@ -30,8 +30,8 @@ from penstock_router.text.tokenizer import load_tokenizer
 
 # ---- How time is compared ----------------------------------------------------------------------
 
-# How many times as long as its size says work may take. The sizes differ by 4 at least: what grows with
-# the square of its input takes 4 times as long as that.
+# How many times as long as its size says work may take. The sizes differ by 4 at least: what grows
+# with the square of its input takes 4 times as long as its size says.
 _MAX_RATIO = 2.5
 # Below this time nothing is meant that grows with the square: of all sizes this is the largest.
 _SHORT_S = 0.004
@@ -69,7 +69,7 @@ def is_linear(work_of: Callable[[int], Callable[[], object]], size: int, *, leas
         return True
     at = max(least, size // _SMALLEST)
     small = work_of(at)
-    while (least_s := thread_s(small)) < _MEASURED_S and 4 * at <= size:
+    while (least_s := thread_s(small)) < _MEASURED_S and 8 * at <= size:
         at *= 2
         small = work_of(at)
     for _ in range(_TRIES):
