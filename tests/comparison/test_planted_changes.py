@@ -83,7 +83,9 @@ _OF_THE_WIRE = {
     ),
 }
 _OF_THE_ROUTER = {
-    "a field that the router forgets": Plant((("        min_p=options.min_p,\n", ""),), "min_p"),
+    "a field that the router forgets": Plant(
+        (("        logit_bias=options.logit_bias,\n", ""),), "logit_bias"
+    ),
 }
 
 
