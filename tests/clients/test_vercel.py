@@ -34,7 +34,7 @@ ANSWERS = {
     "CHAT": Turn("A greeting.", GREETING),
     # The provider forces a call of a tool of this name.
     "OBJECT for anthropic": Turn("", "", [Call("json", CITY)]),
-    "OBJECT for openai-compatible": Turn("", json.dumps(CITY)),
+    "OBJECT for openai-compatible": Turn("", json.dumps(CITY, separators=(",", ":"))),
 }
 
 
