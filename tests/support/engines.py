@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock_proto.facts import EmbeddingDefaults
-from penstock_proto.types import Logprobs, Pooling, RequestOutput
+from penstock_proto.types import Pooling, RequestOutput
 from penstock_shard.engine.block_moves import BlockMoves
 from penstock_shard.engine.create_engine import create_moves, create_scheduler
 from penstock_shard.engine.engine import Engine
@@ -223,19 +223,6 @@ def changed(sequence: Sequence, **fields: Any) -> Sequence:
     """A copy of it, before its first step, whose request has other values in these fields."""
     request = msgspec.structs.replace(sequence.request, **fields)
     return Sequence.of(request, sequence.adapter_index)
-
-
-def logprobs_of(
-    chosen: abc.Sequence[float],
-    ranks: abc.Sequence[int],
-    top_n: int = 0,
-    best: abc.Sequence[tuple[int, float]] = (),
-    requested: abc.Sequence[float] = (),
-) -> Logprobs:
-    """The columns of these tokens."""
-    columns = Logprobs([*chosen], [*ranks], top_n, requested=[*requested])
-    columns.add_best([token_id for token_id, _ in best], [value for _, value in best])
-    return columns
 
 
 def packed(token_ids: abc.Sequence[int]) -> bytes:

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from penstock_proto.types import Logprobs
 
 
-def scores(
+def logprobs_of(
     chosen: Sequence[float],
     ranks: Sequence[int],
     top_n: int = 0,
-    top_token_ids: Sequence[int] = (),
-    top_logprobs: Sequence[float] = (),
+    best: Sequence[tuple[int, float]] = (),
     requested: Sequence[float] = (),
 ) -> Logprobs:
-    """Columns with these values, `top_n` of the best for each token."""
+    """Columns with these values; `best` has `top_n` pairs of id and log-probability a token."""
     columns = Logprobs([*chosen], [*ranks], top_n, requested=[*requested])
-    columns.add_best(top_token_ids, top_logprobs)
+    columns.add_best([token_id for token_id, _ in best], [value for _, value in best])
     return columns

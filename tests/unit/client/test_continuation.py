@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 from support.fleet_doubles import Make, World, info, settled
-from support.scores import scores
+from support.scores import logprobs_of
 
 from penstock_client import (
     Adapter,
@@ -1229,7 +1229,7 @@ async def test_more_scores_than_may_wait_end_a_request_and_are_no_reason_to_go_o
     world = make("a", "b")
     stream = world.start(logprobs=2)
     for position in range(2):
-        row = scores([-1.0], [1], 2, [7, 8], [-1.0, -2.0])
+        row = logprobs_of([-1.0], [1], 2, [(7, -1.0), (8, -2.0)])
         stream.feed(Output([7], position, logprobs=row))
     assert (await anext(stream)).token_ids == [7]
     with pytest.raises(RequestRefused, match="20 bytes of them wait"):

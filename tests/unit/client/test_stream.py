@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from support.scores import scores
+from support.scores import logprobs_of
 
 from penstock_client import (
     FinishReason,
@@ -50,16 +50,16 @@ async def test_a_waiting_reader_is_woken_for_each_output() -> None:
 
 async def test_known_tokens_are_dropped_with_their_logprobs() -> None:
     stream, _ = _stream(next_position=2)
-    logprobs = scores([-1.0, -2.0, -3.0], [1, 1, 1], 1, [7, 8, 9], [-1.0, -2.0, -3.0])
+    logprobs = logprobs_of([-1.0, -2.0, -3.0], [1, 1, 1], 1, [(7, -1.0), (8, -2.0), (9, -3.0)])
     stream.feed(Output([7, 8, 9], 0, logprobs=logprobs))
     output = await anext(stream)
     assert (output.token_ids, output.first_position) == ([9], 2)
-    assert output.logprobs == scores([-3.0], [1], 1, [9], [-3.0])
+    assert output.logprobs == logprobs_of([-3.0], [1], 1, [(9, -3.0)])
 
 
 async def test_scores_of_a_prompt_that_come_again_leave_positions_as_they_are() -> None:
     stream, _ = _stream()
-    rows = [scores([-1.0, -2.0], [1, 1]), scores([-1.0, -2.0], [1, 1])]
+    rows = [logprobs_of([-1.0, -2.0], [1, 1]), logprobs_of([-1.0, -2.0], [1, 1])]
     stream.feed(Output([7], 0, prompt_logprobs=rows[0]))
     assert (await anext(stream)).token_ids == [7]
     stream.feed(Output([], 0, prompt_logprobs=rows[1]))
@@ -159,10 +159,10 @@ async def test_a_reader_is_woken_for_what_has_no_tokens() -> None:
     stream, _ = _stream()
     reader = asyncio.create_task(anext(stream))
     await asyncio.sleep(0)
-    row = scores([-1.0], [1])
+    row = logprobs_of([-1.0], [1])
     stream.feed(Output([], 0, prompt_logprobs=row, prompt_logprobs_start=1))
     async with asyncio.timeout(30):
-        assert (await reader).prompt_logprobs == scores([-1.0], [1])
+        assert (await reader).prompt_logprobs == logprobs_of([-1.0], [1])
 
 
 @pytest.mark.parametrize(
@@ -182,21 +182,21 @@ async def test_an_output_is_shown_from_the_first_token_that_is_news(
 
 async def test_scores_of_the_prompt_are_shown_once_whatever_tokens_come_with_them() -> None:
     stream, _ = _stream(next_position=1)
-    first, again = scores([-1.0, -2.0], [1, 2]), scores([-1.0, -2.0, -3.0], [1, 2, 3])
+    first, again = logprobs_of([-1.0, -2.0], [1, 2]), logprobs_of([-1.0, -2.0, -3.0], [1, 2, 3])
     stream.feed(Output([], 1, prompt_logprobs=first, prompt_logprobs_start=1))
     assert (await anext(stream)).prompt_logprobs_start == 1
     # Another attempt: all of them again, and a token that is known.
     stream.feed(Output([5, 6], 0, prompt_logprobs=again, prompt_logprobs_start=1))
     output = await anext(stream)
     assert (output.token_ids, output.prompt_logprobs_start) == ([6], 3)
-    assert output.prompt_logprobs == scores([-3.0], [3])
-    stream.feed(Output([7], 2, prompt_logprobs=scores([-3.0], [3]), prompt_logprobs_start=3))
+    assert output.prompt_logprobs == logprobs_of([-3.0], [3])
+    stream.feed(Output([7], 2, prompt_logprobs=logprobs_of([-3.0], [3]), prompt_logprobs_start=3))
     assert (await anext(stream)).prompt_logprobs is None
 
 
 async def test_a_gap_in_the_scores_of_the_prompt_is_told() -> None:
     stream, cancelled = _stream()
-    row = scores([-1.0], [1])
+    row = logprobs_of([-1.0], [1])
     stream.feed(Output([], 0, prompt_logprobs=row, prompt_logprobs_start=2))
     with pytest.raises(ShardFailed, match="from index 2 arrived, 1 was next"):
         await anext(stream)
@@ -229,7 +229,7 @@ async def test_a_reader_that_leaves_too_many_scores_gets_what_there_is_and_an_er
     stream, cancelled = _stream()
 
     def scored(position: int) -> Output:
-        row = scores([-1.0], [1], 4, [1, 2, 3, 4], [-1.0, -2.0, -3.0, -4.0])
+        row = logprobs_of([-1.0], [1], 4, [(1, -1.0), (2, -2.0), (3, -3.0), (4, -4.0)])
         return Output([7], position, logprobs=row)
 
     stream.feed(scored(0))
@@ -246,7 +246,7 @@ async def test_a_reader_that_leaves_too_many_scores_gets_what_there_is_and_an_er
 async def test_a_reader_may_take_so_many_tokens_at_a_time() -> None:
     stream, _ = _stream()
     for position in range(5):
-        row = scores([-float(position)], [1], 2, [position, 9], [-1.0, -2.0])
+        row = logprobs_of([-float(position)], [1], 2, [(position, -1.0), (9, -2.0)])
         output = Output([position], position, logprobs=row, prompt_logprobs=None)
         output.cached_tokens = 3 if position == 0 else None
         stream.feed(output)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from support.scores import scores
+from support.scores import logprobs_of
 from tokenizers import Tokenizer
 from unit.router.router_doubles import INFO, fake_logprobs, id_of, model_files
 
@@ -198,12 +198,12 @@ def test_a_stream_is_decoded_as_it_comes(model: ServedModel) -> None:
 
 def test_what_is_known_of_the_prompt_is_kept_until_there_is_a_token(model: ServedModel) -> None:
     choice = choice_of(model, echo=True, logprobs=0)
-    assert not choice.take(Output([], 0, prompt_logprobs=scores([-1.0], [1]), cached_tokens=3))
-    assert not choice.take(Output([], 0, prompt_logprobs=scores([-2.0], [1])))
+    assert not choice.take(Output([], 0, prompt_logprobs=logprobs_of([-1.0], [1]), cached_tokens=3))
+    assert not choice.take(Output([], 0, prompt_logprobs=logprobs_of([-2.0], [1])))
     assert choice.cached_tokens == 3
     delta = choice.take(Output([6], 0, finish_reason=FinishReason.LENGTH))
     assert delta is not None
-    assert delta.prompt_logprobs == scores([-1.0, -2.0], [1, 1])
+    assert delta.prompt_logprobs == logprobs_of([-1.0, -2.0], [1, 1])
 
 
 def test_an_echoed_prompt_and_the_answer_share_the_character_between_them(
@@ -226,8 +226,10 @@ def test_an_id_out_of_the_vocabulary_has_no_text(model: ServedModel) -> None:
 
 
 def test_first_rows_cut_every_column() -> None:
-    columns = scores([-1.0, -2.0], [1, 2], 2, [5, 6, 7, 8], [-0.1, -0.2, -0.3, -0.4], [-9.0] * 6)
-    assert columns.first(1) == scores([-1.0], [1], 2, [5, 6], [-0.1, -0.2], [-9.0] * 3)
+    columns = logprobs_of(
+        [-1.0, -2.0], [1, 2], 2, [(5, -0.1), (6, -0.2), (7, -0.3), (8, -0.4)], [-9.0] * 6
+    )
+    assert columns.first(1) == logprobs_of([-1.0], [1], 2, [(5, -0.1), (6, -0.2)], [-9.0] * 3)
 
 
 # ---- Long answers ------------------------------------------------------------------------------

@@ -7,14 +7,8 @@ from collections import deque
 import msgspec
 import pytest
 from support.budget import budget, seeded
-from support.engines import (
-    CACHE_GROUPS,
-    EOS_ID,
-    EngineUnderTest,
-    logprobs_of,
-    make_engine,
-    make_request,
-)
+from support.engines import CACHE_GROUPS, EOS_ID, EngineUnderTest, make_engine, make_request
+from support.scores import logprobs_of
 from support.shadow import ShadowRunner
 
 from penstock_proto.types import FinishReason, RequestOutput, Work

@@ -7,7 +7,8 @@ import socket
 import struct
 
 import pytest
-from support.engines import logprobs_of, runner_info
+from support.engines import runner_info
+from support.scores import logprobs_of
 
 from penstock_proto.errors import Code
 from penstock_proto.types import Error, FinishReason, RequestOutput

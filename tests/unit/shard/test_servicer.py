@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import grpc
 import pytest
-from support.engines import logprobs_of, make_request, runner_info
+from support.engines import make_request, runner_info
+from support.scores import logprobs_of
 
 from penstock_client import Output as ClientOutput
 from penstock_proto import codec

@@ -6,7 +6,8 @@ import dataclasses
 import socket
 
 import pytest
-from support.engines import EOS_ID, logprobs_of, packed, runner_info
+from support.engines import EOS_ID, packed, runner_info
+from support.scores import logprobs_of
 
 from penstock_client import Adapter as ClientAdapter
 from penstock_client import (
