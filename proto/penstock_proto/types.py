@@ -317,12 +317,12 @@ class Logprobs(msgspec.Struct, array_like=True):
 
     @property
     def top_token_ids(self) -> list[int]:
-        """`best_ids` as integers."""
+        """Copy `best_ids` as integers. `best` reads one token's."""
         return numbers_of("I", self.best_ids).tolist()
 
     @property
     def top_logprobs(self) -> list[float]:
-        """`best_logprobs` as floats."""
+        """Copy `best_logprobs` as floats."""
         return numbers_of("f", self.best_logprobs).tolist()
 
     def best(self, index: int) -> tuple[array[int], array[float]]:
@@ -349,7 +349,7 @@ class Logprobs(msgspec.Struct, array_like=True):
         """Append the log-probabilities of the tokens that follow, in the same columns."""
         self.chosen += later.chosen
         self.ranks += later.ranks
-        self.top_n = later.top_n
+        self.top_n = later.top_n or self.top_n
         self.best_ids += later.best_ids
         self.best_logprobs += later.best_logprobs
         self.requested += later.requested
@@ -510,6 +510,3 @@ class PrefixNames(msgspec.Struct, array_like=True, frozen=True):
             return self
         num_bytes = len(self.token_ids) // len(self.digests) * count
         return PrefixNames(self.root, self.digests[:count], self.token_ids[:num_bytes])
-
-
-# ---- server -> engine ----

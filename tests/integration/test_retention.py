@@ -81,6 +81,9 @@ async def test_hints_out_of_bounds_are_refused_in_one_line_and_unknown_ids_are_n
             with pytest.raises(grpc.aio.AioRpcError, match="INVALID_ARGUMENT") as refused:
                 await client._stub.Retain(message)
             assert words in (refused.value.details() or "")
+        late = pb.RetainRequest(request_ids=["a"], seconds=1.0, expected_seconds=-1.0)
+        with pytest.raises(grpc.aio.AioRpcError, match="expected_seconds: -1"):
+            await client._stub.Retain(late)
         with pytest.raises(grpc.aio.AioRpcError, match="priority: 101 is out of bounds"):
             await client._stub.Retain(pb.RetainRequest(request_ids=["a"], priority=101))
     with pytest.raises(

@@ -12,6 +12,7 @@ from penstock_proto import shard_pb2 as pb
 from penstock_proto.codec.varints import varint
 from penstock_proto.errors import InvalidRequest
 from penstock_proto.fields import scalar_fields, scalars
+from penstock_proto.limits import RETENTION_RANGES, out_of_bounds
 from penstock_proto.types import (
     Attempt,
     Constraint,
@@ -311,12 +312,13 @@ def retain_request(request_ids: Iterable[str], retain: Retain) -> pb.RetainReque
 
 
 def retain(message: pb.RetainRequest) -> Retain:
-    """Raises `ValueError` for a field out of its bounds."""
-    return Retain(
-        message.seconds,
-        message.expected_seconds if message.HasField("expected_seconds") else None,
-        message.priority if message.HasField("priority") else None,
-    )
+    """Raises `ValueError` for a field out of its bounds, by its name on the wire."""
+    expected_s = message.expected_seconds if message.HasField("expected_seconds") else None
+    allowed = RETENTION_RANGES["expected_s"]
+    if expected_s is not None and not allowed.holds(expected_s):
+        raise ValueError(out_of_bounds("expected_seconds", expected_s, allowed))
+    priority = message.priority if message.HasField("priority") else None
+    return Retain(message.seconds, expected_s, priority)
 
 
 def abort_request(request_ids: Iterable[str], attempts: Iterable[int] = ()) -> pb.AbortRequest:
