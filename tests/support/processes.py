@@ -36,7 +36,8 @@ def _ports_of_this_worker() -> range:
 
 
 _PORTS = _ports_of_this_worker()
-_given_ports: set[int] = set()
+# Browsers open no page on 10080, which belongs to another protocol.
+_given_ports: set[int] = {10080}
 
 
 def free_port(in_a_row: int = 1) -> int:
