@@ -68,7 +68,7 @@ class Rule:
     loss: Loss = Loss.NONE
     # Values for which no loss is reported.
     harmless: frozenset[str] = frozenset()
-    # True if the user may give the flag several times, as with our counterpart.
+    # True if the flag is given once for each of its values; our flag for the same purpose is too.
     repeats: bool = False
     # The separator of several values in one argument; "" if the flag takes one value.
     separator: str = ""

@@ -1,4 +1,4 @@
-"""Chooses the shard with the least work before a new request, in tokens."""
+"""Chooses the shard where a new request waits for the fewest tokens of other requests."""
 
 from __future__ import annotations
 

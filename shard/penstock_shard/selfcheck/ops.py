@@ -201,7 +201,7 @@ def _goes_on_and_begins(device: torch.device) -> AttentionBatch:
 
 
 def _of_products(ops: Ops, noise: _Noise, exact: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield products. Unless exact, torch computes the products of matrices, so omit them."""
+    """Yield products; those of matrices only if `exact`, because torch computes the others."""
     if exact:
         matrix = ops.pack([noise.wide(_COLUMNS, _DEPTH)])
         for count in _ROWS:

@@ -51,7 +51,7 @@ _Processor = LogitsProcessor[Any]
 
 @dataclass(frozen=True, slots=True)
 class PreparedShaping:
-    """The rows to sample next that have a state, and the changes to them."""
+    """Rows to sample next whose sequences have a state, and the changes to these rows' logits."""
 
     rows: _Index
     states: abc.Sequence[_SlotState]

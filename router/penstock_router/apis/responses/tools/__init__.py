@@ -1,1 +1,1 @@
-"""Tools of bodies, the functions that stand for them, and the choice among them."""
+"""Tools that a body offers, the functions that represent them to the model, and their choice."""

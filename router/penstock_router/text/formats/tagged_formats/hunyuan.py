@@ -1,4 +1,6 @@
-"""HY3 and HY4: pairs of tags, and a mark after the name, all with a suffix."""
+"""Formats of HY3 and HY4: a key and a value in tags for each argument, after the function's name
+and a tag that separates them. All tags of a checkpoint may have a suffix in their names.
+"""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def _tag(*pair: _Alternative) -> bool:
     names = [name for name in shared if one.tags[name].isdisjoint(other.tags[name])]
     if not names:
         return False
-    # A property that both require needs no addition.
+    # If both branches require a property, nothing has to be added for it.
     tag = min(names, key=lambda name: (name not in one.required & other.required, name))
     for _, facts, beside in pair:
         beside.needed |= {tag} - facts.required
