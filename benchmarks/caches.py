@@ -102,7 +102,7 @@ def median_times_s(ways: tuple[Way, ...], turns: int) -> list[tuple[float, float
 
 
 class LatentLayer:
-    """One sequence in a layer of random weights. A step computes its last token."""
+    """Computes the last token of a sequence, step by step, in a layer of random weights."""
 
     def __init__(self, num_tokens: int, dtype: torch.dtype, threads: int) -> None:
         self._kernels: CpuKernels = load_kernels()

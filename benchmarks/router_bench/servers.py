@@ -284,7 +284,7 @@ def _proportional_bytes(process: psutil.Process) -> int:
 
 
 class MemoryWatch:
-    """Each part's memory at the begin, and the most since."""
+    """Memory of each part: at the beginning, and the largest since."""
 
     def __init__(self, look: Callable[[], dict[str, int]]) -> None:
         """`look` returns the bytes of each part."""

@@ -50,7 +50,7 @@ SAMPLING_NUMBERS = tuple(each.name for each in fields(SamplingNumbers))
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams(SamplingNumbers):
-    """All parameters of sampling. `seed` is 64 bits, unsigned; None: the shard chooses.
+    """Parameters of sampling, complete. `seed` is 64 bits, unsigned; None: the shard chooses.
 
     `penalty_window_tokens`: the number of previous tokens, of prompt and output, to which the three
     penalties apply; 0 turns them off, None means all.
@@ -505,7 +505,7 @@ class PrefixNames(msgspec.Struct, array_like=True, frozen=True):
     token_ids: bytes
 
     def first(self, count: int) -> PrefixNames:
-        """Those of so many blocks."""
+        """Return the names of the first `count` blocks."""
         if count >= len(self.digests):
             return self
         num_bytes = len(self.token_ids) // len(self.digests) * count

@@ -89,7 +89,7 @@ class Decision:
 
 
 class Policy(Protocol):
-    """One policy serves all requests of a fleet, and may remember them."""
+    """Chooses shards for all requests of a fleet, and may remember them."""
 
     name: ClassVar[str]
     # True if shards must report the pieces of prefixes that they hold.

@@ -37,7 +37,7 @@ Key = tuple[int, bytes]
 
 
 class DirectoryTaken(Exception):
-    """Another process has locked the directory."""
+    """Raised if another process has locked the directory."""
 
 
 def lock_directory(path: Path, wait_s: float = _LOCK_WAIT_S) -> int:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a runner needs to know about a sequence that gets a slot.
+    """Facts that a runner needs about a sequence that gets a slot.
 
     `token_ids` are the prompt and the output so far. `adapter_index` is 0 without a LoRA adapter.
     """
