@@ -485,7 +485,7 @@ class ResponseStore:
         return await self._call(self._change, (_REQUEST_CANCEL,), _key(response_id)) > 0
 
     async def cancel_requested(self, response_ids: Collection[str]) -> set[str]:
-        """Note that this worker generates the given responses. Return those that must be cancelled."""
+        """Return the responses that must be cancelled, out of those that this worker generates."""
         to_cancel = {*await self._call(self._select, _TO_CANCEL)}
         return {response_id for response_id in response_ids if (_key(response_id),) in to_cancel}
 
