@@ -24,12 +24,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+from penstock_proto.types import EngineSampling
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.messages import StepOutputs
-from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.ipc.request import Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.worker.base import Runner
@@ -106,7 +107,7 @@ def _request(number: int, vocab_size: int, max_tokens: int) -> Request:
         request_id=str(number),
         attempt=0,
         prompt=array("I", prompt).tobytes(),
-        sampling=SamplingParams(temperature=0.0),
+        sampling=EngineSampling(temperature=0.0),
         max_tokens=max_tokens,
     )
 

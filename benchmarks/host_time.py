@@ -28,9 +28,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from support.engines import runner_info
 
+from penstock_proto.types import EngineSampling
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.ipc.request import Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.models.base import ForwardOutput
 from penstock_shard.scheduler.step_budget import SchedulerLimits
@@ -96,7 +97,7 @@ def measure_us(rows: int, fields: Mapping[str, Any], steps: int) -> float:
             request_id=str(number),
             attempt=0,
             prompt=prompt.tobytes(),
-            sampling=SamplingParams(**fields["sampling"]),
+            sampling=EngineSampling(**fields["sampling"]),
             max_tokens=steps + 20,
             **others,
         )

@@ -27,10 +27,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+from penstock_proto.types import EngineSampling
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.ipc.request import Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.worker.base import Runner
@@ -142,7 +143,7 @@ def engine_contender(runner: Runner, config: ShardConfig, args: argparse.Namespa
                     request_id=str(i),
                     attempt=0,
                     prompt=array("I", prompt).tobytes(),
-                    sampling=SamplingParams(temperature=0.0),
+                    sampling=EngineSampling(temperature=0.0),
                     max_tokens=args.output_tokens,
                 )
             )

@@ -34,10 +34,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import msgspec
 
+from penstock_proto.types import EngineSampling, Objective
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.request import Objective, Request, SamplingParams
+from penstock_shard.ipc.request import Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.worker.base import Runner
@@ -134,7 +135,7 @@ def _request(name: str, rng: random.Random, vocab: int, prompt: int, output: int
         request_id=name,
         attempt=0,
         prompt=array("I", [rng.randrange(3, vocab) for _ in range(prompt)]).tobytes(),
-        sampling=SamplingParams(temperature=0.0),
+        sampling=EngineSampling(temperature=0.0),
         max_tokens=output,
     )
 

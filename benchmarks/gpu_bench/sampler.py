@@ -18,17 +18,17 @@ from torch import Tensor
 from benchmarks.gpu_bench.attempts import Attempts
 from benchmarks.gpu_bench.goals import Row
 from benchmarks.gpu_bench.machine import copy_bytes_per_s, device_of
-from penstock_shard.ipc.request import SamplingParams
-from penstock_shard.selfcheck.random_steps import RandomSequence, admission_of
+from penstock_proto.types import EngineSampling
+from penstock_shard.selfcheck.random_steps import RandomSequence, in_slot
 from penstock_shard.worker.logits_processors.order import every_processor
 from penstock_shard.worker.sampling.sampler import Sampler, SampleRows
 
 _PARAMETERS = {
-    "greedy": SamplingParams(temperature=0.0),
-    "temperature": SamplingParams(),
-    "min_p": SamplingParams(min_p=0.05),
-    "top_p": SamplingParams(top_p=0.95),
-    "top_k, top_p": SamplingParams(top_k=20, top_p=0.8),
+    "greedy": EngineSampling(temperature=0.0),
+    "temperature": EngineSampling(),
+    "min_p": EngineSampling(min_p=0.05),
+    "top_p": EngineSampling(top_p=0.95),
+    "top_k, top_p": EngineSampling(top_k=20, top_p=0.8),
 }
 _SPREADS = {"flat": 0.5, "peaked": 4.0}
 _WARM_UP, _TIMED = 2, 8
@@ -63,7 +63,7 @@ def _timed(device: torch.device, count: int, vocabulary: int, spread: str, param
     logits = (logits * _SPREADS[spread]).to(dtype)
     sampler = Sampler(every_processor())
     for slot in range(count):
-        sampler.admit(admission_of(slot, RandomSequence([0], []), _PARAMETERS[parameters]))
+        sampler.admit(in_slot(slot, RandomSequence([0], []), _PARAMETERS[parameters]))
     times = [_draw(sampler, logits, position) for position in range(_WARM_UP + _TIMED)]
     whole_s, host_s = (statistics.median(each) for each in zip(*times[_WARM_UP:], strict=True))
     num_bytes = count * vocabulary * dtype.itemsize

@@ -27,13 +27,14 @@ from benchmarks.gpu_bench.machine import (
     stamp,
 )
 from benchmarks.gpu_bench.shapes import SHAPES, Shape, Variant
+from penstock_proto.types import EngineSampling
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.ipc.request import Request
 from penstock_shard.scheduler.rows import Row, Rows
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.model_runner import ModelRunner
 
-_GREEDY = SamplingParams(temperature=0.0)
+_GREEDY = EngineSampling(temperature=0.0)
 # The expected rate of reading weights, as a share of a copy's.
 _READ_SHARE = 0.9
 # Steps before timed ones.

@@ -5,19 +5,22 @@ and a shard refuses them by the same reading of what `GetInfo` tells.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from penstock_proto.facts import FieldBound
-from penstock_proto.limits import NO_PENALTIES
-from penstock_proto.types import GenerationRequest
+from penstock_proto.types import EngineSampling, GenerationRequest
 
-# Fields that need a capability of the same name unless they have this value, which changes nothing.
-# Filters that every shard has (temperature, top-k and the like) are not listed.
+# Sampling that every engine has.
+_OF_EVERY_ENGINE = frozenset(("temperature", "top_k", "top_p", "min_p", "seed"))
+# Fields that need a capability of the same name unless they have this value, which changes nothing,
+# or () and are empty.
 _NEUTRAL: Mapping[str, object] = {
-    "typical_p": 1.0,
-    **NO_PENALTIES,
-    "penalty_window_tokens": None,
+    **{
+        parameter.name: parameter.default
+        for parameter in fields(EngineSampling)
+        if parameter.name not in _OF_EVERY_ENGINE
+    },
     "min_tokens": 0,
     "priority": 0,
     "time_to_first_token_s": None,
@@ -27,10 +30,9 @@ _NEUTRAL: Mapping[str, object] = {
     "thinking_budget": None,
     "logprobs": None,
     "prompt_logprobs": None,
+    "logprob_token_ids": (),
+    "images": (),
 }
-_NEUTRAL_WHEN_EMPTY = (
-    *("logit_bias", "bad_words", "allowed_token_ids", "logprob_token_ids", "images"),
-)
 
 
 class Serves(Protocol):
@@ -75,10 +77,7 @@ class Asked:
         self._fields: dict[str, object] = {constraint.kind: "a constraint"} if constraint else {}
         for name, neutral in _NEUTRAL.items():
             value = self._value_of(name)
-            if value is not None and value != neutral:
-                self._fields[name] = value
-        for name in _NEUTRAL_WHEN_EMPTY:
-            if len(value := self._value_of(name)):
+            if value is not None and (len(value) if neutral == () else value != neutral):
                 self._fields[name] = value
 
     def unserved_by(self, engine: Serves) -> Unserved | None:

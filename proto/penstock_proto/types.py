@@ -63,6 +63,30 @@ class SamplingParams(SamplingNumbers):
     penalty_window_tokens: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class EngineSampling:
+    """The sampling of one request as an engine takes it: complete, with the model's defaults.
+
+    These defaults change nothing. `temperature` 0 is greedy: then `top_k`, `top_p`, `min_p`,
+    `typical_p` and `seed` do not matter. `seed` has 64 bits. `allowed_token_ids`: () allows every
+    id. `logit_bias` has pairs of an id and what is added to its logit, each id at most once.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    allowed_token_ids: tuple[int, ...] = ()
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    penalty_window_tokens: int | None = None
+
+
 class ConstraintKind(enum.StrEnum):
     """Languages that can constrain an output."""
 

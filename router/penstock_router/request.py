@@ -76,6 +76,26 @@ class TextWithImages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sender:
+    """What is known of a request besides its body: from its headers, its key and its connection.
+
+    `traceparent` is the W3C trace context for shards. `caller` is the client's name for shards,
+    `key_name` the API key's for the audit log. `session` is a name shared by related requests.
+    `exact`: continue only on shards that compute the same bits. `shard`: the address of the only
+    shard that may run the request. `bounds_max_tokens`: see `Options`.
+    """
+
+    request_id: str = ""
+    traceparent: str = ""
+    caller: str = ""
+    key_name: str = ""
+    session: str = ""
+    exact: bool = False
+    shard: str = ""
+    bounds_max_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options(SamplingNumbers):
     """Fields that all requests for tokens share."""
 
@@ -135,19 +155,10 @@ class Options(SamplingNumbers):
     images: tuple[ImageSource, ...] = ()
     image_sizes: ImageSizes = ()
     request_id: str | None = None
-    # W3C trace context for shards.
-    traceparent: str = ""
-    # The client's name, for shards.
-    caller: str = ""
-    # The API key's name, for the audit log.
-    key_name: str = ""
     # Time limit from arrival to end; None: the server's.
     timeout_s: float | None = None
-    # `exact`: continue only on shards that compute the same bits. `session`: a name shared by
-    # related requests. `shard`: the address of the only shard that may run the request.
-    exact: bool = False
+    # A name shared by related requests.
     session: str = ""
-    shard: str = ""
     # The client's hint to retain KV blocks. None: no hint; the finish reason decides.
     retain: Retain | None = None
     # Warnings, for the answer's headers, about parts of the body that have no effect.

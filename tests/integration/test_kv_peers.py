@@ -211,7 +211,7 @@ async def test_long_prompts_are_computed_on_one_shard_and_go_on_at_another(
             while not all(shard.ready for shard in fleet.shards):
                 await asyncio.sleep(0.02)
             for length, attempts in ((250, addresses), (100, addresses[1:])):
-                prompt = GenerationRequest([5] * length, SamplingParams(seed=2), max_tokens=60)
+                prompt = GenerationRequest([5] * length, SamplingParams(seed=2), max_tokens=200)
                 async with fleet.submit(prompt) as stream:
                     moved = [id_ async for output in stream for id_ in output.token_ids]
                 assert [attempt.shard for attempt in stream.attempts] == attempts

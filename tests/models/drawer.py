@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from penstock_shard.scheduler.rows import admission_of
 from penstock_shard.sequence import Sequence
 from penstock_shard.structured_output.matcher_state import MaskFiller
 from penstock_shard.worker.base import RowResult
@@ -37,7 +36,8 @@ class Drawer:
         """Give it a slot, as if it came anew with the tokens that it has now."""
         slot = self.slots[sequence] = self._num_slots
         self._num_slots += 1
-        self.sampler.admit(dataclasses.replace(admission_of(sequence), slot=slot))
+        known = sequence.token_ids[:]
+        self.sampler.admit(dataclasses.replace(sequence, slot=slot, token_ids=known))
         return slot
 
     def rows(self, rows: abc.Sequence[SampleRow]) -> SampleRows:

@@ -12,15 +12,16 @@ import msgspec
 from support.engines import packed
 from support.plans import batch_of
 
+from penstock_proto.types import EngineSampling
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.ipc.request import Request
 from penstock_shard.model_loader.load_model_runner import load_model_runner
-from penstock_shard.scheduler.rows import Row, admission_of
+from penstock_shard.scheduler.rows import Row
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.base import Batch, RowResult, Runner
 from penstock_shard.worker.model_runner import ModelRunner
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = EngineSampling(temperature=0.0)
 
 
 def load(directory: Path, **settings: object) -> ModelRunner:
@@ -41,7 +42,7 @@ def load(directory: Path, **settings: object) -> ModelRunner:
 
 def make_sequence(
     prompt: abc.Sequence[int],
-    sampling: SamplingParams = GREEDY,
+    sampling: EngineSampling = GREEDY,
     *,
     max_tokens: int = 16,
     logprobs: int | None = None,
@@ -114,7 +115,7 @@ class Driver:
                 column.append(own[told:])
                 self._num_told[row.sequence] = len(own)
         batch = batch_of(*rows, new_blocks=new_blocks, admits=False)
-        return dataclasses.replace(batch, admitted=[admission_of(each) for each in admitted])
+        return dataclasses.replace(batch, admitted=admitted)
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
         """Give it the blocks that so many tokens need."""

@@ -11,10 +11,10 @@ from models.driver import make_sequence
 from models.sampling_reference import KINDS
 from support.engines import with_blocks
 
-from penstock_proto.types import RequestOutput
+from penstock_proto.types import EngineSampling, RequestOutput
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.ipc.request import Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.scheduler import Scheduler
 from penstock_shard.scheduler.step_budget import SchedulerLimits
@@ -37,7 +37,7 @@ def mixed_requests(seed: int, count: int = 24) -> list[Request]:
         prompt = [rng.randrange(3, VOCABULARY) for _ in range(rng.randint(1, 40))]
         sequence = make_sequence(
             prompt,
-            SamplingParams(**{"seed": rng.getrandbits(64), **own}),
+            EngineSampling(**{"seed": rng.getrandbits(64), **own}),
             max_tokens=rng.randint(1, 30),
             logprobs=rng.choice([None, None, None, 2]),
             prompt_logprobs=rng.choice([None] * 7 + [1]),

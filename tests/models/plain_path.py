@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock_proto.types import FinishReason, RequestOutput
+from penstock_proto.types import EngineSampling, FinishReason, RequestOutput
 from penstock_shard.attention.base import AttentionBatch, LayerSpec
 from penstock_shard.attention.cache_groups import cache_layout
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.models.base import ForwardOutput, ImageInputs
 from penstock_shard.scheduler.scheduler import Scheduler
 from penstock_shard.scheduler.step_budget import SchedulerLimits
-from penstock_shard.worker.base import Admission
+from penstock_shard.sequence import Sequence
 from penstock_shard.worker.model_runner import ModelRunner
 from penstock_shard.worker.sampling.sampler import Sampler, SampleRows
 
@@ -126,7 +126,7 @@ class World:
 
 
 def make_request(name: str, prompt: abc.Sequence[int], **fields: Any) -> Request:
-    sampling = SamplingParams(**fields.pop("sampling", {"temperature": 0.0}))
+    sampling = EngineSampling(**fields.pop("sampling", {"temperature": 0.0}))
     fields.setdefault("max_tokens", 12)
     return Request(
         request_id=name, attempt=0, prompt=array("I", prompt).tobytes(), sampling=sampling, **fields
@@ -136,9 +136,10 @@ def make_request(name: str, prompt: abc.Sequence[int], **fields: Any) -> Request
 def expected_of(request: Request) -> list[int]:
     """Its tokens, computed alone and one at a time."""
     sampler = Sampler()
-    token_ids = array("I", request.prompt)
-    sampler.admit(Admission(0, request, token_ids))
-    num_prompt_tokens = len(token_ids)
+    sequence = Sequence.of(request)
+    sequence.slot = 0
+    sampler.admit(sequence)
+    token_ids, num_prompt_tokens = sequence.token_ids, sequence.num_prompt_tokens
     while (position := len(token_ids) - num_prompt_tokens) < request.max_tokens:
         rows = SampleRows(np.array([0]), np.array([position]))
         [result] = sampler.sample(logits_after(token_ids).unsqueeze(0), rows)

@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from support.engines import packed
 
-from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_proto.types import EngineSampling
+from penstock_shard.ipc.request import Request
 from penstock_shard.sequence import Sequence
 
 # For these and 24 ids, every kind of request draws otherwise than a plain one.
@@ -79,7 +80,7 @@ def sampling_request(
         attempt=0,
         prompt=packed(prompt),
         output=packed(output),
-        sampling=SamplingParams(**sampling),
+        sampling=EngineSampling(**sampling),
         max_tokens=10_000,
         stop_token_ids=frozenset(stop_token_ids),
         min_tokens=min_tokens,

@@ -28,8 +28,14 @@ from support.engines import make_request, packed, runner_info
 from torch import Tensor
 
 from penstock_proto.errors import Code
-from penstock_proto.types import Constraint, FinishReason, RequestOutput, ThinkingBudget
-from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_proto.types import (
+    Constraint,
+    EngineSampling,
+    FinishReason,
+    RequestOutput,
+    ThinkingBudget,
+)
+from penstock_shard.ipc.request import Request
 from penstock_shard.models.base import ForwardOutput
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.structured_output.matcher_state import MaskFiller
@@ -147,7 +153,7 @@ def _request(name: str, rng: random.Random) -> Request:
     budgeted = constraint is None and rng.random() < 0.3
     return msgspec.structs.replace(
         request,
-        sampling=SamplingParams(**{"seed": rng.getrandbits(64), **kind}),
+        sampling=EngineSampling(**{"seed": rng.getrandbits(64), **kind}),
         min_tokens=min(min_tokens, max_tokens),
         constraint=constraint,
         hand_back=rng.random() < 0.3,

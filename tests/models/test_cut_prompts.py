@@ -16,7 +16,7 @@ from models.runners import make_runner
 from models.tiny_families import VOCABULARY, make_family
 from support.budget import budget, in_soak, seeded
 
-from penstock_shard.ipc.request import SamplingParams
+from penstock_proto.types import EngineSampling
 from penstock_shard.kernels.cpu import load_kernels
 from penstock_shard.selfcheck.random_steps import Row, random_steps
 
@@ -33,7 +33,7 @@ def test_a_prompt_may_be_cut_after_each_of_its_tokens(family: str, tmp_path: Pat
 
     def outputs(*counts: int) -> list[Any]:
         driver = Driver(make_runner(loaded.model, loaded.info))
-        sampling = SamplingParams(temperature=1.0, seed=3)
+        sampling = EngineSampling(temperature=1.0, seed=3)
         sequence = make_sequence(PROMPT, sampling, logprobs=3, max_tokens=OUTPUT_TOKENS)
         steps = [*counts, *[1] * (OUTPUT_TOKENS - 1)]
         results = [driver.step([(sequence, count)])[0] for count in steps][len(counts) - 1 :]

@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 from support.budget import budget, in_soak, seeded
 from support.engines import packed
 
-from penstock_proto.types import RequestOutput
+from penstock_proto.types import EngineSampling, RequestOutput
 from penstock_shard.checkpoint.gguf_files import unfold
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.ipc.request import Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.models.cuda_graphs import GraphedModel
 from penstock_shard.scheduler.step_budget import SchedulerLimits
@@ -53,7 +53,7 @@ class _Asked:
     """A request before it is made: each run needs a fresh one."""
 
     prompt: tuple[int, ...]
-    sampling: SamplingParams
+    sampling: EngineSampling
     max_tokens: int
     min_tokens: int
     logprobs: int
@@ -92,7 +92,7 @@ class _Answer:
             self.top += output.logprobs.top_logprobs
 
 
-def _random_sampling(rng: random.Random, vocabulary: int) -> SamplingParams:
+def _random_sampling(rng: random.Random, vocabulary: int) -> EngineSampling:
     def maybe(value: object, neutral: object) -> object:
         return value if rng.random() < 0.35 else neutral
 
@@ -112,7 +112,7 @@ def _random_sampling(rng: random.Random, vocabulary: int) -> SamplingParams:
         "allowed_token_ids": maybe(some, ()),
         "seed": rng.randrange(2**64),
     }
-    return SamplingParams(**values)  # type: ignore[arg-type]
+    return EngineSampling(**values)  # type: ignore[arg-type]
 
 
 def _random_requests(rng: random.Random, count: int, vocabulary: int) -> list[_Asked]:

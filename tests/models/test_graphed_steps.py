@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,13 +26,12 @@ from support.drafters import FickleOracle, named
 from support.plans import batch_of
 from torch import Tensor
 
-from penstock_proto.types import PromptImage
+from penstock_proto.types import EngineSampling, PromptImage
 from penstock_shard.attention.sdpa import SdpaBackend
 from penstock_shard.distributed import parallel_model
 from penstock_shard.distributed.collectives import Ranks
 from penstock_shard.distributed.messages import Call, ToRank
 from penstock_shard.distributed.parallel_model import MirroredModel
-from penstock_shard.ipc.request import SamplingParams
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.lora.lora import LoraBank, LoraLimits
 from penstock_shard.models.cuda_graphs import (
@@ -46,7 +44,6 @@ from penstock_shard.models.step_inputs import InputLayout
 from penstock_shard.models.transformers.transformers_model import TransformersModel
 from penstock_shard.ops.torch_ops import TorchOps
 from penstock_shard.scheduler.rows import Row
-from penstock_shard.worker.base import Admission
 from penstock_shard.worker.image_rows import FeatureSource, ImageRows
 from penstock_shard.worker.input_batch import InputBuilder, Inputs
 from penstock_shard.worker.model_runner import ModelRunner
@@ -123,7 +120,7 @@ def test_tokens_that_are_drawn_after_the_next_forward_are_of_their_own_logits(
     """Those of a request whose draws depend on the tokens before, while another's step runs."""
     loaded = load(model_dir("llama"), kv_blocks=NUM_BLOCKS, max_model_len=120)
     info = dataclasses.replace(loaded.info, max_steps_ahead=1)
-    sampling = SamplingParams(temperature=0.0, repetition_penalty=1.3)
+    sampling = EngineSampling(temperature=0.0, repetition_penalty=1.3)
     sequence = make_sequence([5, 6, 7], sampling)
     driver = Driver(make_runner(loaded.model, info))
     expected = [driver.step([(sequence, count)])[0].token_id for count in (3, 1, 1, 1)]
@@ -229,7 +226,7 @@ def test_a_step_with_the_last_token_of_an_image_is_not_padded_for_a_graph(
     sequences[1] = seeing
     for slot, sequence in enumerate(sequences):
         sequence.slot = slot
-    images.admit(Admission(1, seeing.request, array("I", ids)))
+    images.admit(seeing)
     with torch.inference_mode():
         for start, is_replayed in ((19, False), (20, True)):
             rows = [Row(sequence, start, 1, True) for sequence in sequences]

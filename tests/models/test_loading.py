@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from support.budget import budget, in_soak
 from torch import Tensor
 
+from penstock_proto.types import EngineSampling
 from penstock_shard.attention.cpu import CpuBackend
 from penstock_shard.checkpoint import safetensors as checkpoint_module
 from penstock_shard.checkpoint import weights_hash
@@ -30,7 +31,6 @@ from penstock_shard.device.host_memory import extra_host_bytes
 from penstock_shard.distributed.messages import Join
 from penstock_shard.distributed.start_ranks import RankSpec
 from penstock_shard.errors import ModelError
-from penstock_shard.ipc.request import SamplingParams
 from penstock_shard.model_loader import load_model_runner as create
 from penstock_shard.model_loader import load_rank, load_whole, prepare_kv_memory, rank_main
 from penstock_shard.model_loader.block_count import KVShape, choose_pools
@@ -40,7 +40,7 @@ from penstock_shard.models.base import ForwardOutput
 from penstock_shard.models.decoder import tensor_reader
 from penstock_shard.models.decoder.decoder import Decoder
 from penstock_shard.selfcheck.random_steps import RandomSequence
-from penstock_shard.worker.base import Admission
+from penstock_shard.sequence import Sequence
 from penstock_shard.worker.logits_processors.apply import LogitsShaping
 from penstock_shard.worker.sampling.sampler import SampleRows
 
@@ -350,14 +350,14 @@ def test_blocks_leave_room_for_the_largest_step() -> None:
 def test_the_largest_step_on_a_device_draws_in_every_way_that_takes_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    drawn = list[SamplingParams]()
+    drawn = list[EngineSampling]()
 
     class Draws:
         def __init__(self, shaping: LogitsShaping) -> None:
-            self._sampling: dict[int, SamplingParams] = {}
+            self._sampling: dict[int, EngineSampling] = {}
 
-        def admit(self, admission: Admission) -> None:
-            self._sampling[admission.slot] = admission.request.sampling
+        def admit(self, sequence: Sequence) -> None:
+            self._sampling[sequence.slot] = sequence.request.sampling
 
         def sample(self, logits: Tensor, rows: SampleRows) -> None:
             assert len(rows.slots) == len(rows.positions) == len(logits)
@@ -374,9 +374,9 @@ def test_the_largest_step_on_a_device_draws_in_every_way_that_takes_memory(
     MemoryPreparation(config, loaded, 16)._largest_step(steps, 4)
     assert any(p.top_k and p.typical_p < 1 and p.presence_penalty for p in drawn)
     # What the drawing kernels are for, of rows with logits of their own too.
-    assert SamplingParams(top_p=0.9) in drawn
-    assert SamplingParams() in drawn
-    assert SamplingParams(presence_penalty=0.1) in drawn
+    assert EngineSampling(top_p=0.9) in drawn
+    assert EngineSampling() in drawn
+    assert EngineSampling(presence_penalty=0.1) in drawn
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

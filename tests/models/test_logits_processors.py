@@ -11,15 +11,16 @@ import torch
 from models.driver import make_sequence
 from torch import Tensor
 
-from penstock_shard.ipc.request import Request, SamplingParams
-from penstock_shard.scheduler.rows import admission_of
-from penstock_shard.worker.base import Admission, RowResult
+from penstock_proto.types import EngineSampling
+from penstock_shard.ipc.request import Request
+from penstock_shard.sequence import Sequence
+from penstock_shard.worker.base import RowResult
 from penstock_shard.worker.logits_processors.apply import LogitsShaping
 from penstock_shard.worker.logits_processors.base import LogitsProcessor, LogitsState, ban
 from penstock_shard.worker.logits_processors.order import every_processor
 from penstock_shard.worker.sampling.sampler import Sampler, SampleRows
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = EngineSampling(temperature=0.0)
 # The higher an id the likelier it is.
 RISING = torch.arange(8.0).unsqueeze(0)
 
@@ -41,7 +42,7 @@ class _NeverTwice(LogitsProcessor[_Taken]):
     def wants(self, request: Request) -> bool:
         return request.logprobs is not None
 
-    def begin(self, admission: Admission) -> _Taken:
+    def begin(self, sequence: Sequence) -> _Taken:
         return _Taken()
 
     def apply(self, logits: Tensor, rows: abc.Sequence[tuple[int, _Taken]]) -> None:
@@ -51,7 +52,7 @@ class _NeverTwice(LogitsProcessor[_Taken]):
 def _admit(sampler: Sampler, slot: int, **fields: Any) -> None:
     sequence = make_sequence([1, 2], GREEDY, **fields)
     sequence.slot = slot
-    sampler.admit(admission_of(sequence))
+    sampler.admit(sequence)
 
 
 def _sample(sampler: Sampler, *rows: tuple[int, int]) -> list[int | None]:
@@ -76,12 +77,12 @@ def test_a_processor_is_one_class_and_its_states_go_by_slot() -> None:
 
 
 def test_without_processors_logits_are_taken_as_they_are() -> None:
-    sampling = SamplingParams(temperature=0.0, logit_bias=((0, 100.0),), bad_words=((7,),))
+    sampling = EngineSampling(temperature=0.0, logit_bias=((0, 100.0),), bad_words=((7,),))
     tokens = []
     for sampler in (Sampler(), Sampler(every_processor())):
         sequence = make_sequence([1, 2], sampling)
         sequence.slot = 0
-        sampler.admit(admission_of(sequence))
+        sampler.admit(sequence)
         tokens += _sample(sampler, (0, 0))
     assert tokens == [7, 0]
 
@@ -103,7 +104,7 @@ def test_processors_apply_in_their_order(
 ) -> None:
     sampler = Sampler(every_processor())
     prompt = fields.pop("prompt", [1, 2])
-    sequence = make_sequence(prompt, SamplingParams(temperature=0.0, **sampling), **fields)
+    sequence = make_sequence(prompt, EngineSampling(temperature=0.0, **sampling), **fields)
     sequence.slot = 0
-    sampler.admit(admission_of(sequence))
+    sampler.admit(sequence)
     assert _sample(sampler, (0, 0)) == [expected]

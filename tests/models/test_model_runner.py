@@ -13,10 +13,9 @@ from models.driver import Driver, let_generate, load, make_sequence
 from support.plans import batch_of
 from transformers import AutoModelForCausalLM
 
-from penstock_proto.types import Logprobs
+from penstock_proto.types import EngineSampling, Logprobs
 from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
-from penstock_shard.ipc.request import SamplingParams
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.model_loader.load_model_runner import load_model_runner
 from penstock_shard.models.decoder.decoder import Decoder
@@ -84,7 +83,7 @@ def load_first_token(directory: Path, prompt: list[int]) -> int:
 def test_sampled_logprobs_are_those_of_the_model(model_dir: Directory) -> None:
     directory = model_dir("qwen2")
     driver = Driver(load(directory))
-    sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
+    sampling = EngineSampling(temperature=0.8, top_p=0.9, seed=3)
     sequence = make_sequence(PROMPT, sampling, logprobs=3)
     results = [driver.step([(sequence, len(PROMPT))])[0]]
     results += [driver.step([(sequence, 1)])[0] for _ in range(5)]
@@ -105,11 +104,11 @@ def test_rows_that_do_not_sample_give_nothing(model_dir: Directory) -> None:
 
 def test_a_token_is_the_same_after_preemption_and_in_another_batch(model_dir: Directory) -> None:
     runner = load(model_dir("llama"))
-    sampling = SamplingParams(temperature=1.2, top_k=50, seed=99)
+    sampling = EngineSampling(temperature=1.2, top_k=50, seed=99)
     alone = make_sequence(PROMPT, sampling, max_tokens=12)
     Driver(runner, seed=1).generate([alone])
     together = make_sequence(PROMPT, sampling, max_tokens=6)
-    others = [make_sequence(PROMPT[i:], SamplingParams(seed=i), max_tokens=12) for i in range(5)]
+    others = [make_sequence(PROMPT[i:], EngineSampling(seed=i), max_tokens=12) for i in range(5)]
     driver = Driver(runner, seed=2)
     driver.generate([together, *others[:2]])
     driver.preempt(together)

@@ -20,9 +20,8 @@ from models.sampling_reference import KINDS, OUTPUT, PROMPT, sampling_request
 from support.budget import in_soak
 from torch import Tensor
 
-from penstock_proto.types import Constraint
+from penstock_proto.types import Constraint, EngineSampling
 from penstock_shard.attention.base import AttentionBatch
-from penstock_shard.ipc.request import SamplingParams
 from penstock_shard.models.base import CausalModel, ForwardOutput, ImageInputs
 from penstock_shard.scheduler.rows import Row
 from penstock_shard.worker.base import StepOutOfMemory
@@ -210,7 +209,7 @@ def test_a_step_is_void_whose_predecessor_fails_when_it_is_collected(
 ) -> None:
     """As where drafts are verified one after the other."""
     runner = _ahead(load(model_dir("llama")))
-    sequence = make_sequence([5, 6, 7], SamplingParams(presence_penalty=0.5), max_tokens=9)
+    sequence = make_sequence([5, 6, 7], EngineSampling(presence_penalty=0.5), max_tokens=9)
     driver = Driver(runner)
     for start, count in ((0, 3), (3, 1)):
         driver.launch(Row(sequence, start, count, True))

@@ -21,10 +21,9 @@ from support.compilers import VOCAB_SIZE, ids_of, two_ended_compiler
 from support.drafters import FickleOracle, Oracle, named
 from support.engines import with_blocks
 
-from penstock_proto.types import Constraint, Logprobs, ThinkingBudget
+from penstock_proto.types import Constraint, EngineSampling, Logprobs, ThinkingBudget
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.request import SamplingParams
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.sequence import Sequence
@@ -76,7 +75,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 def _request(sampling: dict[str, Any], seed: int, **changes: Any) -> Sequence:
     matcher, distinct = changes.pop("matcher", None), changes.pop("distinct", None)
-    params = SamplingParams(seed=seed, **sampling)
+    params = EngineSampling(seed=seed, **sampling)
     sequence = make_sequence([1, 2, 3], params, logprobs=2, **changes)
     if matcher is not None:
         sequence.constraint = ConstraintState(sequence.request, matcher, distinct)
@@ -228,14 +227,14 @@ def _prompts() -> list[list[int]]:
     ]
 
 
-def _samplings() -> list[SamplingParams]:
+def _samplings() -> list[EngineSampling]:
     return [
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=0.0, repetition_penalty=1.05, penalty_window_tokens=5),
-        SamplingParams(temperature=0.3, seed=7),
-        SamplingParams(temperature=0.0),
-        SamplingParams(temperature=0.6, top_p=0.8, seed=9, bad_words=((5,), (9, 10))),
-        SamplingParams(temperature=0.0, allowed_token_ids=tuple(range(20, 30))),
+        EngineSampling(temperature=0.0),
+        EngineSampling(temperature=0.0, repetition_penalty=1.05, penalty_window_tokens=5),
+        EngineSampling(temperature=0.3, seed=7),
+        EngineSampling(temperature=0.0),
+        EngineSampling(temperature=0.6, top_p=0.8, seed=9, bad_words=((5,), (9, 10))),
+        EngineSampling(temperature=0.0, allowed_token_ids=tuple(range(20, 30))),
     ]
 
 

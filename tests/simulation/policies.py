@@ -30,9 +30,9 @@ from penstock_client.load_balancing.base import (
 from penstock_client.load_balancing.held_pieces import HeldPieces
 from penstock_client.load_balancing.prefill_rate import PrefillRate
 from penstock_proto.facts import ClassLoad
-from penstock_proto.types import GenerationRequest, RequestOutput
+from penstock_proto.types import GenerationRequest, Objective, RequestOutput
 from penstock_shard.ipc.messages import Inbox, Retention
-from penstock_shard.ipc.request import Objective, Request
+from penstock_shard.ipc.request import Request
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.sequence import Sequence as EngineSequence
 from penstock_shard.server.live_requests import ClassLoads, Route

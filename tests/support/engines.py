@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 
 from penstock_proto.facts import EmbeddingDefaults
-from penstock_proto.types import Pooling, RequestOutput
+from penstock_proto.types import EngineSampling, Pooling, RequestOutput
 from penstock_shard.engine.block_moves import BlockMoves
 from penstock_shard.engine.create_engine import create_moves, create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.ipc.messages import FromBlocks
-from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import CacheGroup, RunnerInfo, pools_for
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.arena import Arena
@@ -196,7 +196,7 @@ def make_request(
         attempt=attempt,
         prompt=packed(prompt),
         output=packed(output),
-        sampling=SamplingParams(
+        sampling=EngineSampling(
             temperature=temperature, seed=seed, allowed_token_ids=tuple(allowed_token_ids)
         ),
         max_tokens=max_tokens,

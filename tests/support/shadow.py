@@ -82,11 +82,11 @@ class ShadowRunner:
         self.released: list[Request] = []
 
     def launch(self, batch: Batch) -> None:
-        for admission in batch.admitted:
-            assert admission.slot not in self.held, f"slot {admission.slot} is somebody's"
+        for each in batch.admitted:
+            assert each.slot not in self.held, f"slot {each.slot} is somebody's"
             tables: list[list[int]] = [[] for _ in self.info.cache_groups]
-            self.held[admission.slot] = _Held(admission.request, list(admission.token_ids), tables)
-            self.num_slots = max(self.num_slots, admission.slot + 1)
+            self.held[each.slot] = _Held(each.request, list(each.token_ids), tables)
+            self.num_slots = max(self.num_slots, each.slot + 1)
         verified = {
             slot
             for step in self._launched

@@ -25,13 +25,20 @@ from penstock_proto.types import (
 )
 from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.images.image import NO_IMAGES, Image, LoadedImages
-from penstock_router.request import WHOLE_VOCABULARY, ChatRequest, CompletionRequest, Options
+from penstock_router.request import (
+    WHOLE_VOCABULARY,
+    ChatRequest,
+    CompletionRequest,
+    Options,
+    Sender,
+)
 from penstock_router.served_models import ServedModel
 from penstock_router.text.prompts import PreparedPrompts, Prompt, thinking_mark_ids
 from penstock_router.text.tokenizer import prompt_too_long
 
 # How many sequences are made, or changed, in one turn of the event loop: each takes some 6 us.
 SEQUENCES_A_TURN = 100
+_UNKNOWN = Sender()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,28 +76,44 @@ async def make_job(
     prepared: PreparedPrompts,
     drawn_seed: int,
     images: LoadedImages = NO_IMAGES,
+    *,
+    sender: Sender = _UNKNOWN,
 ) -> Job:
-    """The job of a request whose text is prepared. One invalid prompt refuses the whole request.
-    `images` are those of its prompts, in order.
+    """Make the job of a request whose text is prepared. One invalid prompt refuses the whole
+    request. `images` are those of its prompts, in order.
 
     `drawn_seed` is what seeds are made of if the request has none. Yields to the event loop every
     `SEQUENCES_A_TURN` sequences.
     """
     options = _with_known_logprobs(options, model.info)
-    choices = options.best_of if isinstance(options, CompletionRequest) else options.n
     requests: list[GenerationRequest] = []
+    for request in _sequences(options, sender, model, prepared, drawn_seed, images):
+        requests.append(request)
+        if len(requests) % SEQUENCES_A_TURN == 0:
+            await asyncio.sleep(0)
+    return Job(model, options, prepared, tuple(requests), images.pixels)
+
+
+def _sequences(
+    options: Options,
+    sender: Sender,
+    model: ServedModel,
+    prepared: PreparedPrompts,
+    drawn_seed: int,
+    images: LoadedImages,
+) -> Iterator[GenerationRequest]:
+    """Yield each prompt's choices, which differ in their seeds alone."""
+    choices = options.best_of if isinstance(options, CompletionRequest) else options.n
     unplaced = iter(images.images)
     for number, prompt in enumerate(prepared.prompts):
-        request = _make_request(options, model, prepared, prompt)
-        if prompt.images:
-            request = dataclasses.replace(request, images=_placed(prompt, unplaced))
-        for choice in range(choices):
+        placed = _placed(prompt, unplaced)
+        seed = sequence_seed(options.seed, drawn_seed, number, 0)
+        first = _make_request(options, sender, model, prepared, prompt, placed, seed)
+        yield first
+        for choice in range(1, choices):
             seed = sequence_seed(options.seed, drawn_seed, number, choice)
-            sampling = dataclasses.replace(request.sampling, seed=seed)
-            requests.append(dataclasses.replace(request, sampling=sampling))
-            if len(requests) % SEQUENCES_A_TURN == 0:
-                await asyncio.sleep(0)
-    return Job(model, options, prepared, tuple(requests), images.pixels)
+            sampling = dataclasses.replace(first.sampling, seed=seed)
+            yield dataclasses.replace(first, sampling=sampling)
 
 
 def _with_known_logprobs(options: Options, info: ShardInfo) -> Options:
@@ -124,18 +147,24 @@ def _placed(prompt: Prompt, images: Iterator[Image]) -> tuple[PromptImage, ...]:
 
 
 def _make_request(
-    options: Options, model: ServedModel, prepared: PreparedPrompts, prompt: Prompt
+    options: Options,
+    sender: Sender,
+    model: ServedModel,
+    prepared: PreparedPrompts,
+    prompt: Prompt,
+    images: tuple[PromptImage, ...],
+    seed: int,
 ) -> GenerationRequest:
-    """Make what a prompt's choices have in common: all but their seeds."""
+    """Make a prompt's first choice."""
     thinking_budget = _thinking_budget(options, model, prepared.reasoning_begun)
     # Scoring a prompt still takes a step that samples: `max_tokens` is 1 there, and that token is
     # not shown. `best_of` ranks its sequences by their tokens' log-probabilities.
-    max_tokens = max(_max_tokens(model, options, prompt), 1)
+    max_tokens = max(_max_tokens(model, options, sender, prompt), 1)
     several = isinstance(options, CompletionRequest) and options.best_of > options.n
     _check_min_tokens(options, max_tokens)
     return GenerationRequest(
         prompt_token_ids=prompt.token_ids,
-        sampling=_sampling(options, prepared, model.info.default_sampling),
+        sampling=_sampling(options, prepared, model.info.default_sampling, seed),
         max_tokens=max_tokens,
         min_tokens=options.min_tokens,
         stop_token_ids=options.stop_token_ids,
@@ -149,13 +178,14 @@ def _make_request(
         tokenizer_hash=model.info.tokenizer_hash,
         adapter=model.adapter,
         cache_salt=options.cache_salt,
-        exact=options.exact,
-        session=_session(options),
-        shard=options.shard,
-        label=options.request_id or "",
-        traceparent=options.traceparent,
-        caller=options.caller,
-        key_name=options.key_name,
+        exact=sender.exact,
+        session=_session(sender),
+        shard=sender.shard,
+        label=sender.request_id,
+        traceparent=sender.traceparent,
+        caller=sender.caller,
+        key_name=sender.key_name,
+        images=images,
         objective=Objective(
             priority=options.priority,
             seconds_between_tokens=options.seconds_between_tokens,
@@ -164,10 +194,10 @@ def _make_request(
     )
 
 
-def _session(options: Options) -> str:
-    """The session's name, apart from sessions of other keys that have the same."""
-    is_of_a_key = options.session and options.key_name
-    return f"{options.key_name}/{options.session}" if is_of_a_key else options.session
+def _session(sender: Sender) -> str:
+    """Name the session apart from sessions of other keys that have the same name."""
+    is_of_a_key = sender.session and sender.key_name
+    return f"{sender.key_name}/{sender.session}" if is_of_a_key else sender.session
 
 
 def _thinking_budget(options: Options, model: ServedModel, begun: bool) -> ThinkingBudget | None:
@@ -185,7 +215,7 @@ def _thinking_budget(options: Options, model: ServedModel, begun: bool) -> Think
     return ThinkingBudget(options.thinking_tokens, *ids, begun)
 
 
-def _max_tokens(model: ServedModel, options: Options, prompt: Prompt) -> int:
+def _max_tokens(model: ServedModel, options: Options, sender: Sender, prompt: Prompt) -> int:
     """Say how many tokens may follow; refuse a request that cannot fit into the context."""
     limit, given = model.info.max_model_len, len(prompt.token_ids)
     if given == 0:
@@ -198,7 +228,7 @@ def _max_tokens(model: ServedModel, options: Options, prompt: Prompt) -> int:
     if wanted is None:
         default = options.default_max_tokens
         return room if default is None else min(default, room)
-    if wanted > room and options.bounds_max_tokens:
+    if wanted > room and (options.bounds_max_tokens or sender.bounds_max_tokens):
         return room
     if wanted > room:
         raise ContextExceeded(
@@ -243,11 +273,12 @@ def _penalty_window(options: Options, defaults: SamplingParams) -> int | None:
 
 
 def _sampling(
-    options: Options, prepared: PreparedPrompts, defaults: SamplingParams
+    options: Options, prepared: PreparedPrompts, defaults: SamplingParams, seed: int
 ) -> SamplingParams:
-    """The sampling parameters; those that are None have the model's `defaults`."""
+    """Make the sampling parameters; those that are None have the model's `defaults`."""
     return SamplingParams(
         **{name: getattr(options, name) for name in SAMPLING_NUMBERS},
+        seed=seed,
         logit_bias=options.logit_bias,
         bad_words=prepared.bad_words,
         allowed_token_ids=prepared.allowed_token_ids,

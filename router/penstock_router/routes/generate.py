@@ -6,7 +6,6 @@ one has no text work and no policy.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -33,7 +32,7 @@ from penstock_router.json_fields import STRING, Field, one_of, string, table
 from penstock_router.observe import endpoint_load
 from penstock_router.observe.request_record import Usage
 from penstock_router.offload.dispatch import Body
-from penstock_router.request import MAX_SESSION_CHARS, Options
+from penstock_router.request import MAX_SESSION_CHARS, Options, Sender
 from penstock_router.routes import base
 from penstock_router.routes.base import (
     LONG_ANSWER_BYTES,
@@ -108,6 +107,7 @@ class Call(Generic[AnyRequest]):
     request: web.Request
     body: Body
     asked: AnyRequest
+    sender: Sender
     api: Api[AnyRequest]
     # Whether the client chose the request's id.
     named: bool
@@ -126,20 +126,18 @@ class Call(Generic[AnyRequest]):
         record = request[RECORD]
         record.stream = body.asked.stream
         record.session = sessions.session_of(request.headers, body.asked.session)
-        bounds = request.app[ROUTER].config.bound_max_tokens
-        asked = dataclasses.replace(
-            body.asked,
-            bounds_max_tokens=bounds or body.asked.bounds_max_tokens,
+        sender = Sender(
             request_id=request[REQUEST_ID],
             traceparent=record.traceparent,
             caller=caller_of(request),
             key_name=record.key_name,
+            session=record.session,
             exact=flag_header(request, "x-penstock-exact"),
             shard=_pinned_shard(request),
-            session=record.session,
+            bounds_max_tokens=request.app[ROUTER].config.bound_max_tokens,
         )
         response_id = api.name_answer(request[REQUEST_ID], named)
-        return cls(request, body, asked, api, named, response_id, random_seed())
+        return cls(request, body, body.asked, sender, api, named, response_id, random_seed())
 
 
 Answerer = Callable[[Call[Any]], Awaitable[web.StreamResponse]]
@@ -310,10 +308,12 @@ async def prepare_job(call: Call[Any], ticket: Ticket) -> Job:
             # The generation finds them compiled.
             compile_all = functools.partial(compile_stops, asked.stop)
             await router.threads.run(compile_all, client_of(call.request))
-        job = await make_job(asked, model, made, call.drawn_seed, call.body.images)
+        job = await make_job(
+            asked, model, made, call.drawn_seed, call.body.images, sender=call.sender
+        )
     _check_size(job, router.config.max_answer_bytes)
     for shard in router.fleet.shards:
-        if shard.address == asked.shard and shard.info is not None:
+        if shard.address == call.sender.shard and shard.info is not None:
             _check_pinned(shard.info, job.model, f"{_SHARD}: {shard.address}")
     return job
 

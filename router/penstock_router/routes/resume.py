@@ -115,9 +115,9 @@ def _owner_of(request: web.Request) -> str:
 
 def _resume(call: Call[Any], cursor: Cursor) -> Call[Any]:
     """The call for which the cursor's answer was begun: its id and seed."""
-    asked = dataclasses.replace(call.asked, request_id=cursor.request_id)
+    sender = dataclasses.replace(call.sender, request_id=cursor.request_id)
     response_id = call.api.name_answer(cursor.request_id, call.named)
-    return dataclasses.replace(call, asked=asked, response_id=response_id, drawn_seed=cursor.seed)
+    return dataclasses.replace(call, sender=sender, response_id=response_id, drawn_seed=cursor.seed)
 
 
 async def _make(call: Call[Any], cursor: Cursor, live: LiveStream) -> None:

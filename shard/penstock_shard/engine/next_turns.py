@@ -12,8 +12,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from penstock_proto.types import EngineSampling
 from penstock_shard.ipc.messages import Retention
-from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.ipc.request import Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_cache.prefix_tree import Prefix
 from penstock_shard.kv_cache.retention import Ended
@@ -124,7 +125,7 @@ def _request(ended: Ended) -> Request:
         request_id=f"ahead-{uuid.uuid4().hex}",
         attempt=0,
         prompt=prompt.tobytes(),
-        sampling=SamplingParams(),
+        sampling=EngineSampling(),
         max_tokens=1,
         cache_salt=ended.cache_salt,
         only_fetches=True,

@@ -6,52 +6,16 @@ token may depend on. What is known of its progress is a `sequence.Sequence`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
-from penstock_proto.types import Constraint, Pooling, PromptImage, ThinkingBudget
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """The way tokens of one request are drawn; complete, after the model's defaults were filled in.
-
-    The defaults below change nothing. `temperature` 0 is greedy: `top_k`, `top_p`, `min_p`,
-    `typical_p` and `seed` do not matter then. `seed` has 64 bits. What each field does, and in
-    which order, is said in `penstock_shard.worker.sampling.sampler`.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    # Empty: every id.
-    allowed_token_ids: tuple[int, ...] = ()
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    # (id, what is added to its logit); each id at most once.
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    # Sequences of ids that the output must not contain.
-    bad_words: tuple[tuple[int, ...], ...] = ()
-    # How many tokens before the next one the penalties look at; None: all. Only with a penalty.
-    penalty_window_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """The aim of the scheduler for a request. Lower `priority` runs first. `deadline_s` and
-    `time_to_first_token_s` count from the request's arrival. None: no such objective.
-    """
-
-    priority: int = 0
-    deadline_s: float | None = None
-    time_to_first_token_s: float | None = None
-    seconds_between_tokens: float | None = None
-    latency_sensitive: bool = False
+from penstock_proto.types import (
+    Constraint,
+    EngineSampling,
+    Objective,
+    Pooling,
+    PromptImage,
+    ThinkingBudget,
+)
 
 
 class Request(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -66,7 +30,7 @@ class Request(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     # Token ids, unsigned 32-bit little-endian. `output` was delivered before this attempt began.
     prompt: bytes
     output: bytes = b""
-    sampling: SamplingParams
+    sampling: EngineSampling
     # Bound on the output tokens, those of `output` included.
     max_tokens: int
     # While the output (`output` included) is shorter, no stop token is drawn.
@@ -87,7 +51,7 @@ class Request(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     adapter: str = ""
     adapter_hash: str = ""
     pooling: Pooling | None = None
-    # None: nothing but the order of arrival.
+    # Times count from the arrival. None: nothing but the order of arrival.
     objective: Objective | None = None
     # When preempted, end as retryable instead of waiting: another shard may have room.
     hand_back: bool = False
@@ -110,7 +74,7 @@ class Request(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     @property
     def priority(self) -> int:
         """Lower ones run first."""
-        return 0 if self.objective is None else self.objective.priority
+        return 0 if self.objective is None else self.objective.priority or 0
 
     def ends_with(self, token_id: int) -> bool:
         """Tell whether this token ends the sequence."""

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from penstock_proto.types import EngineSampling
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.gpu_memory import PeakMemory, free_bytes
 from penstock_shard.device.host_memory import extra_host_bytes, free_host_bytes
 from penstock_shard.distributed.parallel_model import MirroredModel
 from penstock_shard.errors import ModelError, is_out_of_memory
-from penstock_shard.ipc.request import SamplingParams
 from penstock_shard.model_loader.block_count import (
     KEPT_STATES,
     RECORD_BYTES,
@@ -29,7 +29,7 @@ from penstock_shard.selfcheck.random_steps import (
     RandomSequence,
     RandomSteps,
     Row,
-    admission_of,
+    in_slot,
     random_steps,
 )
 from penstock_shard.worker.logits_processors.order import every_processor
@@ -37,10 +37,10 @@ from penstock_shard.worker.sampling.sampler import Sampler, SampleRows
 
 # The number of sequences whose states get memory before it is divided between states and blocks.
 _MOST_STATES = 16
-_COSTLY = SamplingParams(top_k=2000, top_p=0.9, min_p=0.01, typical_p=0.9, presence_penalty=0.1)
+_COSTLY = EngineSampling(top_k=2000, top_p=0.9, min_p=0.01, typical_p=0.9, presence_penalty=0.1)
 # Sampling parameters whose kernels are compiled at load. Some sample from the model's logits, some
 # from changed copies of rows.
-_BY_KERNELS = (SamplingParams(top_p=0.9), SamplingParams(), SamplingParams(presence_penalty=0.1))
+_BY_KERNELS = (EngineSampling(top_p=0.9), EngineSampling(), EngineSampling(presence_penalty=0.1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +151,6 @@ class MemoryPreparation:
         for sampling in (_COSTLY, *_BY_KERNELS):
             sampler = Sampler(every_processor())
             for slot in range(len(logits)):
-                sampler.admit(admission_of(slot, one_token, sampling, logprobs=1))
+                sampler.admit(in_slot(slot, one_token, sampling, logprobs=1))
             slots = np.arange(len(logits))
             sampler.sample(logits, SampleRows(slots, np.zeros_like(slots)))

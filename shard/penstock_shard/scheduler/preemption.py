@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock_shard.ipc.request import Objective
+from penstock_proto.types import Objective
 from penstock_shard.sequence import Sequence
 
 

@@ -6,7 +6,7 @@ from collections import abc
 from dataclasses import dataclass
 
 from penstock_shard.sequence import Sequence, SequenceState
-from penstock_shard.worker.base import Admission, Batch
+from penstock_shard.worker.base import Batch
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class Rows:
             self.scored,
             self.drafts,
             new_blocks,
-            [admission_of(sequence) for sequence in admitted],
+            list(admitted),
             state_copies,
         )
 
@@ -99,16 +99,6 @@ def next_row(sequence: Sequence, count: int) -> Row:
         scores = max(0, min(start + count, sequence.num_prompt_tokens - 1) - start)
     samples = start + count == sequence.num_tokens
     return Row(sequence, start, count, samples, scores)
-
-
-def admission_of(sequence: Sequence) -> Admission:
-    return Admission(
-        sequence.slot,
-        sequence.request,
-        sequence.token_ids[:],
-        sequence.adapter_index,
-        sequence.constraint,
-    )
 
 
 def num_left(prefilling: abc.Iterable[Sequence], rows: abc.Iterable[Row]) -> int:

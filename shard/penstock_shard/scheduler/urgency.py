@@ -9,7 +9,7 @@ admissions and steps are ordered by age.
 
 from __future__ import annotations
 
-from penstock_shard.ipc.request import Objective
+from penstock_proto.types import Objective
 from penstock_shard.sequence import Sequence
 
 # Seconds that `latency_sensitive` stands for if the objective gives none.
@@ -40,7 +40,7 @@ def urgency(sequence: Sequence, now_s: float, aging_s: float, token_s: float) ->
     if objective is None:
         return not aged, 0, due_s, sequence.arrival
     due_s = _due_s(sequence, objective, due_s, now_s, token_s)
-    return not aged, 0 if aged else objective.priority, due_s, sequence.arrival
+    return not aged, 0 if aged else sequence.request.priority, due_s, sequence.arrival
 
 
 def _due_s(

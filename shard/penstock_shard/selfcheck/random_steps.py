@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_proto.types import EngineSampling
+from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import CacheGroup, pools_for
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import Graphs
-from penstock_shard.worker.base import Admission, Batch
+from penstock_shard.sequence import Sequence
+from penstock_shard.worker.base import Batch
 from penstock_shard.worker.input_batch import InputBuilder
 
-_GREEDY = SamplingParams(temperature=0.0)
+_GREEDY = EngineSampling(temperature=0.0)
 # The largest number of sequences with states.
 _MOST_STATES = 48
 
@@ -146,21 +148,22 @@ def _batch(rows: abc.Sequence[Row], *, samples: bool = False) -> Batch:
             ]
             for group in range(len(sequences[0].block_ids))
         ],
-        admitted=[admission_of(slot, sequence) for slot, sequence in enumerate(sequences)],
+        admitted=[in_slot(slot, sequence) for slot, sequence in enumerate(sequences)],
     )
 
 
-def admission_of(
-    slot: int, sequence: RandomSequence, sampling: SamplingParams = _GREEDY, **fields: Any
-) -> Admission:
-    """Return the admission of a sequence; `fields` are fields of its request."""
-    token_ids = array("I", sequence.token_ids)
+def in_slot(
+    slot: int, sequence: RandomSequence, sampling: EngineSampling = _GREEDY, **fields: Any
+) -> Sequence:
+    """Return the sequence as the scheduler's, in a slot; `fields` are fields of its request."""
     request = Request(
         request_id="trial",
         attempt=0,
-        prompt=token_ids.tobytes(),
+        prompt=array("I", sequence.token_ids).tobytes(),
         sampling=sampling,
         max_tokens=1,
         **fields,
     )
-    return Admission(slot, request, token_ids, sequence.adapter_index)
+    found = Sequence.of(request, sequence.adapter_index)
+    found.slot = slot
+    return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import abc
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -37,21 +38,22 @@ from penstock_proto.limits import (
 from penstock_proto.types import (
     Constraint,
     EmbeddingRequest,
+    EngineSampling,
     Error,
     GenerationRequest,
+    Objective,
     Pooling,
     PromptImage,
     Submission,
     ThinkingBudget,
 )
-from penstock_proto.types import Objective as AskedObjective
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.request import Objective, Request, SamplingParams
+from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 
 TokenIds = npt.NDArray[np.uint32]
 
-_NEUTRAL_SAMPLING = SamplingParams()
+_NEUTRAL_SAMPLING = EngineSampling()
 _NO_OBJECTIVE = Objective()
 
 
@@ -176,7 +178,7 @@ def _pooled(request_id: str, ids: TokenIds, pooling: Pooling) -> Request:
         request_id=request_id,
         attempt=0,
         prompt=ids.tobytes(),
-        sampling=SamplingParams(temperature=0.0),
+        sampling=EngineSampling(temperature=0.0),
         max_tokens=1,
         pooling=pooling,
     )
@@ -353,7 +355,7 @@ def _check_something_is_left(
         )
 
 
-def _sampling(submission: Submission, defaults: Mapping[str, float]) -> SamplingParams:
+def _sampling(submission: Submission, defaults: Mapping[str, float]) -> EngineSampling:
     asked = submission.request.sampling
     values: dict[str, float] = {}
     for name, allowed in SAMPLING_RANGES.items():
@@ -379,7 +381,7 @@ def _sampling(submission: Submission, defaults: Mapping[str, float]) -> Sampling
         values |= NO_PENALTIES
     if all(values[name] == neutral for name, neutral in NO_PENALTIES.items()):
         window = None
-    return SamplingParams(
+    return EngineSampling(
         **values,
         penalty_window_tokens=window,
         top_k=max(0, top_k),
@@ -398,17 +400,15 @@ def _seed_of(request_id: str) -> int:
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little")
 
 
-def _objective(asked: AskedObjective) -> Objective | None:
+def _objective(asked: Objective) -> Objective | None:
     for name, allowed in OBJECTIVE_RANGES.items():
         value = getattr(asked, name)
         if value is not None and not allowed.holds(value):
             _refuse(name, value, str(allowed))
-    objective = Objective(
-        priority=asked.priority or 0,
-        deadline_s=asked.deadline_s,
-        time_to_first_token_s=asked.time_to_first_token_s,
-        seconds_between_tokens=asked.seconds_between_tokens,
-        latency_sensitive=bool(asked.latency_sensitive),
+    objective = replace(
+        asked,
+        priority=asked.priority or None,
+        latency_sensitive=asked.latency_sensitive or None,
     )
     return None if objective == _NO_OBJECTIVE else objective
 

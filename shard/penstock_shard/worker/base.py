@@ -6,31 +6,13 @@ sampler. This module must not import torch.
 
 from __future__ import annotations
 
-from array import array
 from collections import abc
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from penstock_proto.types import Logprobs, PromptImage
-from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
-
-if TYPE_CHECKING:
-    from penstock_shard.structured_output.matcher_state import ConstraintState
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """Facts that a runner needs about a sequence that gets a slot.
-
-    `token_ids` are the prompt and the output so far. `adapter_index` is 0 without a LoRA adapter.
-    """
-
-    slot: int
-    request: Request
-    token_ids: array[int]
-    adapter_index: int = 0
-    constraint: ConstraintState | None = None
+from penstock_shard.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +37,8 @@ class Batch:
     target block.
 
     Decode rows (`count` 1, sampling) come first, then rows with drafts, then other chunks. A slot
-    gets another sequence (`admitted`) only after all steps with the slot were collected.
+    gets another sequence (`admitted`) only after all steps with the slot were collected. A runner
+    reads the tokens of an admitted sequence before its next token comes back.
     """
 
     slots: abc.Sequence[int] = ()
@@ -65,7 +48,7 @@ class Batch:
     scored: abc.Sequence[int] = ()
     drafts: abc.Sequence[abc.Sequence[int]] = ()
     new_blocks: abc.Sequence[abc.Sequence[abc.Sequence[int]]] = ()
-    admitted: abc.Sequence[Admission] = ()
+    admitted: abc.Sequence[Sequence] = ()
     state_copies: abc.Sequence[tuple[int, int]] = ()
 
     @property

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from penstock_proto.types import CONSTRAINT_KINDS
-from penstock_shard.ipc.request import SamplingParams
+from penstock_proto.types import CONSTRAINT_KINDS, EngineSampling
 
 CAPABILITIES = frozenset(
     {
-        *(field.name for field in dataclasses.fields(SamplingParams)),
+        *(field.name for field in dataclasses.fields(EngineSampling)),
         "min_tokens",
         "logprobs",
         "prompt_logprobs",

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock_shard.ipc.runner_info import RunnerInfo
-from penstock_shard.worker.base import Admission, Batch
+from penstock_shard.sequence import Sequence
+from penstock_shard.worker.base import Batch
 from penstock_shard.worker.slot_state import BlockTable, grown
 
 Names = NDArray[np.uint64]
@@ -56,12 +57,12 @@ class FakeKv:
     def block_bytes(self) -> tuple[int, ...]:
         return tuple(self._memory[group.pool].shape[1] * _NAME_BYTES for group in self._groups)
 
-    def admit(self, admission: Admission) -> None:
-        slot = admission.slot
+    def admit(self, sequence: Sequence) -> None:
+        slot = sequence.slot
         if slot >= len(self._roots):
             self._grow(max(2 * len(self._roots), slot + 1))
         # The hash includes the salt, so that a sequence notices a block of another salt.
-        request = admission.request
+        request = sequence.request
         named = repr((self._weights, request.adapter_hash, request.cache_salt)).encode()
         digest = hashlib.blake2b(named, digest_size=_NAME_BYTES).digest()
         self._roots[slot] = self._last[slot] = int.from_bytes(digest, "little")

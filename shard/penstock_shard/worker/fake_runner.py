@@ -32,10 +32,10 @@ from penstock_proto.types import Logprobs, Pooling
 from penstock_shard.checkpoint.adapter_files import read_adapter_files
 from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
+from penstock_shard.sequence import Sequence
 from penstock_shard.structured_output.matcher_state import ConstraintState, MaskFiller, allowed_ids
 from penstock_shard.worker.base import (
     AdapterStore,
-    Admission,
     Batch,
     ImageEncoder,
     ReadAdapter,
@@ -52,12 +52,14 @@ EMBEDDING_SIZE = 64
 
 USUAL_WEIGHTS = "fake"
 
+# The number of sampling parameters that all tokens depend on, set or not.
+_NUM_FIRST = 12
 # The output position, counted from 0, at which `crash_on` ends the process.
 _CRASH_POSITION = 9
 
 
 @dataclass(slots=True)
-class _Sequence:
+class _Slot:
     """The sequence in a slot. `digest` is the chained hash of its first `num_hashed` tokens."""
 
     request: Request
@@ -135,7 +137,7 @@ class FakeRunner:
         # The default name adds no salt, which keeps tokens as they were before salts existed.
         named = hashlib.blake2b(info.weights_hash.encode(), digest_size=16).digest()
         self._salt = b"" if info.weights_hash == USUAL_WEIGHTS else named
-        self._sequences: dict[int, _Sequence] = {}
+        self._sequences: dict[int, _Slot] = {}
         self._masks = MaskFiller(info.vocab_size)
         self._launched: deque[tuple[Batch, float]] = deque()
         self._free_at_s = 0.0
@@ -158,10 +160,10 @@ class FakeRunner:
         return self._launched[0][1]
 
     def launch(self, batch: Batch) -> None:
-        for admission in batch.admitted:
-            self._sequences[admission.slot] = self._begin(admission)
+        for sequence in batch.admitted:
+            self._sequences[sequence.slot] = self._begin(sequence)
             if self._kv is not None:
-                self._kv.admit(admission)
+                self._kv.admit(sequence)
         if self._kv is not None:
             self._kv.add_blocks(batch)
         self._free_at_s = max(self._free_at_s, self._clock()) + self._step_s
@@ -198,16 +200,16 @@ class FakeRunner:
 
     # ---- tokens from hashes ----
 
-    def _begin(self, admission: Admission) -> _Sequence:
-        request = admission.request
+    def _begin(self, sequence: Sequence) -> _Slot:
+        request = sequence.request
         digest = hashlib.blake2b(_parameters(request), digest_size=32, salt=self._salt).digest()
         budget = request.thinking_budget
-        return _Sequence(
+        return _Slot(
             request,
-            list(admission.token_ids),
+            list(sequence.token_ids),
             digest,
             BadWords(request.sampling.bad_words),
-            admission.constraint,
+            sequence.constraint,
             None if budget is None else Thinking(budget),
         )
 
@@ -225,9 +227,7 @@ class FakeRunner:
             self._sample_after(sequence, batch.drafts[row], result)
         return result
 
-    def _sample_after(
-        self, sequence: _Sequence, drafts: abc.Sequence[int], result: RowResult
-    ) -> None:
+    def _sample_after(self, sequence: _Slot, drafts: abc.Sequence[int], result: RowResult) -> None:
         """Sample a token after each draft, as long as the sampled tokens equal the drafts."""
         more, token_id = list[int](), result.token_id
         for drafted in drafts:
@@ -243,7 +243,7 @@ class FakeRunner:
                 result.logprobs.extend(following.logprobs)
         result.more_token_ids = more
 
-    def _sample(self, sequence: _Sequence, result: RowResult) -> None:
+    def _sample(self, sequence: _Slot, result: RowResult) -> None:
         request, position = sequence.request, len(sequence.token_ids) - sequence.num_prompt_tokens
         if position == _CRASH_POSITION:
             self._crash_if_told(sequence)
@@ -263,11 +263,11 @@ class FakeRunner:
             requested = self._logprobs_of(draw, token_id, request.logprob_token_ids)
             result.logprobs.requested += requested
 
-    def _crash_if_told(self, sequence: _Sequence) -> None:
+    def _crash_if_told(self, sequence: _Slot) -> None:
         if self._crash_on in sequence.token_ids[: sequence.num_prompt_tokens]:
             self._crash()
 
-    def _draw(self, sequence: _Sequence, position: int) -> bytes:
+    def _draw(self, sequence: _Slot, position: int) -> bytes:
         """Hash everything that a token may depend on."""
         # Hash token by token, so that only the ids matter, not which of them are output.
         start = sequence.num_hashed
@@ -281,7 +281,7 @@ class FakeRunner:
         hashed = sequence.digest + place + sequence.misread
         return hashlib.blake2b(hashed, digest_size=32).digest()
 
-    def _token(self, sequence: _Sequence, draw: bytes, position: int) -> int | None:
+    def _token(self, sequence: _Slot, draw: bytes, position: int) -> int | None:
         forced = None if sequence.thinking is None else sequence.thinking.forced_id
         banned = _banned(sequence, position)
         if sequence.constraint is not None:
@@ -301,7 +301,7 @@ class FakeRunner:
 
     def _constrained(
         self,
-        sequence: _Sequence,
+        sequence: _Slot,
         constraint: ConstraintState,
         draw: bytes,
         banned: set[int],
@@ -326,7 +326,7 @@ class FakeRunner:
         ids = stops if len(stops) and (ends or not len(others)) else others
         return int(ids[int.from_bytes(draw[:8], "little") % len(ids)]) if len(ids) else None
 
-    def _embedding(self, sequence: _Sequence, pooling: Pooling) -> bytes:
+    def _embedding(self, sequence: _Slot, pooling: Pooling) -> bytes:
         """Return float32 values from -1 to 1."""
         packed = np.array(sequence.token_ids, dtype="<u4").tobytes()
         seed = self._salt + pooling.value.encode() + packed + sequence.misread
@@ -334,7 +334,7 @@ class FakeRunner:
         values = np.frombuffer(digest, dtype="<i4") / 2.0**31
         return values.astype("<f4").tobytes()
 
-    def _prompt_logprobs(self, sequence: _Sequence, start: int, end: int) -> Logprobs:
+    def _prompt_logprobs(self, sequence: _Slot, start: int, end: int) -> Logprobs:
         top_n = sequence.request.prompt_logprobs or 0
         columns = Logprobs(top_n=top_n)
         for index in range(start + 1, end + 1):
@@ -378,16 +378,16 @@ class FakeRunner:
 
 def _parameters(request: Request) -> bytes:
     """Gather what tokens depend on besides the prompt and the output."""
-    *sampling, penalty_window_tokens = astuple(request.sampling)
-    parameters = [tuple(sampling), request.min_tokens]
+    sampling = astuple(request.sampling)
+    parameters = [sampling[:_NUM_FIRST], request.min_tokens]
     images = tuple((image.digest, image.offset) for image in request.images)
     others = (request.constraint, request.thinking_budget, request.adapter_hash, images)
     # Unset fields are left out, which keeps tokens as they were before these fields existed.
-    parameters += [part for part in (*others, penalty_window_tokens) if part]
+    parameters += [part for part in (*others, *sampling[_NUM_FIRST:]) if part]
     return repr(tuple(parameters)).encode()
 
 
-def _banned(sequence: _Sequence, position: int) -> set[int]:
+def _banned(sequence: _Slot, position: int) -> set[int]:
     tail_start = len(sequence.token_ids) - min(position, sequence.bad_words.num_tail_tokens)
     banned = set(sequence.bad_words.completing(sequence.token_ids[tail_start:]))
     # With a constraint, the constraint decides when stop ids may be drawn.

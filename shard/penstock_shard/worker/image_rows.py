@@ -15,7 +15,8 @@ from penstock_shard.errors import ImageUnusable
 from penstock_shard.images.features import ImageFeatures
 from penstock_shard.images.positions import Integers, PromptPositions, prompt_positions
 from penstock_shard.models.base import ImageInputs
-from penstock_shard.worker.base import Admission, Batch, ImageEncoder
+from penstock_shard.sequence import Sequence
+from penstock_shard.worker.base import Batch, ImageEncoder
 
 
 class FeatureSource(ImageEncoder, Protocol):
@@ -89,12 +90,12 @@ class ImageRows:
         self._axes = np.array(source.axis_of_frequencies, dtype=np.int64)
         self._seeing: dict[int, _Seeing] = {}
 
-    def admit(self, admission: Admission) -> None:
-        request = admission.request
+    def admit(self, sequence: Sequence) -> None:
+        request = sequence.request
         if not request.images:
             return
-        ids = np.frombuffer(admission.token_ids, dtype=np.uint32)
-        seeing = self._seeing[admission.slot] = _Seeing(
+        ids = np.array(sequence.token_ids, dtype=np.uint32)
+        seeing = self._seeing[sequence.slot] = _Seeing(
             [
                 _Placed(image, request.cache_salt, self._num_before(ids, image))
                 for image in request.images

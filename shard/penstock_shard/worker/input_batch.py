@@ -163,8 +163,8 @@ class InputBuilder:
         self._graphs = graphs
 
     def build(self, batch: Batch) -> Inputs:
-        for admission in batch.admitted:
-            self._slots.admit(admission)
+        for sequence in batch.admitted:
+            self._slots.admit(sequence)
         for table, new_blocks in zip(self._slots.tables, batch.new_blocks, strict=True):
             for slot, block_ids in zip(batch.slots, new_blocks, strict=True):
                 if block_ids:

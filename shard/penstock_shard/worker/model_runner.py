@@ -192,12 +192,12 @@ class ModelRunner:
         if batch.state_copies:
             self.model.copy_states(batch.state_copies)
         if self._image_rows is not None:
-            for admission in batch.admitted:
-                self._image_rows.admit(admission)
+            for sequence in batch.admitted:
+                self._image_rows.admit(sequence)
         step.forward = forward = _Pass(self._inputs.build(batch))
         inputs = forward.inputs
-        for admission in batch.admitted:
-            self._sampler.admit(admission)
+        for sequence in batch.admitted:
+            self._sampler.admit(sequence)
         if self._image_rows is not None:
             forward.images, forward.void_rows = self._image_rows.inputs(batch)
         defers = self._defers(inputs)

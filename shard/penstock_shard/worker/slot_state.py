@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock_proto.types import Pooling
-from penstock_shard.worker.base import Admission
+from penstock_shard.sequence import Sequence
 
 Integers = NDArray[np.int64]
 TokenIds = NDArray[np.uint32]
@@ -63,23 +63,23 @@ class Slots:
         # The number of best log-probabilities wanted at each prompt token.
         self.prompt_logprobs = _zeros()
         self.tables = [BlockTable() for _ in range(num_groups)]
-        # The tokens at admission.
+        # The tokens at sequence.
         self.token_ids: dict[int, TokenIds] = {}
 
     @property
     def capacity(self) -> int:
         return len(self.num_known)
 
-    def admit(self, admission: Admission) -> None:
-        slot, ids = admission.slot, np.frombuffer(admission.token_ids, dtype=np.uint32)
+    def admit(self, sequence: Sequence) -> None:
+        slot, ids = sequence.slot, np.array(sequence.token_ids, dtype=np.uint32)
         if slot >= self.capacity:
             self._grow(max(2 * self.capacity, slot + 1))
-        self.num_prompt_tokens[slot] = admission.request.num_prompt_tokens
+        self.num_prompt_tokens[slot] = sequence.num_prompt_tokens
         self.num_admitted[slot] = self.num_known[slot] = len(ids)
         self.last_token[slot] = ids[-1]
-        self.adapter_index[slot] = admission.adapter_index
-        self.pooling[slot] = _POOLINGS[admission.request.pooling]
-        self.prompt_logprobs[slot] = admission.request.prompt_logprobs or 0
+        self.adapter_index[slot] = sequence.adapter_index
+        self.pooling[slot] = _POOLINGS[sequence.request.pooling]
+        self.prompt_logprobs[slot] = sequence.request.prompt_logprobs or 0
         for table in self.tables:
             table.clear(slot)
         self.token_ids[slot] = ids

@@ -16,7 +16,8 @@ from penstock_shard.config import ShardConfig
 from penstock_shard.engine import main as engine_main
 from penstock_shard.engine import run_engine as engine_process
 from penstock_shard.model_loader import load_runner as loading
-from penstock_shard.worker.base import Admission, Batch
+from penstock_shard.sequence import Sequence
+from penstock_shard.worker.base import Batch
 from penstock_shard.worker.fake_runner import FakeRunner
 from support.scripted.model import Asked, Script
 
@@ -34,17 +35,17 @@ class ScriptedRunner(FakeRunner):
         self._answers: dict[str, list[int]] = {}
 
     def launch(self, batch: Batch) -> None:
-        for admission in batch.admitted:
-            if admission.request.request_id not in self._answers:
-                start = batch.starts[list(batch.slots).index(admission.slot)]
-                self._take(admission, start)
+        for sequence in batch.admitted:
+            if sequence.request.request_id not in self._answers:
+                start = batch.starts[list(batch.slots).index(sequence.slot)]
+                self._take(sequence, start)
         super().launch(batch)
 
-    def _take(self, admission: Admission, num_cached: int) -> None:
-        prompt = list(admission.token_ids[: admission.request.num_prompt_tokens])
+    def _take(self, sequence: Sequence, num_cached: int) -> None:
+        prompt = list(sequence.token_ids[: sequence.num_prompt_tokens])
         key, text = self._choose(self._tokenizer.decode(prompt, skip_special_tokens=False))
         answer = self._tokenizer.encode(text, add_special_tokens=False).ids
-        self._answers[admission.request.request_id] = answer
+        self._answers[sequence.request.request_id] = answer
         Asked(key, prompt, answer, num_cached).append_to(self._model)
 
     def _choose(self, prompt: str) -> tuple[int | str, str]:

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from support.engines import make_request
 
-from penstock_shard.ipc.request import Objective
+from penstock_proto.types import Objective
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.priority_policy import PriorityPolicy
 from penstock_shard.scheduler.step_budget import StepBudget

@@ -6,7 +6,7 @@ from collections import Counter
 
 from support.engines import make_sequence
 
-from penstock_shard.ipc.request import Objective
+from penstock_proto.types import Objective
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.priority_policy import PriorityPolicy
 from penstock_shard.scheduler.scheduler import Scheduler

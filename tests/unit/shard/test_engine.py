@@ -11,9 +11,8 @@ from support.engines import CACHE_GROUPS, EOS_ID, EngineUnderTest, make_engine, 
 from support.scores import logprobs_of
 from support.shadow import ShadowRunner
 
-from penstock_proto.types import FinishReason, RequestOutput, Work
+from penstock_proto.types import FinishReason, Objective, RequestOutput, Work
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.request import Objective
 from penstock_shard.sequence import SequenceState
 from penstock_shard.worker.base import RowResult
 

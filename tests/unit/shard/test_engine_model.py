@@ -22,10 +22,10 @@ from support.engines import CACHE_GROUPS, EOS_ID, make_request, runner_info
 from support.shadow import Fails, ShadowRunner
 
 from penstock_proto.errors import Code
-from penstock_proto.types import FinishReason
+from penstock_proto.types import FinishReason, Objective
 from penstock_shard.engine.create_engine import create_moves, create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.request import Objective, Request
+from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.arena import Arena

@@ -13,11 +13,10 @@ import pytest
 from support.engines import EOS_ID, changed, make_sequence, runner_info
 from support.plans import batch_of
 
-from penstock_proto.types import Pooling
+from penstock_proto.types import EngineSampling, Pooling
 from penstock_shard.checkpoint.model_source import BUILTIN_MODEL
 from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError
-from penstock_shard.ipc.request import SamplingParams
 from penstock_shard.model_loader.load_runner import load_runner
 from penstock_shard.scheduler.rows import Row
 from penstock_shard.sequence import Sequence
@@ -64,7 +63,7 @@ def test_more_tokens_than_memory_holds_are_refused_in_one_line(tmp_path: Path) -
         load_runner(ShardConfig(model=str(tmp_path), runner="fake"), print)
 
 
-BASE = SamplingParams(temperature=1.0, seed=1)
+BASE = EngineSampling(temperature=1.0, seed=1)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ BASE = SamplingParams(temperature=1.0, seed=1)
     ids=lambda change: next(iter(change)),
 )
 def test_every_sampling_parameter_changes_the_tokens(change: dict[str, Any]) -> None:
-    def tokens(sampling: SamplingParams) -> list[int]:
+    def tokens(sampling: EngineSampling) -> list[int]:
         sequence = changed(make_sequence(), sampling=sampling)
         return [_token(sequence)]
 
@@ -98,7 +97,7 @@ def test_every_sampling_parameter_changes_the_tokens(change: dict[str, Any]) -> 
 def test_no_sampling_parameter_is_left_out_above() -> None:
     (mark,) = test_every_sampling_parameter_changes_the_tokens.pytestmark
     tried = {name for change in mark.args[1] for name in change}
-    assert tried == {field.name for field in dataclasses.fields(SamplingParams)}
+    assert tried == {field.name for field in dataclasses.fields(EngineSampling)}
 
 
 def test_min_tokens_changes_the_token_and_logprobs_do_not() -> None:

@@ -11,17 +11,17 @@ from support.engines import runner_info
 from support.scores import logprobs_of
 
 from penstock_proto.errors import Code
-from penstock_proto.types import Error, FinishReason, RequestOutput
+from penstock_proto.types import EngineSampling, Error, FinishReason, Objective, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
 from penstock_shard.ipc.framing import encode_frame
-from penstock_shard.ipc.request import Objective, Request, SamplingParams
+from penstock_shard.ipc.request import Request
 
 REQUEST = Request(
     request_id="id",
     attempt=2,
     prompt=b"\x01\x00\x00\x00",
-    sampling=SamplingParams(
+    sampling=EngineSampling(
         0.5, 3, 0.25, 0.1, 2**64 - 1, (1, 2), 0.9, 1.1, 0.5, -0.5, ((3, 1.5),), ((1,), (2, 3))
     ),
     max_tokens=7,

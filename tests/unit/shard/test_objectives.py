@@ -11,7 +11,8 @@ from simulation.scheduling import Simulation, Timeline, linear_cost
 from support.budget import budget, seeded
 from support.engines import make_request
 
-from penstock_shard.ipc.request import Objective, Request
+from penstock_proto.types import Objective
+from penstock_shard.ipc.request import Request
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 
 # A device of which 32 decode rows take 42 ms, and a prompt of 100 tokens 90 ms.
@@ -218,7 +219,7 @@ def test_a_higher_class_takes_the_seat_of_a_lower_one() -> None:
 )
 def test_a_queue_that_is_older_than_the_bound_makes_no_wish_void(objective: Objective) -> None:
     simulation = Simulation(SchedulerLimits(4, 512), _COST, aging_s=10.0)
-    usual = Objective(priority=max(0, objective.priority + 1))
+    usual = Objective(priority=max(0, (objective.priority or 0) + 1))
     batch = [
         (0.0, make_request(str(i), range(i, i + 40), max_tokens=100, objective=usual))
         for i in range(200)

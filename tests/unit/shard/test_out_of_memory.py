@@ -12,8 +12,7 @@ from support.engines import EngineUnderTest, make_engine, make_request
 from support.shadow import Fails, ShadowRunner, ShadowStep
 
 from penstock_proto.errors import Code
-from penstock_proto.types import FinishReason, Pooling
-from penstock_shard.ipc.request import Objective
+from penstock_proto.types import FinishReason, Objective, Pooling
 from penstock_shard.sequence import Sequence
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.worker.base import Batch, RowResult

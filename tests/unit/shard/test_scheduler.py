@@ -8,8 +8,8 @@ import pytest
 from support.engines import make_engine, make_request, make_sequence
 from support.plans import collect, plan_step
 
+from penstock_proto.types import Objective
 from penstock_shard.engine.create_engine import create_scheduler
-from penstock_shard.ipc.request import Objective
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.scheduler import Scheduler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.engines import make_sequence
 
-from penstock_shard.ipc.request import Objective
+from penstock_proto.types import Objective
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.scheduler import Scheduler
 from penstock_shard.scheduler.step_budget import SchedulerLimits

@@ -14,8 +14,16 @@ from support.drafters import FickleOracle, Oracle, always, named
 from support.engines import EOS_ID, EngineUnderTest, make_engine, make_request
 from support.plans import Plan, plan_step
 
-from penstock_proto.types import Constraint, FinishReason, Logprobs, RequestOutput, ThinkingBudget
-from penstock_shard.ipc.request import Objective, Request, SamplingParams
+from penstock_proto.types import (
+    Constraint,
+    EngineSampling,
+    FinishReason,
+    Logprobs,
+    Objective,
+    RequestOutput,
+    ThinkingBudget,
+)
+from penstock_shard.ipc.request import Request
 from penstock_shard.sequence import Sequence
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 
@@ -167,7 +175,7 @@ def test_constrained_outputs_are_those_without_drafts(kind: str) -> None:
 
 
 def test_an_error_after_right_drafts_comes_after_their_tokens() -> None:
-    sampling = SamplingParams(temperature=1.0, allowed_token_ids=(7,), bad_words=((7, 7, 7, 7),))
+    sampling = EngineSampling(temperature=1.0, allowed_token_ids=(7,), bad_words=((7, 7, 7, 7),))
     request = msgspec.structs.replace(make_request(max_tokens=9), sampling=sampling)
     under_test = _run(request, Oracle(8, always([7] * 9)))
     assert under_test.tokens("r") == [7, 7, 7]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.engines import make_sequence
 
-from penstock_shard.ipc.request import Objective
+from penstock_proto.types import Objective
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.priority_policy import TimedBudget
 from penstock_shard.scheduler.rows import Row, Rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.engines import make_sequence
 
-from penstock_shard.ipc.request import Objective
+from penstock_proto.types import Objective
 from penstock_shard.scheduler.urgency import urgency
 from penstock_shard.sequence import Sequence
 

@@ -13,10 +13,17 @@ from support.budget import budget, seeded
 from support.engines import EOS_ID, VOCAB_SIZE, runner_info
 from support.submissions import submission
 
-from penstock_proto.types import Constraint, PromptImage, Submission, ThinkingBudget
+from penstock_proto.types import (
+    Constraint,
+    EngineSampling,
+    Objective,
+    PromptImage,
+    Submission,
+    ThinkingBudget,
+)
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.messages import Ready
-from penstock_shard.ipc.request import Objective, Request, SamplingParams
+from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.model_loader.generation_config import usable_defaults
 from penstock_shard.server.shard_info import shard_info
@@ -60,7 +67,7 @@ def test_without_a_seed_every_attempt_of_a_request_draws_alike_and_other_request
 def test_greedy_forgets_what_would_only_matter_for_drawing() -> None:
     first = _check(submission(temperature=1e-6, seed=1, top_p=0.5, min_p=0.1)).sampling
     assert first == _check(submission(temperature=0.0, seed=2, top_k=4, typical_p=0.3)).sampling
-    assert first == SamplingParams(temperature=0.0)
+    assert first == EngineSampling(temperature=0.0)
 
 
 def test_greedy_keeps_what_changes_the_most_likely_token() -> None:
@@ -75,7 +82,7 @@ def test_greedy_keeps_what_changes_the_most_likely_token() -> None:
             allowed_token_ids=[4, 5],
         )
     ).sampling
-    assert sampling == SamplingParams(
+    assert sampling == EngineSampling(
         temperature=0.0,
         repetition_penalty=1.5,
         presence_penalty=0.5,
@@ -413,7 +420,7 @@ def test_neutral_values_need_no_capability() -> None:
         typical_p=1.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0,
         min_tokens=0, priority=0, latency_sensitive=False, seed=0,
     )  # fmt: skip
-    assert check(neutral, without, CONFIG).sampling == SamplingParams()
+    assert check(neutral, without, CONFIG).sampling == EngineSampling()
 
 
 def test_defaults_that_no_request_could_be_served_with_are_left_out() -> None:

@@ -18,7 +18,7 @@ from support.submissions import submission
 from penstock_proto.errors import Code
 from penstock_proto.facts import EmbeddingDefaults
 from penstock_proto.limits import MAX_BAD_WORD_TOKENS
-from penstock_proto.types import FinishReason, Pooling, RequestOutput
+from penstock_proto.types import EngineSampling, FinishReason, Pooling, RequestOutput
 from penstock_shard.cli import parse_config
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine.adapter_slots import EngineAdapters
@@ -30,7 +30,7 @@ from penstock_shard.ipc.messages import (
     Started,
     StepOutputs,
 )
-from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.server.validation import Refusal, check
 from penstock_shard.vllm_engine.adapters import CoreAdapters
@@ -92,7 +92,7 @@ def request(**changes: Any) -> Request:
         "request_id": "r",
         "attempt": 0,
         "prompt": ids(5, 6, 7),
-        "sampling": SamplingParams(temperature=0.0),
+        "sampling": EngineSampling(temperature=0.0),
         "max_tokens": 10,
         "stop_token_ids": frozenset({2}),
     }
@@ -119,7 +119,7 @@ def given(**changes: Any) -> Any:
 
 
 def test_every_field_of_a_request_that_vllm_honours_reaches_it() -> None:
-    sampling = SamplingParams(
+    sampling = EngineSampling(
         temperature=0.7,
         top_k=5,
         top_p=0.9,
@@ -162,7 +162,7 @@ def test_every_field_of_a_request_that_vllm_honours_reaches_it() -> None:
 
 def test_every_sampling_parameter_is_honoured_or_no_capability() -> None:
     honoured = set(sampling_of(request())) | {"bad_words"}
-    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    fields = {field.name for field in dataclasses.fields(EngineSampling)}
     assert fields & CAPABILITIES == fields & honoured
     assert fields - CAPABILITIES == {"typical_p", "penalty_window_tokens"}
 
@@ -172,14 +172,14 @@ def test_every_sampling_parameter_is_honoured_or_no_capability() -> None:
     [(0, 0), (2**63 - 1, 2**63 - 1), (2**63, -(2**63)), (2**64 - 2, -2), (2**64 - 1, 0)],
 )
 def test_a_seed_is_a_signed_number_that_does_not_stand_for_none(seed: int, theirs: int) -> None:
-    sampling = SamplingParams(temperature=1.0, seed=seed)
+    sampling = EngineSampling(temperature=1.0, seed=seed)
     assert sampling_of(request(sampling=sampling))["seed"] == theirs
 
 
 def test_a_continuation_goes_on_as_a_prompt_with_what_is_left_and_a_seed_of_its_own() -> None:
-    first = request(sampling=SamplingParams(temperature=1.0, seed=7), min_tokens=3)
+    first = request(sampling=EngineSampling(temperature=1.0, seed=7), min_tokens=3)
     later = request(
-        sampling=SamplingParams(temperature=1.0, seed=7), min_tokens=3, output=ids(8, 9, 10, 11)
+        sampling=EngineSampling(temperature=1.0, seed=7), min_tokens=3, output=ids(8, 9, 10, 11)
     )
     told = sampling_of(later)
     assert (told["max_tokens"], told["min_tokens"]) == (6, 0)
@@ -394,7 +394,7 @@ class Running:
 
 async def test_a_request_goes_to_the_core_and_its_tokens_come_back_until_it_ends() -> None:
     async with Running() as running:
-        await running.submit(request(sampling=SamplingParams(bad_words=((1, 2),))))
+        await running.submit(request(sampling=EngineSampling(bad_words=((1, 2),))))
         assert running.core.added == [("r/0", [[1, 2]], 0)]
         assert running.sent == [Started(["r"])]
         await running.step(given(new_token_ids=[30]))

@@ -12,8 +12,8 @@ import pytest
 from support.compilers import EOS_IDS, VOCAB_SIZE, ids_of, two_ended_compiler
 
 from penstock_proto.errors import Code
-from penstock_proto.types import Constraint
-from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_proto.types import Constraint, EngineSampling
+from penstock_shard.ipc.request import Request
 from penstock_shard.structured_output.following import compiling_threads
 from penstock_shard.structured_output.matcher_state import allowed_ids
 from penstock_shard.structured_output.refusal import ConstraintRefused
@@ -40,7 +40,7 @@ def constrained(regex: str, output: str = "", **changes: Any) -> Request:
         "attempt": 1,
         "prompt": array("I", [5, 6, 7]).tobytes(),
         "output": array("I", ids_of(COMPILER, output)).tobytes(),
-        "sampling": SamplingParams(temperature=0.0),
+        "sampling": EngineSampling(temperature=0.0),
         "max_tokens": 20,
         "stop_token_ids": frozenset(EOS_IDS),
         "constraint": Constraint("regex", regex),
@@ -190,7 +190,7 @@ def test_output_that_stays_output_keeps_the_seed_and_whole_lengths() -> None:
         attempt=1,
         prompt=array("I", [5]).tobytes(),
         output=array("I", [8, 9]).tobytes(),
-        sampling=SamplingParams(temperature=1.0, seed=7, presence_penalty=1.0),
+        sampling=EngineSampling(temperature=1.0, seed=7, presence_penalty=1.0),
         max_tokens=10,
         min_tokens=3,
     )

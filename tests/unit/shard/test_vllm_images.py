@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from penstock_proto.errors import Code
-from penstock_proto.types import FinishReason, PromptImage, RequestOutput
+from penstock_proto.types import EngineSampling, FinishReason, PromptImage, RequestOutput
 from penstock_shard.cli import parse_config
 from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.errors import ImageUnusable
@@ -27,7 +27,7 @@ from penstock_shard.ipc.messages import (
     Started,
     StepOutputs,
 )
-from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.vllm_engine.bridge import Bridge
 from penstock_shard.vllm_engine.engine_arguments import engine_arguments
@@ -87,7 +87,7 @@ def placed(name: str, offset: int, num_tokens: int, size: tuple[int, int] = (8, 
 
 def request(ids: Sequence[int], *images: PromptImage, **fields: Any) -> Request:
     prompt = array("I", ids).tobytes()
-    greedy = SamplingParams(temperature=0.0)
+    greedy = EngineSampling(temperature=0.0)
     given = {"request_id": "r", "attempt": 0, "max_tokens": 4, **fields}
     return Request(prompt=prompt, sampling=greedy, images=images, **given)
 

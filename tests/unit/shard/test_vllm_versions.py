@@ -14,9 +14,9 @@ import pytest
 
 import penstock_shard.vllm_engine
 from penstock_proto.errors import Code
-from penstock_proto.types import FinishReason
+from penstock_proto.types import EngineSampling, FinishReason
 from penstock_shard.cli import parse_config
-from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.ipc.request import Request
 from penstock_shard.vllm_engine import touched
 from penstock_shard.vllm_engine.engine_arguments import engine_arguments
 from penstock_shard.vllm_engine.generate_core import GenerateCore
@@ -28,7 +28,7 @@ REQUEST = Request(
     request_id="r",
     attempt=0,
     prompt=b"\5\0\0\0\6\0\0\0",
-    sampling=SamplingParams(temperature=0.0),
+    sampling=EngineSampling(temperature=0.0),
     max_tokens=4,
 )
 

@@ -24,10 +24,11 @@ from penstock_proto import codec
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.errors import Code
 from penstock_proto.facts import Adapter, ClassLoad, FieldBound, ModelShape
-from penstock_proto.types import Error, FinishReason, Logprobs, RequestOutput
+from penstock_proto.types import EngineSampling, Error, FinishReason, Logprobs, RequestOutput
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc import messages, request
+from penstock_shard.ipc import messages
 from penstock_shard.ipc.framing import encode_frame
+from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.server.live_requests import Route
 from penstock_shard.server.servicer import load_report
@@ -70,7 +71,7 @@ FULL = GenerationRequest(
 )
 
 
-def _at_the_engine(sent: GenerationRequest) -> request.Request:
+def _at_the_engine(sent: GenerationRequest) -> Request:
     """Through the message, the checks, the socket and back."""
     attempt = Attempt(2, "an engine", hand_back=True, suspect=True)
     message = codec.generate_request(sent, "id", attempt)
@@ -86,7 +87,7 @@ def _at_the_engine(sent: GenerationRequest) -> request.Request:
 
 def test_every_field_reaches_the_engine() -> None:
     found = _at_the_engine(FULL)
-    assert found.sampling == request.SamplingParams(
+    assert found.sampling == EngineSampling(
         temperature=0.5,
         top_k=3,
         top_p=0.25,
@@ -101,7 +102,7 @@ def test_every_field_reaches_the_engine() -> None:
         bad_words=((1, 2), (3,)),
         penalty_window_tokens=7,
     )
-    assert found.objective == request.Objective(-1, 1.5, 0.5, 0.25, True)
+    assert found.objective == Objective(-1, 1.5, 0.5, 0.25, True)
     assert (found.request_id, found.attempt, found.cache_salt) == ("id", 2, "salt")
     assert (found.prompt, found.output) == (packed([1, 2]), b"")
     assert (found.max_tokens, found.min_tokens) == (9, 2)
@@ -137,10 +138,10 @@ def test_a_thinking_budget_reaches_the_engine() -> None:
     assert _at_the_engine(sent).thinking_budget == ThinkingBudget(70, 5, 6, True)
 
 
-@pytest.mark.parametrize("part", [request.SamplingParams, request.Objective])
+@pytest.mark.parametrize("part", [EngineSampling, Objective])
 def test_the_test_above_leaves_no_field_neutral(part: type) -> None:
     engines = _at_the_engine(FULL)
-    found = engines.sampling if part is request.SamplingParams else engines.objective
+    found = engines.sampling if part is EngineSampling else engines.objective
     neutral = part()
     for field in dataclasses.fields(part):
         assert getattr(found, field.name) != getattr(neutral, field.name), field.name
@@ -148,7 +149,7 @@ def test_the_test_above_leaves_no_field_neutral(part: type) -> None:
 
 def test_a_plain_request_has_neutral_values_and_no_objective() -> None:
     found = _at_the_engine(GenerationRequest([1], SamplingParams(seed=0)))
-    assert found.sampling == request.SamplingParams()
+    assert found.sampling == EngineSampling()
     assert found.objective is None
     assert (found.min_tokens, found.logprob_token_ids) == (0, ())
     assert (found.constraint, found.thinking_budget) == (None, None)

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_proto.types import EngineSampling
+from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.vllm_engine.load_checks.trials import (
     CUT,
@@ -51,11 +52,11 @@ def _trials(info: RunnerInfo, plain: list[int]) -> dict[str, Request]:
     word and the minimal length reach across the cut.
     """
     across = (tuple(plain[CUT - 1 : CUT + 1]),)
-    fields: Mapping[str, tuple[SamplingParams, dict[str, Any]]] = {
-        "presence_penalty": (SamplingParams(temperature=0.0, presence_penalty=2.0), {}),
-        "frequency_penalty": (SamplingParams(temperature=0.0, frequency_penalty=2.0), {}),
-        "bad_words": (SamplingParams(temperature=0.0, bad_words=across), {}),
-        "seed": (SamplingParams(temperature=1.0, seed=7), {}),
+    fields: Mapping[str, tuple[EngineSampling, dict[str, Any]]] = {
+        "presence_penalty": (EngineSampling(temperature=0.0, presence_penalty=2.0), {}),
+        "frequency_penalty": (EngineSampling(temperature=0.0, frequency_penalty=2.0), {}),
+        "bad_words": (EngineSampling(temperature=0.0, bad_words=across), {}),
+        "seed": (EngineSampling(temperature=1.0, seed=7), {}),
         "adapter": (GREEDY, {"adapter": "any"}),
         "min_tokens": (GREEDY, {"min_tokens": CUT + 4, "stop_token_ids": frozenset(plain)}),
     }

@@ -7,8 +7,8 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+from penstock_proto.types import EngineSampling
 from penstock_shard.errors import ModelError
-from penstock_shard.ipc.request import SamplingParams
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.vllm_engine.load_checks.trials import (
     CUT,
@@ -22,7 +22,7 @@ from penstock_shard.vllm_engine.load_checks.trials import (
 # Raise this when a change in this folder changes the distributions that requests draw from.
 _REVISION = 1
 _DIGEST_BYTES = 16
-_DRAWN = SamplingParams(temperature=1.0, seed=5)
+_DRAWN = EngineSampling(temperature=1.0, seed=5)
 
 
 async def check_bits(core: CheckedCore, info: RunnerInfo) -> None:

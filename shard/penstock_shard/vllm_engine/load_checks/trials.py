@@ -11,14 +11,15 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from penstock_proto.types import EngineSampling
 from penstock_shard.errors import ModelError
-from penstock_shard.ipc.request import Request, SamplingParams
+from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.vllm_engine.adapters import AdaptedCore
 from penstock_shard.vllm_engine.bridge import Core
 from penstock_shard.vllm_engine.requests import core_id, core_request
 
-GREEDY = SamplingParams(temperature=0.0)
+GREEDY = EngineSampling(temperature=0.0)
 # Tokens of a trial, and tokens before the cut. The prompt is longer than a block, so the part after
 # the cut finds a cached prefix.
 LENGTH, CUT = 16, 7
@@ -43,7 +44,7 @@ async def bounded() -> AsyncIterator[None]:
 
 
 def trial(
-    info: RunnerInfo, name: str, sampling: SamplingParams, num_more: int = 8, **more: Any
+    info: RunnerInfo, name: str, sampling: EngineSampling, num_more: int = 8, **more: Any
 ) -> Request:
     """Make a request with a prompt that is `num_more` tokens longer than a block."""
     size = min(info.block_size + num_more, info.max_model_len - LENGTH - 1)

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from penstock_shard.ipc.request import Request
-from penstock_shard.worker.base import Admission
+from penstock_shard.sequence import Sequence
 from penstock_shard.worker.logits_processors.base import (
     LogitsProcessor,
     LogitsState,
@@ -21,13 +21,13 @@ from penstock_shard.worker.token_state import Thinking, TokenIds
 
 
 class _Allowed(LogitsState):
-    def __init__(self, admission: Admission) -> None:
-        request = admission.request
+    def __init__(self, sequence: Sequence) -> None:
+        request = sequence.request
         # Empty if all ids are allowed.
         self.ids = self._always = np.array(request.sampling.allowed_token_ids, dtype=np.int64)
         self._thinking = None
         if request.thinking_budget is not None:
-            output = admission.token_ids[request.num_prompt_tokens :]
+            output = sequence.token_ids[sequence.num_prompt_tokens :]
             self._thinking = Thinking(request.thinking_budget, output)
 
     def choose(self) -> bool:
@@ -45,8 +45,8 @@ class AllowedIds(LogitsProcessor[_Allowed]):
     def wants(self, request: Request) -> bool:
         return bool(request.sampling.allowed_token_ids) or request.thinking_budget is not None
 
-    def begin(self, admission: Admission) -> _Allowed:
-        return _Allowed(admission)
+    def begin(self, sequence: Sequence) -> _Allowed:
+        return _Allowed(sequence)
 
     def apply(self, logits: Tensor, rows: abc.Sequence[tuple[int, _Allowed]]) -> None:
         where = elements(logits, [(i, state.ids) for i, state in rows])

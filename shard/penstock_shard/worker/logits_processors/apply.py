@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock_shard.device.async_copy import to_device
-from penstock_shard.worker.base import Admission
+from penstock_shard.sequence import Sequence
 from penstock_shard.worker.logits_processors.base import LogitsProcessor, LogitsState
 from penstock_shard.worker.slot_state import Integers
 
@@ -23,11 +23,11 @@ class _SlotState:
 
     __slots__ = ("parts", "position")
 
-    def __init__(self, admission: Admission, processors: abc.Sequence[_Processor]) -> None:
-        request = admission.request
-        self.position = len(admission.token_ids) - request.num_prompt_tokens
+    def __init__(self, sequence: Sequence, processors: abc.Sequence[_Processor]) -> None:
+        request = sequence.request
+        self.position = sequence.num_output_tokens
         self.parts: list[tuple[int, LogitsState]] = [
-            (number, processor.begin(admission))
+            (number, processor.begin(sequence))
             for number, processor in enumerate(processors)
             if processor.wants(request)
         ]
@@ -79,16 +79,16 @@ class ShapedLogits:
 class LogitsShaping:
     def __init__(self, processors: abc.Sequence[_Processor] = ()) -> None:
         self._processors = processors
-        self._admitted: dict[int, Admission] = {}
+        self._admitted: dict[int, Sequence] = {}
         self._states: dict[int, _SlotState] = {}
 
-    def admit(self, admission: Admission) -> bool:
+    def admit(self, sequence: Sequence) -> bool:
         """Register the sequence that now has this slot. True if processors have a state for it."""
-        slot = admission.slot
+        slot = sequence.slot
         self.release(slot)
-        wants = any(processor.wants(admission.request) for processor in self._processors)
+        wants = any(processor.wants(sequence.request) for processor in self._processors)
         if wants:
-            self._admitted[slot] = admission
+            self._admitted[slot] = sequence
         return wants
 
     def release(self, slot: int) -> None:

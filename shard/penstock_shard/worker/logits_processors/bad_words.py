@@ -8,16 +8,16 @@ import numpy as np
 from torch import Tensor
 
 from penstock_shard.ipc.request import Request
+from penstock_shard.sequence import Sequence
 from penstock_shard.worker import token_state
-from penstock_shard.worker.base import Admission
 from penstock_shard.worker.logits_processors.base import LogitsProcessor, LogitsState, ban
 
 
 class _Tail(LogitsState):
-    def __init__(self, admission: Admission) -> None:
-        request = admission.request
+    def __init__(self, sequence: Sequence) -> None:
+        request = sequence.request
         self._words = token_state.BadWords(request.sampling.bad_words)
-        output = admission.token_ids[request.num_prompt_tokens :]
+        output = sequence.token_ids[sequence.num_prompt_tokens :]
         self._tail: deque[int] = deque(output, maxlen=self._words.num_tail_tokens)
         self.banned_ids: list[int] = []
 
@@ -33,8 +33,8 @@ class BadWords(LogitsProcessor[_Tail]):
     def wants(self, request: Request) -> bool:
         return bool(request.sampling.bad_words)
 
-    def begin(self, admission: Admission) -> _Tail:
-        return _Tail(admission)
+    def begin(self, sequence: Sequence) -> _Tail:
+        return _Tail(sequence)
 
     def apply(self, logits: Tensor, rows: abc.Sequence[tuple[int, _Tail]]) -> None:
         ban(logits, [(i, np.array(state.banned_ids)) for i, state in rows])

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from penstock_shard.device.async_copy import to_device
 from penstock_shard.ipc.request import Request
-from penstock_shard.worker.base import Admission
+from penstock_shard.sequence import Sequence
 
 
 class LogitsState:
     """A processor's state of one sequence, at one position of its output. The first position is
-    that after the admission's tokens. This base class is for a change that is the same at all
+    that after the tokens at admission. This base class is for a change that is the same at all
     positions.
     """
 
@@ -56,7 +56,7 @@ class LogitsProcessor(ABC, Generic[State]):
         """Tell whether the request asks for this change."""
 
     @abstractmethod
-    def begin(self, admission: Admission) -> State:
+    def begin(self, sequence: Sequence) -> State:
         """Return the state for a sequence."""
 
     def prepare(self, states: abc.Sequence[State]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock_shard.device.async_copy import is_host, to_device
 from penstock_shard.ipc.request import Request
-from penstock_shard.worker.base import Admission
+from penstock_shard.sequence import Sequence
 from penstock_shard.worker.logits_processors.base import LogitsProcessor, LogitsState, index
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class _Constrained(LogitsState):
-    def __init__(self, admission: Admission) -> None:
-        assert admission.constraint is not None
-        self.constraint: ConstraintState = admission.constraint
-        self.constraint.move_to(admission.token_ids[admission.request.num_prompt_tokens :])
+    def __init__(self, sequence: Sequence) -> None:
+        assert sequence.constraint is not None
+        self.constraint: ConstraintState = sequence.constraint
+        self.constraint.move_to(sequence.token_ids[sequence.num_prompt_tokens :])
 
     @property
     def problem(self) -> str:
@@ -51,8 +51,8 @@ class ConstraintMask(LogitsProcessor[_Constrained]):
     def wants(self, request: Request) -> bool:
         return request.constraint is not None
 
-    def begin(self, admission: Admission) -> _Constrained:
-        return _Constrained(admission)
+    def begin(self, sequence: Sequence) -> _Constrained:
+        return _Constrained(sequence)
 
     def prepare(self, states: abc.Sequence[_Constrained]) -> None:
         assert self._masks is not None

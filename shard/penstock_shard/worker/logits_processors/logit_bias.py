@@ -9,13 +9,13 @@ from torch import Tensor
 
 from penstock_shard.device.async_copy import to_device
 from penstock_shard.ipc.request import Request
-from penstock_shard.worker.base import Admission
+from penstock_shard.sequence import Sequence
 from penstock_shard.worker.logits_processors.base import LogitsProcessor, LogitsState, elements
 
 
 class _Biased(LogitsState):
-    def __init__(self, admission: Admission) -> None:
-        bias = admission.request.sampling.logit_bias
+    def __init__(self, sequence: Sequence) -> None:
+        bias = sequence.request.sampling.logit_bias
         self.ids = np.array([token_id for token_id, _ in bias], dtype=np.int64)
         self.bias = np.array([value for _, value in bias], dtype=np.float32)
 
@@ -24,8 +24,8 @@ class Bias(LogitsProcessor[_Biased]):
     def wants(self, request: Request) -> bool:
         return bool(request.sampling.logit_bias)
 
-    def begin(self, admission: Admission) -> _Biased:
-        return _Biased(admission)
+    def begin(self, sequence: Sequence) -> _Biased:
+        return _Biased(sequence)
 
     def apply(self, logits: Tensor, rows: abc.Sequence[tuple[int, _Biased]]) -> None:
         bias = np.concatenate([state.bias for _, state in rows])

@@ -8,16 +8,15 @@ import numpy as np
 from torch import Tensor
 
 from penstock_shard.ipc.request import Request
-from penstock_shard.worker.base import Admission
+from penstock_shard.sequence import Sequence
 from penstock_shard.worker.logits_processors.base import LogitsProcessor, LogitsState, ban
 
 
 class _Short(LogitsState):
-    def __init__(self, admission: Admission) -> None:
-        request = admission.request
+    def __init__(self, sequence: Sequence) -> None:
+        request = sequence.request
         self.stop_ids = np.array(sorted(request.stop_token_ids), dtype=np.int64)
-        num_output_tokens = len(admission.token_ids) - request.num_prompt_tokens
-        self._num_left = request.min_tokens - num_output_tokens
+        self._num_left = request.min_tokens - sequence.num_output_tokens
 
     def choose(self) -> bool:
         return self._num_left > 0 and bool(self.stop_ids.size)
@@ -38,8 +37,8 @@ class MinTokens(LogitsProcessor[_Short]):
     def wants(self, request: Request) -> bool:
         return request.min_tokens > 0 and request.constraint is None
 
-    def begin(self, admission: Admission) -> _Short:
-        return _Short(admission)
+    def begin(self, sequence: Sequence) -> _Short:
+        return _Short(sequence)
 
     def apply(self, logits: Tensor, rows: abc.Sequence[tuple[int, _Short]]) -> None:
         ban(logits, [(i, state.stop_ids) for i, state in rows])

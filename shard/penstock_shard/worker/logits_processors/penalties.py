@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock_shard.device.async_copy import to_device
 from penstock_shard.ipc.request import Request
-from penstock_shard.worker.base import Admission
+from penstock_shard.sequence import Sequence
 from penstock_shard.worker.logits_processors.base import LogitsProcessor, LogitsState, elements
 from penstock_shard.worker.token_state import TokenCounts, WindowCounts
 
@@ -25,12 +25,12 @@ _LARGEST_LOGIT = torch.finfo(torch.float32).max
 
 
 class _Counted(LogitsState):
-    def __init__(self, admission: Admission) -> None:
-        self.sampling = admission.request.sampling
-        num_prompt_tokens = admission.request.num_prompt_tokens
+    def __init__(self, sequence: Sequence) -> None:
+        self.sampling = sequence.request.sampling
+        num_prompt_tokens = sequence.num_prompt_tokens
         prompt, output = (
-            admission.token_ids[:num_prompt_tokens],
-            admission.token_ids[num_prompt_tokens:],
+            sequence.token_ids[:num_prompt_tokens],
+            sequence.token_ids[num_prompt_tokens:],
         )
         self.counts: TokenCounts | WindowCounts
         if self.sampling.penalty_window_tokens is not None:
@@ -58,8 +58,8 @@ class Penalties(LogitsProcessor[_Counted]):
             or sampling.frequency_penalty != 0.0
         )
 
-    def begin(self, admission: Admission) -> _Counted:
-        return _Counted(admission)
+    def begin(self, sequence: Sequence) -> _Counted:
+        return _Counted(sequence)
 
     def apply(self, logits: Tensor, rows: abc.Sequence[tuple[int, _Counted]]) -> None:
         where = elements(logits, [(i, state.counts.ids) for i, state in rows])

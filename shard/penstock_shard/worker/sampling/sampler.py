@@ -30,7 +30,8 @@ from torch import Tensor
 
 from penstock_shard.device.async_copy import is_host, mark, to_device, to_host
 from penstock_shard.ipc.request import Request
-from penstock_shard.worker.base import Admission, RowResult
+from penstock_shard.sequence import Sequence
+from penstock_shard.worker.base import RowResult
 from penstock_shard.worker.logits_processors.apply import (
     LogitsShaping,
     PreparedShaping,
@@ -79,10 +80,10 @@ class Sampler:
         self._known = _SamplingColumns()
         self._prepared: PreparedShaping | None = None
 
-    def admit(self, admission: Admission) -> None:
-        self._requests[admission.slot] = admission.request
-        self._known.admit(admission.slot, admission.request)
-        self._known.stateful[admission.slot] = self._shaping.admit(admission)
+    def admit(self, sequence: Sequence) -> None:
+        self._requests[sequence.slot] = sequence.request
+        self._known.admit(sequence.slot, sequence.request)
+        self._known.stateful[sequence.slot] = self._shaping.admit(sequence)
 
     def release(self, slot: int) -> None:
         self._requests.pop(slot, None)
