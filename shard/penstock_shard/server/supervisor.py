@@ -15,15 +15,15 @@ from collections.abc import Awaitable, Callable, Hashable
 
 import msgspec
 
+from penstock_common.child_process.framing import encode_frame
+from penstock_common.child_process.process_group import ProcessesRemain
+from penstock_common.child_process.start import ChildProcess
 from penstock_common.clock import Clock
 from penstock_proto.errors import Code
 from penstock_proto.limits import MAX_ID_CHARACTERS, TRIAL_TOKENS
 from penstock_proto.types import CONSTRAINT_KINDS, Constraint, Error, FinishReason, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
-from penstock_shard.ipc.child_process import ChildProcess
-from penstock_shard.ipc.framing import encode_frame
-from penstock_shard.ipc.process_group import ProcessesRemain
 from penstock_shard.ipc.request import Request
 from penstock_shard.server.adapter_changes import Loaded, ServerAdapters
 from penstock_shard.server.adapter_list import AdapterList

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from penstock_common.child_process.start import ChildProcess
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.child_process import ChildProcess
 from penstock_shard.server.supervisor import EngineFailed, EngineSupervisor
 
 
