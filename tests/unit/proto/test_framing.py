@@ -34,7 +34,12 @@ async def test_messages_arrive_in_order_at_either_kind_of_end() -> None:
     data = b"".join(map(encode_frame, MESSAGES))
     ours, theirs = socket.socketpair()
     with theirs:
-        sending = threading.Thread(target=lambda: (ours.sendall(data), ours.close()))
+
+        def send() -> None:
+            ours.sendall(data)
+            ours.close()
+
+        sending = threading.Thread(target=send)
         sending.start()
         blocking = [receive_frame(exactly(theirs)) for _ in range(len(MESSAGES) + 1)]
         sending.join()
