@@ -24,11 +24,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+from penstock_common.child_process.framing import encode_frame
 from penstock_proto.types import EngineSampling
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.messages import StepOutputs
 from penstock_shard.ipc.request import Request
 from penstock_shard.kv_cache.block_manager import BlockManager

@@ -7,12 +7,12 @@ import os
 import signal
 import sys
 
+from penstock_common.child_process.process_group import adopt_orphans
 from penstock_common.logs import end_log, set_up_logging
 from penstock_common.shared_flags import USAGE_STATUS, quiet_grpc
 from penstock_common.version import why_not_imported
 from penstock_shard.cli import parse_config
 from penstock_shard.distributed.node import serve_node
-from penstock_shard.ipc.process_group import adopt_orphans
 
 
 def main() -> int:

@@ -128,7 +128,8 @@ print(*sorted(loaded & {{*{TENSORS}, *{absent}}}))
 
 WITH_FEW_PACKAGES = (
     *("penstock_proto.facts", "penstock_proto.limits", "penstock_proto.errors"),
-    *("penstock_shard.ipc.messages", "penstock_shard.ipc.child_process"),
+    *("penstock_common.child_process.start", "penstock_common.child_process.child_end"),
+    "penstock_shard.ipc.messages",
 )
 
 

@@ -25,7 +25,7 @@ from support.image_files import chunk, header, picture, png, saved
 from support.image_processes import image_processes
 from support.processes import is_alive, wait_until
 
-from penstock_router.child_process.child_end import NICENESS
+from penstock_common.child_process.child_end import NICENESS
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, TooManyRequests, Unavailable
 from penstock_router.images import decoder_pool, line
@@ -399,7 +399,7 @@ def test_a_process_ends_when_its_router_is_killed_also_in_the_middle_of_an_image
     program = """
 import asyncio, sys
 from concurrent.futures import ThreadPoolExecutor
-from penstock_router.child_process.child_end import NICENESS
+from penstock_common.child_process.child_end import NICENESS
 from penstock_router.config import RouterConfig
 from penstock_router.images.images import Images
 from penstock_router.observe.metrics import Metrics

@@ -15,6 +15,8 @@ import msgspec
 from support.compilers import EOS_IDS, VOCAB_SIZE, two_ended_compiler
 from support.engines import runner_info
 
+from penstock_common.child_process.framing import encode_frame
+from penstock_common.child_process.start import ChildProcess
 from penstock_common.clock import Clock
 from penstock_proto.facts import Adapter
 from penstock_shard.engine.adapter_slots import EngineAdapters
@@ -23,8 +25,6 @@ from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.loop import BEAT_S, EngineLoop, Heartbeat
 from penstock_shard.engine.matchers import PendingMatchers
 from penstock_shard.engine.pending_images import PendingImages
-from penstock_shard.ipc.child_process import ChildProcess
-from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.messages import FromEngine, Inbox, Ready, Start, Started, ToEngine
 from penstock_shard.ipc.runner_info import CacheGroup, RunnerInfo
 from penstock_shard.kv_cache.block_manager import BlockManager

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 
 from support.compilers import LIMITS, two_ended_compiler
 
+from penstock_common.child_process.start import ChildProcess
 from penstock_proto import codec
 from penstock_proto.types import Constraint
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.child_process import ChildProcess
 from penstock_shard.server.app import drain
 from penstock_shard.server.kv.transfers import BlockTransfers, Peers
 from penstock_shard.server.servicer import ShardServicer

@@ -26,6 +26,7 @@ from penstock_cli.serve.greeting import Access, greet
 from penstock_cli.serve.models import Model, check_models, split_models
 from penstock_cli.serve.with_parent import with_parent
 from penstock_client.fleet.discovery import authority
+from penstock_common.back_off import BackOff
 from penstock_common.child_environment import HUB, TRACES, VLLM, child_environment
 from penstock_common.flags import OneLineParser, flag, parser_of, usable_key, words_of
 from penstock_common.listening import listen
@@ -363,7 +364,7 @@ async def _keep(child: _Child) -> tuple[int, str]:
     """Run a child, and restart it when it dies. If a restart is pointless, return the exit status
     and the reason.
     """
-    back_off_s = _FIRST_BACK_OFF_S
+    back_off = BackOff(_FIRST_BACK_OFF_S, _MAX_BACK_OFF_S)
     while True:
         # Start a session, so that Ctrl-C reaches only us and we end children in the right order.
         child.process = await asyncio.create_subprocess_exec(
@@ -375,13 +376,14 @@ async def _keep(child: _Child) -> tuple[int, str]:
         child.started_s = time.monotonic()
         status = await child.process.wait()
         if time.monotonic() - child.started_s > _STEADY_S:
-            child.deaths, back_off_s = 0, _FIRST_BACK_OFF_S
+            child.deaths = 0
+            back_off.reset()
         child.deaths += 1
         if status == USAGE_STATUS or child.deaths >= _MAX_DEATHS:
             return USAGE_STATUS if status == USAGE_STATUS else 1, _last_words(child, status)
-        _say(f"the {child.name} {_end_of(status)}, starting it again in {back_off_s:g} s")
-        await asyncio.sleep(back_off_s)
-        back_off_s = min(2 * back_off_s, _MAX_BACK_OFF_S)
+        _say(f"the {child.name} {_end_of(status)}, starting it again in {back_off.wait_s:g} s")
+        await asyncio.sleep(back_off.wait_s)
+        back_off.lengthen()
 
 
 def _last_words(child: _Child, status: int) -> str:

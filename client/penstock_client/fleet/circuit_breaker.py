@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from penstock_common.back_off import BackOff
+
 _THRESHOLD = 5
 _FIRST_OPEN_S = 0.5
 _MAX_OPEN_S = 15.0
@@ -12,7 +14,7 @@ class CircuitBreaker:
     may try after each period, which doubles each time. A success closes it.
     """
 
-    __slots__ = ("_failures", "_open_s", "_try_at_s")
+    __slots__ = ("_failures", "_period", "_try_at_s")
 
     def __init__(self) -> None:
         self.reset()
@@ -20,7 +22,7 @@ class CircuitBreaker:
     def reset(self) -> None:
         """Close the breaker: the shard has a new engine, or a request succeeded."""
         self._failures = 0
-        self._open_s = _FIRST_OPEN_S
+        self._period = BackOff(_FIRST_OPEN_S, _MAX_OPEN_S)
         self._try_at_s = 0.0
 
     @property
@@ -35,8 +37,8 @@ class CircuitBreaker:
     def record_sent(self, now_s: float) -> None:
         """A request was sent; if the breaker is open, no other may be for a while."""
         if self.is_open:
-            self._open_s = min(2 * self._open_s, _MAX_OPEN_S)
-            self._try_at_s = now_s + self._open_s
+            self._period.lengthen()
+            self._try_at_s = now_s + self._period.wait_s
 
     def record_success(self) -> None:
         """A request gave its first output."""
@@ -48,4 +50,4 @@ class CircuitBreaker:
         self._failures += 1
         # Later failures are of requests that were already running, or of trials.
         if self._failures == _THRESHOLD:
-            self._try_at_s = now_s + self._open_s
+            self._try_at_s = now_s + self._period.wait_s

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from penstock_client.fleet import request_checks as checks
 from penstock_client.fleet.compatibility import same_adapter, same_model, same_numerics
-from penstock_client.fleet.fleet_stream import FIRST_BACK_OFF_S, FleetStream
+from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.placement.image_puts import PIXELS, ImagePuts, given_up
 from penstock_client.fleet.placement.moves import Moves, Plan
 from penstock_client.fleet.placement.rebalancing import REBALANCE, Rebalancing, has_room
@@ -57,7 +57,6 @@ from penstock_proto.types import (
     random_seed,
 )
 
-_MAX_BACK_OFF_S = 1.0
 # After sending for this long, give the event loop a turn.
 _TURN_S = 0.0005
 # In this many first attempts a shard without free KV blocks may hand the request back; in later
@@ -210,7 +209,8 @@ class Continuations:
         if not output.token_ids and output.prompt_logprobs is None:
             return
         stream.attempts_in_vain = 0
-        stream.back_off_s, stream.waited_s = FIRST_BACK_OFF_S, 0.0
+        stream.back_off.reset()
+        stream.waited_s = 0.0
         stream.avoided.clear()
         if stream.made_by is not None and not same_numerics(stream.made_by, stream.info):
             stream.approximate = True
@@ -528,7 +528,7 @@ class Continuations:
             return
         self._waiting[stream] = None
         stream.waiting_since_s = self._clock()
-        delay_s = max(0.0, min(stream.back_off_s, self._patience_left_s(stream)))
+        delay_s = max(0.0, min(stream.back_off.wait_s, self._patience_left_s(stream)))
         stream.timer = asyncio.get_running_loop().call_later(delay_s, self._waited, stream)
 
     def _patience_left_s(self, stream: FleetStream) -> float:
@@ -545,7 +545,7 @@ class Continuations:
             return
         # After the back-off, shards that failed it may be tried again.
         stream.avoided.clear()
-        stream.back_off_s = min(2 * stream.back_off_s, _MAX_BACK_OFF_S)
+        stream.back_off.lengthen()
         self._wait(stream)
         self._put_due([stream])
 

@@ -14,11 +14,13 @@ from penstock_client.fleet.compatibility import complete_request
 from penstock_client.fleet.poison_requests import SUSPECT_DEATHS, fingerprint
 from penstock_client.fleet.shard_state import ShardState
 from penstock_client.rpc.generation_stream import GenerationStream
+from penstock_common.back_off import BackOff
 from penstock_proto.errors import PenstockError
 from penstock_proto.facts import ShardInfo
 from penstock_proto.types import FinishReason, GenerationRequest, Output, PixelSource
 
-FIRST_BACK_OFF_S = 0.05
+_FIRST_BACK_OFF_S = 0.05
+_MAX_BACK_OFF_S = 1.0
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
@@ -55,7 +57,7 @@ class FleetStream(GenerationStream):
     attempts_in_vain: int = 0
     # Instance ids of engines that failed it lately.
     avoided: set[str] = field(default_factory=set)
-    back_off_s: float = FIRST_BACK_OFF_S
+    back_off: BackOff = field(default_factory=lambda: BackOff(_FIRST_BACK_OFF_S, _MAX_BACK_OFF_S))
     last_error: PenstockError | None = None
     timer: asyncio.TimerHandle | None = None
     # How long it waited since its last token, for a shard or in the queue of a full one; and when

@@ -32,4 +32,6 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 Reply = Decoded | Refused
+# Of an image that is sent.
+LENGTHS = msgspec.msgpack.Decoder(int)
 REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

@@ -11,13 +11,13 @@ import signal
 from dataclasses import dataclass
 from mmap import mmap
 
+from penstock_common.child_process.framing import encode_frame
 from penstock_common.image_digest import DIGEST_BYTES
-from penstock_router.child_process.framing import HEADER
-from penstock_router.child_process.parent_end import ChildProcess
 from penstock_router.config import RouterConfig
 from penstock_router.errors import TooManyRequests, Unavailable
 from penstock_router.images.decoder_messages import MAX_DECODE_S, REPLIES, Refused
 from penstock_router.images.image import ImageRefused, Pieces
+from penstock_router.task_process import TaskProcess
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class DecoderPool:
         limits = config.max_image_pixels, config.max_image_bytes
         self._arguments = config.log_level, config.log_format, *map(str, limits)
         # The last one is taken first.
-        self._free: list[ChildProcess] = []
+        self._free: list[TaskProcess] = []
         # Tasks may outlive their callers.
         self._work: set[asyncio.Task[Pixels]] = set()
 
@@ -84,14 +84,14 @@ class DecoderPool:
             raise ImageRefused(pixels.reason)
         return pixels
 
-    async def _take(self) -> ChildProcess:
+    async def _take(self) -> TaskProcess:
         while self._free:
             process = self._free.pop()
             if process.is_alive:
                 return process
             await process.kill()
         try:
-            process = ChildProcess(_MODULE, *self._arguments)
+            process = TaskProcess(_MODULE, *self._arguments)
         except OSError as error:
             logger.error("no image process can be started: %s", error)
             raise Unavailable("no process to decode images can be started; try again") from None
@@ -112,8 +112,8 @@ def _why_it_ended(status: int) -> str:
     return "the image cannot be decoded: its decoder ended"
 
 
-async def _ask(process: ChildProcess, encoded: Pieces) -> Pixels | Refused:
-    await process.send(HEADER.pack(sum(map(len, encoded))), encoded)
+async def _ask(process: TaskProcess, encoded: Pieces) -> Pixels | Refused:
+    await process.send(encode_frame(sum(map(len, encoded))), encoded)
     reply = REPLIES.decode(await process.receive_message())
     if isinstance(reply, Refused):
         return reply

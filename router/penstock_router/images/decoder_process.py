@@ -19,11 +19,11 @@ from io import BufferedRWPair
 
 from PIL.Image import Image
 
+from penstock_common.child_process.child_end import read_exactly, stream_to_parent
+from penstock_common.child_process.framing import encode_frame, receive_frame
 from penstock_common.image_digest import begin_digest
 from penstock_common.malloc import return_free_memory
-from penstock_router.child_process.child_end import read_exactly, stream_to_router
-from penstock_router.child_process.framing import HEADER, framed
-from penstock_router.images.decoder_messages import MAX_DECODE_S, Decoded, Refused
+from penstock_router.images.decoder_messages import LENGTHS, MAX_DECODE_S, Decoded, Refused
 from penstock_router.images.image import ImageRefused
 from penstock_router.images.pixels import decode, format_of, set_limits, strips
 
@@ -42,7 +42,7 @@ _NICENESS = 10
 def main(argv: Sequence[str]) -> int:
     *router, max_pixels, max_bytes = argv
     _limit(int(max_pixels), int(max_bytes))
-    with stream_to_router(*router, niceness=_NICENESS) as stream:
+    with stream_to_parent(*router, niceness=_NICENESS) as stream:
         _serve(stream, int(max_pixels))
     return 0
 
@@ -63,14 +63,13 @@ def _limit(max_pixels: int, max_bytes: int) -> None:
 
 
 def _serve(stream: BufferedRWPair, max_pixels: int) -> None:
-    while True:
-        [num_bytes] = HEADER.unpack(read_exactly(stream, HEADER.size))
-        encoded = read_exactly(stream, num_bytes)
+    while (message := receive_frame(stream.read)) is not None:
+        encoded = read_exactly(stream, LENGTHS.decode(message))
         _limit_time()
         outcome = _decode(encoded, max_pixels)
         del encoded
         if isinstance(outcome, Refused):
-            stream.write(framed(outcome))
+            stream.write(encode_frame(outcome))
         else:
             _write_pixels(stream, outcome)
         stream.flush()
@@ -102,7 +101,7 @@ def _decode(encoded: bytes, max_pixels: int) -> Image | Refused:
 
 def _write_pixels(stream: BufferedRWPair, image: Image) -> None:
     digest = begin_digest(*image.size)
-    stream.write(framed(Decoded(*image.size)))
+    stream.write(encode_frame(Decoded(*image.size)))
     for rows in strips(image):
         digest.update(rows)
         stream.write(rows)

@@ -18,10 +18,10 @@ from typing import Any
 
 import msgspec
 
+from penstock_common.child_process.framing import PIECE_BYTES, encode_frame
 from penstock_router import errors
 from penstock_router.apis.base import BodyKind
 from penstock_router.apis.responses.stored import Page
-from penstock_router.child_process.framing import PIECE_BYTES, framed
 from penstock_router.errors import ApiError
 from penstock_router.offload.body_kinds import KINDS, Reading
 from penstock_router.request import ImageSizes
@@ -83,7 +83,7 @@ _TASKS = msgspec.msgpack.Decoder(tuple[Task, list[int]])
 
 
 def encode_task(task: Task, sizes: Sequence[int]) -> bytes:
-    return framed((task, sizes))
+    return encode_frame((task, sizes))
 
 
 def decode_task(data: bytes) -> tuple[Task, list[int]]:
@@ -136,12 +136,12 @@ _OUTCOMES: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 def encode_outcome(outcome: Outcome | ApiError) -> bytes:
     match outcome:
         case ApiError():
-            return framed(_pack_error(outcome))
+            return encode_frame(_pack_error(outcome))
         case Reading():
-            return framed(_pack_reading(outcome))
+            return encode_frame(_pack_reading(outcome))
         case PreparedPrompts():
-            return framed(_pack_prepared(outcome))
-    return framed(_WasAnswered(outcome))
+            return encode_frame(_pack_prepared(outcome))
+    return encode_frame(_WasAnswered(outcome))
 
 
 async def decode_outcome(data: bytes | mmap) -> Outcome:

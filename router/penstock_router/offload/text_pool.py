@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock_router.admission.turns import Place, Turns
-from penstock_router.child_process.parent_end import ChildProcess
 from penstock_router.errors import Unavailable
 from penstock_router.offload.body_kinds import Reading
 from penstock_router.offload.text_messages import (
@@ -32,6 +31,7 @@ from penstock_router.offload.text_messages import (
     decode_outcome,
     encode_task,
 )
+from penstock_router.task_process import TaskProcess
 
 _Result = TypeVar("_Result")
 
@@ -62,7 +62,7 @@ class TextProcess:
         """Start the process, in half a millisecond. Raises `Unavailable`."""
         self._models: set[ModelFacts] = set()
         try:
-            self._child = ChildProcess(_MODULE, log_level, log_format)
+            self._child = TaskProcess(_MODULE, log_level, log_format)
         except OSError as error:
             logger.error("no text process can be started: %s", error)
             raise _lost() from None

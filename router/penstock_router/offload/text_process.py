@@ -14,14 +14,10 @@ import sys
 from collections.abc import Sequence
 from io import BufferedRWPair
 
+from penstock_common.child_process.child_end import end_after, read_exactly, stream_to_parent
+from penstock_common.child_process.framing import receive_frame
 from penstock_common.malloc import return_free_memory
 from penstock_router.apis.responses.stored import read_stored
-from penstock_router.child_process.child_end import (
-    end_after,
-    read_exactly,
-    stream_to_router,
-)
-from penstock_router.child_process.framing import HEADER
 from penstock_router.errors import ApiError, as_api_error
 from penstock_router.offload.body_kinds import KINDS, Reading, read, work
 from penstock_router.offload.text_messages import (
@@ -120,15 +116,14 @@ class TextWorker:
 
 
 def main(argv: Sequence[str]) -> int:
-    with stream_to_router(*argv) as stream:
+    with stream_to_parent(*argv) as stream:
         _serve(stream, TextWorker())
     return 0
 
 
 def _serve(stream: BufferedRWPair, worker: TextWorker) -> None:
-    while True:
-        [num_bytes] = HEADER.unpack(read_exactly(stream, HEADER.size))
-        task, sizes = decode_task(read_exactly(stream, num_bytes))
+    while (message := receive_frame(stream.read)) is not None:
+        task, sizes = decode_task(message)
         parts = [read_exactly(stream, size) for size in sizes]
         end_after(MAX_TASK_S)
         if isinstance(task, Work):

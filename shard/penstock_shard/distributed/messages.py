@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from penstock_common.child_process.framing import encode_frame, receive_frame
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.framing import encode_frame, receive_frame
 
 # Raise this when messages change. Rank 0 refuses ranks of other revisions.
 REVISION = 4

@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from penstock_common.child_process.child_end import leave_signals_to_parent
 from penstock_common.logs import set_up_logging
 from penstock_shard.config import ShardConfig
 from penstock_shard.errors import ModelError, report_missing
@@ -45,9 +45,7 @@ def main() -> int:
     Arguments: a socket's descriptor; a descriptor of memory for copies of KV blocks, or
     NO_HOST_MEMORY; optionally IMPORT_FIRST.
     """
-    # Service managers signal all processes at once, but the server drains and ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_signals_to_parent()
     # The thread that steps waits at most this long for the interpreter lock, for example while
     # another thread compiles a schema.
     sys.setswitchinterval(_SWITCH_S)

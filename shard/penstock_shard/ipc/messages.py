@@ -1,8 +1,8 @@
-"""Messages between the server process and the engine process, and their framing.
+"""Messages between the server process and the engine process.
 
-One message a step each way over a local socket: its length twice, the second time with all bits
-inverted, then msgpack of one of the types below. A garbled length is thus noticed, and never waited
-for. Prompts pass as bytes (little-endian unsigned 32-bit ids): the server never looks at them.
+One message a step each way over a local socket: msgpack of one of the types below, framed by
+`penstock_common/child_process/framing.py`. Prompts pass as bytes (little-endian unsigned 32-bit
+ids): the server never looks at them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
+from penstock_common.child_process.framing import encode_frame, exactly, read_frame, receive_frame
 from penstock_proto.facts import Adapter
 from penstock_proto.types import Error, RequestOutput, Retain
 from penstock_shard.config import ShardConfig
@@ -27,7 +28,6 @@ from penstock_shard.ipc.block_messages import (
     FetchOver,
     InboundSlots,
 )
-from penstock_shard.ipc.framing import encode_frame, exactly, read_frame, receive_frame
 from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -18,6 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock_common.child_process.child_end import leave_signals_to_parent
 from penstock_common.logs import set_up_logging
 from penstock_shard.checkpoint.model_source import resolve_model
 from penstock_shard.distributed.messages import (
@@ -47,9 +47,7 @@ def main() -> int:
     """Run until rank 0 is gone. The arguments are rank 0's address and port, and the numbers of a
     `RankSpec`.
     """
-    # Service managers signal all processes at once, but rank 0 decides when this one ends.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_signals_to_parent()
     address, port, *numbers = sys.argv[1:]
     place = RankSpec(*map(int, numbers))
     connection = _connect(address, int(port), patiently=place.is_elsewhere)

@@ -20,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from penstock_common.certificates.expiry import CertificateDates
+from penstock_common.child_process.start import ChildProcess
 from penstock_common.flags import as_size
 from penstock_common.listening import is_for_this_machine
 from penstock_common.logs import end_log
@@ -33,7 +34,6 @@ from penstock_proto.codec import kv
 from penstock_proto.transport import ServerCertificates, server_options
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.host_memory import free_host_bytes
-from penstock_shard.ipc.child_process import ChildProcess
 from penstock_shard.kv_transfer.shared_memory import make_shared_memory, map_shared_memory
 from penstock_shard.server.adapter_list import open_adapter_list
 from penstock_shard.server.auth import KeyCheck

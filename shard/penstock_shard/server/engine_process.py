@@ -13,8 +13,8 @@ import penstock_common
 import penstock_proto
 import penstock_shard
 from penstock_common.child_environment import HUB, VLLM, child_environment
+from penstock_common.child_process.start import ChildProcess, start_child
 from penstock_shard.ipc import messages
-from penstock_shard.ipc.child_process import ChildProcess, start_child
 
 logger = logging.getLogger(__name__)
 

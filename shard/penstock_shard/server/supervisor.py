@@ -15,15 +15,16 @@ from collections.abc import Awaitable, Callable, Hashable
 
 import msgspec
 
+from penstock_common.back_off import BackOff
+from penstock_common.child_process.framing import encode_frame
+from penstock_common.child_process.process_group import ProcessesRemain
+from penstock_common.child_process.start import ChildProcess
 from penstock_common.clock import Clock
 from penstock_proto.errors import Code
 from penstock_proto.limits import MAX_ID_CHARACTERS, TRIAL_TOKENS
 from penstock_proto.types import CONSTRAINT_KINDS, Constraint, Error, FinishReason, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
-from penstock_shard.ipc.child_process import ChildProcess
-from penstock_shard.ipc.framing import encode_frame
-from penstock_shard.ipc.process_group import ProcessesRemain
 from penstock_shard.ipc.request import Request
 from penstock_shard.server.adapter_changes import Loaded, ServerAdapters
 from penstock_shard.server.adapter_list import AdapterList
@@ -365,7 +366,7 @@ class EngineSupervisor:
     async def _keep_running(self) -> None:
         """Start one engine after another until one ends while the shard drains."""
         failures = 0
-        back_off_s = _FIRST_BACK_OFF_S
+        back_off = BackOff(_FIRST_BACK_OFF_S, _MAX_BACK_OFF_S)
         while not self.draining:
             manner = await self._run_once()
             if self.draining:
@@ -376,12 +377,14 @@ class EngineSupervisor:
             if failures >= self._config.max_restarts:
                 reason = self._refusal or manner
                 raise EngineFailed(f"{failures} engines failed in a row: {reason}")
+            wait_s = back_off.wait_s
+            back_off.lengthen()
             if self._worked:
                 # Callers wait to retry their requests.
-                back_off_s = 0.0
-            logger.warning("starting the engine again in %.2f s", back_off_s)
-            await asyncio.sleep(back_off_s)
-            back_off_s = min(max(2 * back_off_s, _FIRST_BACK_OFF_S), _MAX_BACK_OFF_S)
+                wait_s = 0.0
+                back_off.reset()
+            logger.warning("starting the engine again in %.2f s", wait_s)
+            await asyncio.sleep(wait_s)
 
     async def _run_once(self) -> str:
         """Run one engine to its end. Return how it ended, in case it left no error message."""

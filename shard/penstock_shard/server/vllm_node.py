@@ -7,8 +7,8 @@ import contextlib
 import logging
 import signal
 
+from penstock_common.child_process.framing import encode_frame
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.messages import Start
 from penstock_shard.server.engine_process import VllmEngines
 

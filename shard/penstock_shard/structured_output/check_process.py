@@ -22,9 +22,10 @@ from typing import NoReturn, TypeVar
 
 import msgspec
 
+from penstock_common.child_process.child_end import NICENESS, give_way, leave_signals_to_parent
+from penstock_common.child_process.framing import encode_frame, exactly, receive_frame
 from penstock_common.malloc import return_free_memory
 from penstock_proto.types import Constraint
-from penstock_shard.ipc.framing import encode_frame, exactly, receive_frame
 from penstock_shard.structured_output.check_messages import Answer, Check, Start, patience_s
 from penstock_shard.structured_output.compiler import Compiler, TokenizerUnusable
 from penstock_shard.structured_output.refusal import ConstraintRefused
@@ -32,8 +33,6 @@ from penstock_shard.structured_output.refusal import ConstraintRefused
 # Smaller than the stacks of the engine's threads: a constraint that fits here does not overflow
 # those.
 _STACK_BYTES = 1 << 20
-# Lower priority than the engine's steps.
-_NICENESS = 5
 
 _Message = TypeVar("_Message", Start, Check)
 _STARTS = msgspec.msgpack.Decoder(Start)
@@ -46,10 +45,8 @@ class ServerGone(Exception):
 
 def main() -> None:
     """Check constraints until the server is gone. The arguments are the lanes' file descriptors."""
-    # Service managers signal all processes at once; the server ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.nice(_NICENESS)
+    leave_signals_to_parent()
+    give_way(NICENESS)
     lanes = [socket.socket(fileno=int(number)) for number in sys.argv[1:]]
     with contextlib.suppress(ServerGone, ConnectionError):
         start = _receive(lanes[0], _STARTS)

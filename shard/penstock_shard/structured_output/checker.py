@@ -13,25 +13,23 @@ import contextlib
 import hashlib
 import logging
 import signal
-import socket
-import sys
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Coroutine, Hashable, Sequence
+from collections.abc import Collection, Coroutine, Hashable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 
-from penstock_common.child_environment import child_environment
+from penstock_common.child_process.framing import PIECE_BYTES, encode_frame, read_frame
+from penstock_common.child_process.start import ChildProcess, Streams, start_child
 from penstock_proto.types import Constraint
 from penstock_shard.config import ConstraintLimits
-from penstock_shard.ipc.framing import encode_frame, read_frame
-from penstock_shard.ipc.process_group import end_group, kill_group
 from penstock_shard.structured_output.check_messages import Answer, Check, Start, patience_s
 from penstock_shard.structured_output.turns import Turns
 
 logger = logging.getLogger(__name__)
 
+_MODULE = "penstock_shard.structured_output.check_process"
 # The number of checks at once.
 _NUM_LANES = 2
 # Processor time of a first check; ordinary constraints need a tenth of it.
@@ -45,7 +43,6 @@ _START_S = 120.0
 # Seconds to wait for an answer after the fork should have ended itself.
 _GRACE_S = 5.0
 
-_PIECE_BYTES = 1 << 18
 # Exit codes of forks that used up their processor time or wall-clock time.
 _OVERDUE = (-signal.SIGPROF, -signal.SIGALRM)
 
@@ -255,21 +252,16 @@ class ConstraintChecker:
 @dataclass(eq=False, slots=True)
 class _CheckProcess:
     start: Start
-    process: asyncio.subprocess.Process
-    lanes: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]]
+    child: ChildProcess
+    lanes: list[Streams]
 
     @classmethod
     async def started(cls, start: Start, tokenizer_json: bytes) -> _CheckProcess:
         """Start a process, and wait until it is ready. Raises `OSError`."""
-        ours, theirs = zip(*(socket.socketpair() for _ in range(_NUM_LANES)), strict=True)
-        try:
-            process = await _new_process(theirs)
-        except BaseException:
-            _close(ours)
-            raise
-        finally:
-            _close(theirs)
-        one = cls(start, process, [await asyncio.open_connection(sock=each) for each in ours])
+        # The library's crash messages may quote callers' constraints.
+        output = asyncio.subprocess.DEVNULL
+        child = await start_child(_MODULE, output=output, num_sockets=_NUM_LANES)
+        one = cls(start, child, [(child.reader, child.writer), *child.more])
         answer = await one._answer(0, _START_S, encode_frame(start), tokenizer_json)
         if answer.reason:
             await one.end()
@@ -308,43 +300,19 @@ class _CheckProcess:
         """Kill the process with its forks."""
         for _, writer in self.lanes:
             writer.transport.abort()
-        kill_group(self.process.pid)
-        await self.process.wait()
-        await end_group(self.process.pid)
+        self.child.kill()
+        await self.child.wait()
         for _, writer in self.lanes:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
 
-async def _new_process(lanes: Sequence[socket.socket]) -> asyncio.subprocess.Process:
-    descriptors = [lane.fileno() for lane in lanes]
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "penstock_shard.structured_output.check_process",
-        *map(str, descriptors),
-        pass_fds=descriptors,
-        stdin=asyncio.subprocess.DEVNULL,
-        # The library's crash messages may quote callers' constraints.
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.DEVNULL,
-        # A terminal's signals must reach only the server.
-        start_new_session=True,
-        env=child_environment(),
-    )
-
-
 async def _send(writer: asyncio.StreamWriter, *message: bytes) -> None:
     """Send in pieces, because copying a large tokenizer at once would block the event loop."""
     for part in message:
-        for start in range(0, len(part), _PIECE_BYTES):
-            writer.write(part[start : start + _PIECE_BYTES])
+        for start in range(0, len(part), PIECE_BYTES):
+            writer.write(part[start : start + PIECE_BYTES])
             await writer.drain()
-
-
-def _close(sockets: Sequence[socket.socket]) -> None:
-    for each in sockets:
-        each.close()
 
 
 def _log_loss(error: OSError) -> None:

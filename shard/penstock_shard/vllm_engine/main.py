@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -21,6 +20,8 @@ from typing import NoReturn
 
 import msgspec
 
+from penstock_common.child_process.child_end import leave_signals_to_parent
+from penstock_common.child_process.process_group import end_own_group
 from penstock_common.logs import set_up_logging
 from penstock_shard.checkpoint.model_source import resolve_adapter
 from penstock_shard.config import ShardConfig
@@ -34,7 +35,6 @@ from penstock_shard.ipc.messages import (
     Progress,
     Start,
 )
-from penstock_shard.ipc.process_group import end_own_group
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.vllm_engine.adapters import CoreAdapters
 from penstock_shard.vllm_engine.bridge import Bridge
@@ -52,9 +52,7 @@ _BEAT_S = 0.25
 
 def main() -> int:
     """Run until the server is gone or the core dies; return the exit status."""
-    # Service managers signal all processes at once, but the server drains and ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    leave_signals_to_parent()
     link = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
     start = link.receive()
     if not isinstance(start, Start):

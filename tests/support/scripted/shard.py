@@ -32,8 +32,8 @@ async def _start_child(start: Any, module: str, *needed: str, **settings: Any) -
 
 
 def main() -> int:
+    from penstock_common.child_process.start import start_child
     from penstock_shard import __main__ as shard_main
-    from penstock_shard.ipc.child_process import start_child
     from penstock_shard.server import engine_process
 
     start = partial(_start_child, start_child)

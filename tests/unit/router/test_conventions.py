@@ -11,8 +11,8 @@ from tokenizers import AddedToken
 from unit.router.chat_template_styles import STYLES as TEMPLATES
 from unit.router.router_doubles import CHATML, INFO, byte_level_tokenizer, model_files
 
+from penstock_common.child_process.framing import HEADER_BYTES
 from penstock_proto.types import Constraint, ConstraintKind, ThinkingBudget
-from penstock_router.child_process.framing import HEADER
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest
 from penstock_router.generation.job import make_job
@@ -222,7 +222,7 @@ async def test_what_was_prepared_elsewhere_has_its_constraint(tokenizer: Tokeniz
     for text_model in (model, without_reasoning):
         for constraint in (None, choice, Constraint(ConstraintKind.JSON_SCHEMA, "{}")):
             given = prepare_prompts(chat(constraint=constraint), text_model)
-            found = await decode_outcome(encode_outcome(given)[HEADER.size :])
+            found = await decode_outcome(encode_outcome(given)[HEADER_BYTES:])
             assert isinstance(found, PreparedPrompts)
             assert _values(found.constraint) == _values(given.constraint)
             assert found.reasoning_begun == given.reasoning_begun

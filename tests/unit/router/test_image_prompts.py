@@ -15,7 +15,7 @@ from support.image_models import IMAGE_MODELS, PARTS_ONLY_TEMPLATE, TEXT_TEMPLAT
 from tokenizers import Tokenizer, processors
 from unit.router.router_doubles import FakeFleet, memory_router
 
-from penstock_router.child_process.framing import HEADER
+from penstock_common.child_process.framing import HEADER_BYTES
 from penstock_router.errors import BadRequest, ContextExceeded
 from penstock_router.offload.body_kinds import KINDS, work
 from penstock_router.offload.text_messages import (
@@ -569,7 +569,7 @@ async def test_a_model_whose_images_are_not_understood_serves_texts() -> None:
 async def test_sizes_reach_a_text_process_and_places_come_back() -> None:
     facts = ModelFacts("m", "t", 512, 500, False, "", "")
     task, sizes = decode_task(
-        encode_task(Work(1, "chat", facts, image_sizes=((56, 28),)), [5])[HEADER.size :]
+        encode_task(Work(1, "chat", facts, image_sizes=((56, 28),)), [5])[HEADER_BYTES:]
     )
     assert isinstance(task, Work)
     assert (task.image_sizes, sizes) == (((56, 28),), [5])
@@ -577,7 +577,7 @@ async def test_sizes_reach_a_text_process_and_places_come_back() -> None:
     kind = KINDS["chats"]
     made = work(kind, chat([[IMAGE]]), model, b"", task.image_sizes)  # type: ignore[arg-type]
     assert isinstance(made, PreparedPrompts)
-    there = await decode_outcome(encode_outcome(made)[HEADER.size :])
+    there = await decode_outcome(encode_outcome(made)[HEADER_BYTES:])
     assert isinstance(there, PreparedPrompts)
     assert there.prompts[0].images == made.prompts[0].images
     assert list(there.prompts[0].token_ids) == made.prompts[0].token_ids
@@ -591,4 +591,4 @@ async def test_a_text_process_knows_what_images_take() -> None:
     worker = TextWorker()
     worker.load(task, [body, b"", *files.values()])
     with pytest.raises(BadRequest, match="shows 0 of the 1 images"):
-        await decode_outcome(worker.do(task, [body, b"", *files.values()])[HEADER.size :])
+        await decode_outcome(worker.do(task, [body, b"", *files.values()])[HEADER_BYTES:])

@@ -34,11 +34,11 @@ from unit.router.router_doubles import (
     model_files,
 )
 
+from penstock_common.child_process.framing import HEADER_BYTES, decode_header
 from penstock_router import errors
 from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
 from penstock_router.apis.base import AnyKind, Api
 from penstock_router.apis.openai.requests import COMPLETIONS, parse_completion
-from penstock_router.child_process.framing import HEADER
 from penstock_router.config import RouterConfig
 from penstock_router.errors import ApiError, BadRequest, ContextExceeded, TooManyRequests
 from penstock_router.generation.event_ids import job_digest
@@ -985,7 +985,7 @@ ERRORS: list[ApiError] = [
 
 
 async def after_its_way(outcome: Outcome | ApiError) -> Outcome:
-    return await decode_outcome(encode_outcome(outcome)[HEADER.size :])
+    return await decode_outcome(encode_outcome(outcome)[HEADER_BYTES:])
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -1027,7 +1027,7 @@ async def test_prompts_are_the_same_after_their_way() -> None:
     repeated = {"store": b"true", "user": b'"me"'}
     given = PreparedPrompts(prompts, [[1], [2, 3]], (9, 8), "full", b'[{"a":1}]', repeated)
     frame = encode_outcome(given)
-    assert HEADER.unpack(frame[: HEADER.size]) == (len(frame) - HEADER.size,)
+    assert decode_header(frame[:HEADER_BYTES]) == len(frame) - HEADER_BYTES
     again = await after_its_way(given)
     assert isinstance(again, PreparedPrompts)
     assert plain(again) == plain(given)

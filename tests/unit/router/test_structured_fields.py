@@ -11,6 +11,7 @@ import jsonschema_rs
 import pytest
 from support.budget import budget, seeded
 
+from penstock_common.child_process.framing import HEADER_BYTES
 from penstock_proto.limits import MAX_CHOICE_OPTIONS
 from penstock_proto.types import Constraint, ConstraintKind
 from penstock_router.apis.base import Api
@@ -25,7 +26,6 @@ from penstock_router.apis.structured_output import (
     wish_of_format,
 )
 from penstock_router.apis.tgi.requests import GENERATE, PARAMETERS, parse_generate
-from penstock_router.child_process.framing import HEADER
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import decode_object
 from penstock_router.offload.body_kinds import Reading
@@ -523,7 +523,7 @@ async def test_a_request_goes_to_another_process_without_its_constraint() -> Non
     ]
     for api, request in asked:
         assert request.constraint is not None
-        there = await decode_outcome(encode_outcome(Reading(api, request))[HEADER.size :])
+        there = await decode_outcome(encode_outcome(Reading(api, request))[HEADER_BYTES:])
         assert isinstance(there, Reading)
         found = there.asked
         assert (found.constraint, found.constraint_field) == (None, request.constraint_field)

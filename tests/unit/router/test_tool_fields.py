@@ -10,6 +10,7 @@ import jsonschema_rs
 import pytest
 from support.budget import budget, seeded
 
+from penstock_common.child_process.framing import HEADER_BYTES
 from penstock_router.apis.messages import tools as message_tools
 from penstock_router.apis.openai.fields import CHAT_FIELDS
 from penstock_router.apis.openai.requests import CHATS, parse_chat
@@ -24,7 +25,6 @@ from penstock_router.apis.tools import (
     check_one_form,
     tool_options,
 )
-from penstock_router.child_process.framing import HEADER
 from penstock_router.errors import BadRequest
 from penstock_router.json_fields import Kind
 from penstock_router.offload.body_kinds import Reading
@@ -380,7 +380,7 @@ def test_a_chat_is_counted_with_its_tools() -> None:
 
 async def test_a_request_goes_to_another_process_with_its_tools_names_and_types() -> None:
     asked = chat(tools=[function(parameters=PARAMETERS, strict=True)], tool_choice="required")
-    there = await decode_outcome(encode_outcome(Reading(CHATS, asked))[HEADER.size :])
+    there = await decode_outcome(encode_outcome(Reading(CHATS, asked))[HEADER_BYTES:])
     assert isinstance(there, Reading)
     assert there.asked == asked.without_text()
     kinds = {"type": ["object"], "properties": {"city": {"type": ["string"]}}}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from penstock_common.child_process.start import ChildProcess
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.child_process import ChildProcess
 from penstock_shard.server.supervisor import EngineFailed, EngineSupervisor
 
 
@@ -63,3 +63,25 @@ async def test_a_supervisor_that_is_cancelled_while_its_engine_ends_starts_no_ot
         async with asyncio.timeout(30):
             await running
     assert len(started) == 1
+
+
+async def test_waits_before_restarts_double_and_are_none_after_an_engine_that_worked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervisor = EngineSupervisor(ShardConfig(max_restarts=5))
+    worked = iter([False, False, True, True, False, False, False, False, False])
+
+    async def run_once() -> str:
+        supervisor._worked = next(worked)
+        return "it ended"
+
+    monkeypatch.setattr(supervisor, "_run_once", run_once)
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: _nothing())
+    with pytest.raises(EngineFailed, match="5 engines failed in a row"):
+        await supervisor.run()
+    said = [record.args for record in caplog.records if "again in" in record.getMessage()]
+    assert said == [(wait_s,) for wait_s in (0.25, 0.5, 0.0, 0.0, 0.25, 0.5, 1.0, 2.0)]
+
+
+async def _nothing() -> None:
+    """Takes the place of a wait."""

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from penstock_shard.ipc.child_process import ChildProcess
+from penstock_common.child_process.start import ChildProcess
 from penstock_shard.server.engine_process import Standby
 
 

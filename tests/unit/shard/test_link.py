@@ -10,11 +10,11 @@ import pytest
 from support.engines import runner_info
 from support.scores import logprobs_of
 
+from penstock_common.child_process.framing import encode_frame
 from penstock_proto.errors import Code
 from penstock_proto.types import EngineSampling, Error, FinishReason, Objective, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
-from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.request import Request
 
 REQUEST = Request(

@@ -14,13 +14,13 @@ from support.engines import make_request, runner_info
 from support.scores import logprobs_of
 
 from penstock_client import Output as ClientOutput
+from penstock_common.child_process.framing import encode_frame
 from penstock_proto import codec
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.errors import Code
 from penstock_proto.types import Error, FinishReason, Logprobs, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
-from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.request import Request
 from penstock_shard.server import servicer
 from penstock_shard.server import supervisor as engine_supervisor

@@ -20,6 +20,7 @@ from penstock_client import (
     ThinkingBudget,
 )
 from penstock_client import Output as ClientOutput
+from penstock_common.child_process.framing import encode_frame
 from penstock_proto import codec
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.errors import Code
@@ -27,7 +28,6 @@ from penstock_proto.facts import Adapter, ClassLoad, FieldBound, ModelShape
 from penstock_proto.types import EngineSampling, Error, FinishReason, Logprobs, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
-from penstock_shard.ipc.framing import encode_frame
 from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.server.live_requests import Route

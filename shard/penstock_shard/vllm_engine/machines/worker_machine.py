@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import sys
-import threading
 from typing import NoReturn
 
+from penstock_common.child_process.child_end import end_with, leave_signals_to_parent
+from penstock_common.child_process.process_group import end_own_group
 from penstock_common.logs import set_up_logging
 from penstock_shard.checkpoint.model_source import resolve_model
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.messages import EngineEnd, Start
-from penstock_shard.ipc.process_group import end_own_group
 from penstock_shard.vllm_engine.core import run_workers
 from penstock_shard.vllm_engine.engine_arguments import engine_arguments
 from penstock_shard.vllm_engine.machines.connections import hold_connection, listening_port
@@ -27,13 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    link = EngineEnd(socket.socket(fileno=int(sys.argv[1])))
-    start = link.receive()
+    leave_signals_to_parent()
+    starter = socket.socket(fileno=int(sys.argv[1]))
+    start = EngineEnd(starter).receive()
     if isinstance(start, Start):
         set_up_logging(start.config.log_format, start.config.log_level)
-        threading.Thread(target=_end_with, args=(link,), daemon=True).start()
+        end_with(starter, end_own_group)
         _compute(start.config)
 
 
@@ -49,12 +47,6 @@ def _compute(config: ShardConfig) -> None:
 def _lose_machine_0() -> NoReturn:
     logger.warning("machine 0's engine ended, so its workers here end")
     logging.shutdown()
-    end_own_group()
-
-
-def _end_with(link: EngineEnd) -> NoReturn:
-    while link.receive() is not None:
-        continue
     end_own_group()
 
 

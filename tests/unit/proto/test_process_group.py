@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock_shard.ipc import process_group
-from penstock_shard.ipc.child_process import ChildProcess, start_child
-from penstock_shard.ipc.process_group import ProcessesRemain, end_group
+from penstock_common.child_process import process_group
+from penstock_common.child_process.process_group import ProcessesRemain, end_group
+from penstock_common.child_process.start import ChildProcess, start_child
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 
@@ -94,8 +94,8 @@ def test_a_process_that_adopts_orphans_reaps_them(tmp_path: Path) -> None:
     (tmp_path / "with_family.py").write_text(_WITH_FAMILY)
     program = """
 import asyncio
-from penstock_shard.ipc.child_process import start_child
-from penstock_shard.ipc.process_group import adopt_orphans
+from penstock_common.child_process.start import start_child
+from penstock_common.child_process.process_group import adopt_orphans
 async def main():
     child = await start_child("with_family")
     await child.reader.readexactly(4)

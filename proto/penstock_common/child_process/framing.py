@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<II")
+HEADER_BYTES = _HEADER.size
 _ALL_BITS = 2**32 - 1
-_PIECE_BYTES = 1 << 20
+# Bytes sent, received or copied between two turns of an event loop.
+PIECE_BYTES = 256 * 1024
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -37,8 +39,8 @@ def receive_frame(read: Callable[[int], bytes]) -> bytes | None:
 
     `read` gives as many bytes as it is asked for, and fewer at the end only: as `exactly` does.
     """
-    header = read(_HEADER.size)
-    length = _length(header) if len(header) == _HEADER.size else None
+    header = read(HEADER_BYTES)
+    length = decode_header(header) if len(header) == HEADER_BYTES else None
     if length is None:
         return None
     body = read(length)
@@ -52,7 +54,7 @@ def exactly(connection: socket.socket) -> Callable[[int], bytes]:
         data = bytearray()
         while len(data) < count:
             try:
-                piece = connection.recv(min(count - len(data), _PIECE_BYTES))
+                piece = connection.recv(min(count - len(data), PIECE_BYTES))
             except ConnectionError:
                 break
             if not piece:
@@ -66,14 +68,14 @@ def exactly(connection: socket.socket) -> Callable[[int], bytes]:
 async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
     """As `receive_frame` does."""
     try:
-        length = _length(await reader.readexactly(_HEADER.size))
+        length = decode_header(await reader.readexactly(HEADER_BYTES))
         return None if length is None else await reader.readexactly(length)
     except (EOFError, ConnectionError):
         return None
 
 
-def _length(header: bytes) -> int | None:
-    """The length in a header; None if it is not one."""
+def decode_header(header: bytes) -> int | None:
+    """The length of the message behind a header; None if it is not one."""
     length, turned = _HEADER.unpack(header)
     if length ^ turned == _ALL_BITS:
         return int(length)

@@ -1,40 +1,22 @@
-"""The router's end: starts a process, talks to it without blocking the event loop, ends it."""
+"""A process beside the router that does one task at a time, and blocks no event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterable
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
-from penstock_common.child_environment import child_environment
-from penstock_router.child_process.framing import HEADER, PIECE_BYTES
+from penstock_common.child_process.framing import HEADER_BYTES, PIECE_BYTES, decode_header
+from penstock_common.child_process.start import start_beside
 
 
-class ChildProcess:
+class TaskProcess:
     def __init__(self, module: str, *arguments: str) -> None:
         """Start `python -m MODULE FD ARGUMENTS`. The child ends whenever this process ends. Raise
         `OSError` if it cannot start.
         """
-        # The child imports from the same paths as this process, not from its working directory.
-        environment = {**child_environment(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._socket, its_end = socket.socketpair()
+        self._process, self._socket = start_beside(module, *arguments)
         self._socket.setblocking(False)
-        with its_end:
-            fd = its_end.fileno()
-            try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", module, str(fd), *arguments],
-                    pass_fds=(fd,),
-                    stdin=subprocess.DEVNULL,
-                    env=environment,
-                )
-            except OSError:
-                self._socket.close()
-                raise
 
     @property
     def pid(self) -> int:
@@ -57,10 +39,12 @@ class ChildProcess:
                 await asyncio.sleep(0)
 
     async def receive_message(self) -> mmap:
-        """Receive a message, without its length. Raise `EOFError` or `OSError` if the
-        process died.
+        """Receive a message's msgpack. Raise `EOFError` or `OSError` if the process died, or
+        sent none.
         """
-        [num_bytes] = HEADER.unpack(await self.receive(HEADER.size))
+        num_bytes = decode_header(bytes(await self.receive(HEADER_BYTES)))
+        if num_bytes is None:
+            raise EOFError
         return await self.receive(num_bytes)
 
     async def receive(self, num_bytes: int) -> mmap:
