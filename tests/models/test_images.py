@@ -148,7 +148,7 @@ def test_an_engine_encodes_each_image_once_and_finds_what_it_computed(
 ) -> None:
     runner, asked = family
     served = _Served(runner, monkeypatch)
-    encoded_before = served.engine.load().encoded_images_total
+    encoded_before = served.engine.load().counts["images_encoded_total"]
     served.put(*asked)
     pairs = [each for each in asked for _ in range(4)]
     found = served.run(*(each.sequence() for each in pairs))
@@ -164,8 +164,8 @@ def test_an_engine_encodes_each_image_once_and_finds_what_it_computed(
         assert outputs[0].cached_tokens == _most_cached(runner, each)
     assert len(served.encoded) == num_images
     load = served.engine.load()
-    assert load.encoded_images_total - encoded_before == num_images
-    assert load.encode_seconds_total > 0
+    assert load.counts["images_encoded_total"] - encoded_before == num_images
+    assert load.counts["image_encode_seconds_total"] > 0
 
 
 def _most_cached(runner: ModelRunner, asked: Asked) -> int:
@@ -210,7 +210,7 @@ def test_a_hundred_requests_about_one_image_have_it_encoded_once(
     prompt, images = asked.token_ids, asked.placed
     found = served.run(*(make_sequence(prompt, max_tokens=2, images=images) for _ in range(100)))
     assert [_tokens(outputs) for outputs in found] == [asked.expected] * 100
-    assert (len(served.encoded), served.engine.load().encoded_images_total) == (1, 1)
+    assert (len(served.encoded), served.engine.load().counts["images_encoded_total"]) == (1, 1)
 
 
 def test_requests_of_another_salt_share_nothing(

@@ -195,5 +195,5 @@ def test_who_finds_a_peers_wrong_block_without_having_asked_for_it_is_computed_a
     pair.second.engine.submit(sequence.request)
     pair.second.outputs()
     assert pair.is_distrusted
-    assert pair.second.engine.load().preemptions_total == 1
+    assert pair.second.engine.load().counts["preemptions_total"] == 1
     assert pair.second.ask(_PROMPT)[0] == pair.tokens

@@ -52,6 +52,12 @@ class SimulatedEncoder:
         self._at_s = 0.0
         self._done_at_s: dict[_Key, float] = {}
 
+    def counts(self) -> dict[str, float]:
+        return {
+            "images_encoded_total": self.num_encoded,
+            "image_encode_seconds_total": self.encode_s,
+        }
+
     def put(self, digest: bytes, pixels: bytes) -> None:
         self._digests.add(digest)
 

@@ -194,21 +194,10 @@ class BlockMoves:
     def is_saved(self) -> bool:
         return self._final is not None and self._final.is_over
 
-    def counts(self) -> dict[str, int]:
-        """Return the fields of `Load` that count copies."""
-        tier, counts = self.tier, dict[str, int]()
-        counts["saved_blocks_total"] = tier.saved_total
-        counts["loaded_blocks_total"] = tier.loaded_total
-        counts["damaged_blocks_total"] = tier.damaged_total
+    def counts(self) -> dict[str, float]:
+        counts = self.tier.counts()
         if self.reads is not None:
-            disk = self.reads.disk
-            counts["disk_blocks"] = disk.num_blocks
-            counts["disk_saved_blocks_total"] = disk.saved_total
-            counts["disk_loaded_blocks_total"] = disk.loaded_total
-            counts["disk_damaged_blocks_total"] = disk.damaged_total
-            counts["disk_dropped_blocks_total"] = disk.dropped_total
+            counts |= self.reads.disk.counts()
         if self.exports is not None and self.fetches is not None:
-            counts["exported_blocks_total"] = self.exports.exported_total
-            counts["fetched_blocks_total"] = self.fetches.fetches.fetched_total
-            counts["refused_blocks_total"] = self.fetches.fetches.refused_total
+            counts |= self.exports.counts() | self.fetches.fetches.counts()
         return counts

@@ -201,8 +201,10 @@ class Engine:
         return {sequence.adapter_index for sequence in sequences}
 
     def load(self) -> Load:
-        copies = {} if self._moves is None else self._moves.counts()
-        images = {} if self._images is None else self._images.counts()
+        counts = self._scheduler.counts() | self._blocks.counts()
+        for part in (self._moves, self._images):
+            if part is not None:
+                counts |= part.counts()
         return Load(
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
@@ -211,21 +213,14 @@ class Engine:
             running_tokens=self._scheduler.num_running_tokens,
             referenced_blocks=self._blocks.num_referenced,
             steps_total=self.steps_total,
-            preemptions_total=self._scheduler.preemptions_total,
             steps_seconds_total=self._steps_seconds_total,
             sequences_total=self._sequences_total,
             prompt_tokens_total=self._scheduler.prompt_tokens_total,
             decode_tokens_total=self._scheduler.decode_tokens_total,
             draft_tokens_total=self._scheduler.num_draft_tokens,
             accepted_tokens_total=self._scheduler.num_accepted_tokens,
-            kept_states=self._blocks.num_kept_states,
-            state_hits_total=self._blocks.state_hits_total,
-            copied_blocks=self._blocks.prefixes.num_copies,
-            retained_blocks=self._blocks.retention.num_blocks,
-            retained_taken_total=self._blocks.retention.taken_total,
             is_saved=self._is_ending and self._moves is not None and self._moves.is_saved,
-            **copies,
-            **images,
+            counts=counts,
         )
 
     def check_integrity(self) -> None:

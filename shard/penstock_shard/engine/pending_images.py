@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from penstock_proto.types import PromptImage
 from penstock_shard.errors import ImageUnusable
 from penstock_shard.ipc.messages import Inbox
@@ -41,11 +39,8 @@ class PendingImages:
         """Seconds until there may be work; None if there is none."""
         return _LOOK_AGAIN_S if self._waiting else None
 
-    def counts(self) -> dict[str, Any]:
-        return {
-            "encoded_images_total": self._encoder.num_encoded,
-            "encode_seconds_total": self._encoder.encode_s,
-        }
+    def counts(self) -> dict[str, float]:
+        return self._encoder.counts()
 
     def take(self, message: Inbox) -> None:
         for piece in message.image_pieces:

@@ -74,6 +74,12 @@ class ImageEncoder:
         self.num_encoded = 0
         self.encode_s = 0.0
 
+    def counts(self) -> dict[str, float]:
+        return {
+            "images_encoded_total": self.num_encoded,
+            "image_encode_seconds_total": self.encode_s,
+        }
+
     def fingerprint(self) -> str:
         """A hash of fixed pixels' features: it depends on the weights, the processor's resizing and
         the machine. Empty if two tries differ. Raises what processor and encoder raise.

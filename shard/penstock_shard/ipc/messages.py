@@ -188,7 +188,6 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     running_tokens: int = 0
     referenced_blocks: int = 0
     steps_total: int = 0
-    preemptions_total: int = 0
     # Sums over all steps so far: seconds, sequences, computed tokens.
     steps_seconds_total: float = 0.0
     sequences_total: int = 0
@@ -197,35 +196,10 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     # Draft tokens that were verified, and how many of them were accepted.
     draft_tokens_total: int = 0
     accepted_tokens_total: int = 0
-    # Where layers have states: those that are kept for others, and sequences that began at one.
-    kept_states: int = 0
-    state_hits_total: int = 0
-    # Blocks that host memory has copies of; and how many were copied there and back, and how many
-    # copies were found to be damaged, since the engine's start.
-    copied_blocks: int = 0
-    saved_blocks_total: int = 0
-    loaded_blocks_total: int = 0
-    damaged_blocks_total: int = 0
-    # Blocks that are retained for requests that have ended, and how many of such were reused before
-    # their time.
-    retained_blocks: int = 0
-    retained_taken_total: int = 0
-    # As of copies, of the disk below host memory; dropped are those that it did not take.
-    disk_blocks: int = 0
-    disk_saved_blocks_total: int = 0
-    disk_loaded_blocks_total: int = 0
-    disk_damaged_blocks_total: int = 0
-    disk_dropped_blocks_total: int = 0
-    # Blocks that came from other shards, that came and were not what was asked for, and that went
-    # there.
-    fetched_blocks_total: int = 0
-    refused_blocks_total: int = 0
-    exported_blocks_total: int = 0
-    # Images that were encoded, and the seconds that it took.
-    encoded_images_total: int = 0
-    encode_seconds_total: float = 0.0
     # Of a shard that drains: nothing runs, and all that was cached is on disk.
     is_saved: bool = False
+    # What /metrics shows besides, by its name there; what an engine does not count is absent.
+    counts: dict[str, int | float] = {}
 
     @property
     def computed_tokens_total(self) -> int:

@@ -97,6 +97,14 @@ class BlockManager:
             retained_share=retained_share,
         )
 
+    def counts(self) -> dict[str, float]:
+        return {
+            "kept_states": self.num_kept_states,
+            "state_hits_total": self.state_hits_total,
+            "kv_copied_blocks": self.prefixes.num_copies,
+            **self.retention.counts(),
+        }
+
     @property
     def num_blocks(self) -> int:
         """The number of blocks that the scarcest pool has for each of its groups."""

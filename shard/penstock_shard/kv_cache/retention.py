@@ -71,6 +71,12 @@ class Retention:
         self._ranked: list[tuple[_Rank, int, _Retained]] = []
         self._numbers = itertools.count()
 
+    def counts(self) -> dict[str, float]:
+        return {
+            "kv_retained_blocks": self.num_blocks,
+            "kv_retained_taken_total": self.taken_total,
+        }
+
     @property
     def num_blocks(self) -> int:
         return sum(pool.num_retained for pool in self._pools)

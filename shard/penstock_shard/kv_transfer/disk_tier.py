@@ -81,6 +81,15 @@ class DiskTier:
         self._thread = threading.Thread(target=self._run, name="disk", daemon=True)
         self._thread.start()
 
+    def counts(self) -> dict[str, float]:
+        return {
+            "kv_disk_blocks": self.num_blocks,
+            "kv_disk_saved_blocks_total": self.saved_total,
+            "kv_disk_loaded_blocks_total": self.loaded_total,
+            "kv_disk_damaged_blocks_total": self.damaged_total,
+            "kv_disk_dropped_blocks_total": self.dropped_total,
+        }
+
     @property
     def num_blocks(self) -> int:
         return self._segments.num_records

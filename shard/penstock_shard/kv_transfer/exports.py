@@ -39,6 +39,9 @@ class Exports:
         self._pinned: dict[int, list[Slot]] = {}
         self.exported_total = 0
 
+    def counts(self) -> dict[str, float]:
+        return {"kv_exported_blocks_total": self.exported_total}
+
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)

@@ -55,6 +55,12 @@ class Fetches:
         self.fetched_total = 0
         self.refused_total = 0
 
+    def counts(self) -> dict[str, float]:
+        return {
+            "kv_fetched_blocks_total": self.fetched_total,
+            "kv_refused_blocks_total": self.refused_total,
+        }
+
     def give_slots(self) -> None:
         """Give the server its first slots: at least one of each pool that has two or more."""
         slots = [

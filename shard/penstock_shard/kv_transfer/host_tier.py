@@ -35,6 +35,13 @@ class HostTier:
         self.loaded_total = 0
         self.damaged_total = 0
 
+    def counts(self) -> dict[str, float]:
+        return {
+            "kv_saved_blocks_total": self.saved_total,
+            "kv_loaded_blocks_total": self.loaded_total,
+            "kv_damaged_blocks_total": self.damaged_total,
+        }
+
     def restore(self) -> int:
         """Cache the copies that an earlier engine left, if all blocks before them have copies too.
         Returns their number.

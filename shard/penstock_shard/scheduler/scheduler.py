@@ -114,6 +114,9 @@ class Scheduler:
         # last token.
         self.num_prefill_tokens_left = 0
 
+    def counts(self) -> dict[str, float]:
+        return {"preemptions_total": self.preemptions_total}
+
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)

@@ -433,6 +433,7 @@ async def _abort(context: Context, status: grpc.StatusCode, message: str) -> NoR
 def load_report(engine: EngineSupervisor) -> Any:
     """Report the load, with what waits at the server in front of the engine."""
     queued_prompt_tokens = engine.queued_tokens + engine.load.prefill_tokens_left
+    counts = engine.load.counts
     return codec.load_message(
         engine.load,
         engine.classes.report(queued_prompt_tokens),
@@ -446,4 +447,10 @@ def load_report(engine: EngineSupervisor) -> Any:
         draining=engine.draining,
         handing_over=engine.handing_over,
         adapters_revision=engine.adapters.revision,
+        preemptions_total=counts.get("preemptions_total", 0),
+        copied_blocks=counts.get("kv_copied_blocks", 0),
+        disk_blocks=counts.get("kv_disk_blocks", 0),
+        loaded_blocks_total=counts.get("kv_loaded_blocks_total", 0),
+        fetched_blocks_total=counts.get("kv_fetched_blocks_total", 0),
+        exported_blocks_total=counts.get("kv_exported_blocks_total", 0),
     )

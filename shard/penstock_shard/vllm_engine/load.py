@@ -59,11 +59,11 @@ class LoadCount:
             running_tokens=sum(map(_num_tokens, running)),
             referenced_blocks=round(self._usage * self._num_blocks),
             steps_total=self._steps,
-            preemptions_total=self._preemptions,
             steps_seconds_total=self._seconds,
             sequences_total=self._sequences,
             prompt_tokens_total=self._prompt_tokens,
             decode_tokens_total=self._output_tokens,
+            counts={"preemptions_total": self._preemptions},
         )
 
 

@@ -121,9 +121,9 @@ class ImageEncoder(Protocol):
 
     # The token id that stands for a part of an image in a prompt.
     token_id: int
-    # The number of images encoded so far, and the total seconds.
-    num_encoded: int
-    encode_s: float
+
+    def counts(self) -> dict[str, float]:
+        """Return what is counted of encodings, by its name on /metrics."""
 
     def put(self, digest: bytes, pixels: bytes) -> None:
         """Keep the pixels of an image, RGB8 in rows."""

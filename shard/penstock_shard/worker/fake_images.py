@@ -15,7 +15,9 @@ class FakeImages:
     def __init__(self) -> None:
         self._digests: set[bytes] = set()
         self.num_encoded = 0
-        self.encode_s = 0.0
+
+    def counts(self) -> dict[str, float]:
+        return {"images_encoded_total": self.num_encoded, "image_encode_seconds_total": 0.0}
 
     def put(self, digest: bytes, pixels: bytes) -> None:
         self._digests.add(digest)

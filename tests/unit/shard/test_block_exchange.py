@@ -85,8 +85,8 @@ class _Shard:
         return next(o.cached_tokens for o in outputs if o.request_id == name) or 0
 
     @property
-    def refused(self) -> int:
-        return self.under_test.engine.load().refused_blocks_total
+    def refused(self) -> float:
+        return self.under_test.engine.load().counts["kv_refused_blocks_total"]
 
 
 Change = Callable[[int, bytearray], None]
@@ -143,7 +143,7 @@ def test_a_prefix_is_fetched_whatever_layers_keep(groups: tuple[CacheGroup, ...]
     assert target.under_test.tokens("here") == source.under_test.tokens("there")
     assert target.cached("here") >= 96
     assert target.refused == 0
-    assert target.under_test.engine.load().fetched_blocks_total > 0
+    assert target.under_test.engine.load().counts["kv_fetched_blocks_total"] > 0
     for shard in (source, target):
         shard.under_test.engine.check_integrity()
 
@@ -207,13 +207,13 @@ def test_what_was_fetched_ahead_is_in_blocks_before_its_request_comes() -> None:
     target.ask("ahead", "source:1", only_fetches=True)
     _carry(source, target)
     target.under_test.run()
-    assert target.under_test.engine.load().loaded_blocks_total == 9
+    assert target.under_test.engine.load().counts["kv_loaded_blocks_total"] == 9
     assert target.under_test.blocks.num_referenced == 0
     target.ask("after", "source:1")
     target.under_test.step()
     assert target.under_test.scheduler.num_running == 1
     target.under_test.run()
-    assert target.under_test.engine.load().loaded_blocks_total == 9
+    assert target.under_test.engine.load().counts["kv_loaded_blocks_total"] == 9
 
 
 def test_what_was_fetched_ahead_takes_no_more_than_half_of_the_free_blocks() -> None:
@@ -230,7 +230,7 @@ def test_what_was_fetched_ahead_takes_no_more_than_half_of_the_free_blocks() -> 
     target.under_test.step()
     (ending,) = target.under_test.endings("ahead")
     assert ending.cached_tokens == 144
-    assert target.under_test.engine.load().loaded_blocks_total == 0
+    assert target.under_test.engine.load().counts["kv_loaded_blocks_total"] == 0
     target.under_test.run()
     target.under_test.engine.check_integrity()
 
@@ -321,7 +321,7 @@ def test_a_peer_whose_block_differs_is_given_up_with_all_of_its_blocks() -> None
     assert target.refused == 1
     assert target.under_test.tokens("here") == source.under_test.tokens("there")
     # It was computed again, and others find what was computed.
-    assert target.under_test.engine.load().preemptions_total == 1
+    assert target.under_test.engine.load().counts["preemptions_total"] == 1
     target.under_test.engine.check_integrity()
 
 
@@ -335,7 +335,7 @@ def test_a_request_that_is_aborted_while_it_waits_for_a_peer_leaves_nothing() ->
     num_slots = len(target.inbound)
     _carry(source, target)
     target.under_test.run()
-    assert target.under_test.engine.load().fetched_blocks_total == 0
+    assert target.under_test.engine.load().counts["kv_fetched_blocks_total"] == 0
     # What came goes back to the server.
     back = target.of(InboundSlots)[-1].slots
     assert len(back) + len(target.inbound) == num_slots
@@ -417,7 +417,7 @@ def test_what_is_there_already_is_not_taken_over(monkeypatch: pytest.MonkeyPatch
     fetch = target.of(Fetch)[-1]
     assert fetch.num_known == 6
     _carry(source, target, num_known=0)
-    assert target.under_test.engine.load().fetched_blocks_total == 4
+    assert target.under_test.engine.load().counts["kv_fetched_blocks_total"] == 4
     assert target.refused == 6
     target.under_test.run()
     assert target.under_test.tokens("here") == source.under_test.tokens("there")

@@ -49,7 +49,7 @@ def test_states_that_are_kept_and_who_began_at_one_are_counted() -> None:
         serve(under_test, name, prompt)
     serve(under_test, "another", tokens(rng, 28))
     load = under_test.engine.load()
-    assert (load.kept_states, load.state_hits_total) == (2, 2)
+    assert (load.counts["kept_states"], load.counts["state_hits_total"]) == (2, 2)
 
 
 def test_a_state_is_kept_where_prompts_part_for_the_one_after() -> None:

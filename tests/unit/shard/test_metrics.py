@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -21,10 +22,14 @@ from penstock_shard.ipc import messages
 from penstock_shard.ipc.messages import Load, StepOutputs
 from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import CacheGroup
-from penstock_shard.server.observe import metrics_port
+from penstock_shard.kv_transfer.arena import Arena
+from penstock_shard.kv_transfer.disk_tier import DiskTier
+from penstock_shard.kv_transfer.segments import Segments
+from penstock_shard.server.observe import metrics_collector, metrics_port
 from penstock_shard.server.observe.metrics import ShardMetrics
 from penstock_shard.server.observe.metrics_collector import ShardCollector, serve_metrics
 from penstock_shard.server.supervisor import EngineSupervisor
+from penstock_shard.worker.fake_images import FakeImages
 
 
 def value(metrics: ShardMetrics, name: str, **labels: str) -> float | None:
@@ -232,7 +237,7 @@ def test_how_the_engine_stands_is_asked_for_when_somebody_looks() -> None:
         ShardCollector(supervisor, ShardConfig(served_model_names=("named",)), CertificateDates())
     )
     assert registry.get_sample_value("penstock_shard_serving") == 0
-    supervisor.load = messages.Load(running=3, referenced_blocks=7, preemptions_total=2)
+    supervisor.load = messages.Load(running=3, referenced_blocks=7, counts={"preemptions_total": 2})
     assert registry.get_sample_value("penstock_shard_running") == 3
     assert registry.get_sample_value("penstock_shard_kv_used_blocks") == 7
     assert registry.get_sample_value("penstock_shard_preemptions_total") == 2
@@ -266,7 +271,7 @@ def test_what_a_token_and_a_sequence_take_is_as_the_runner_says() -> None:
     tokens = str(info.num_blocks * info.block_size)
     labels = {"block_size": str(info.block_size), "blocks": "40", "tokens": tokens}
     assert sample.labels == {**labels, "sequences": "3", "dtype": info.kv_dtype}
-    supervisor.load = messages.Load(kept_states=5, state_hits_total=7)
+    supervisor.load = messages.Load(counts={"kept_states": 5, "state_hits_total": 7})
     assert registry.get_sample_value("penstock_shard_kept_states") == 5
     assert registry.get_sample_value("penstock_shard_state_hits_total") == 7
     assert registry.get_sample_value("penstock_shard_kv_blocks") == 40
@@ -277,13 +282,15 @@ def test_copies_of_blocks_are_counted() -> None:
     registry = CollectorRegistry()
     registry.register(ShardCollector(supervisor, ShardConfig(), CertificateDates()))
     supervisor.load = messages.Load(
-        copied_blocks=5,
-        saved_blocks_total=6,
-        loaded_blocks_total=7,
-        damaged_blocks_total=8,
-        fetched_blocks_total=9,
-        refused_blocks_total=10,
-        exported_blocks_total=11,
+        counts={
+            "kv_copied_blocks": 5,
+            "kv_saved_blocks_total": 6,
+            "kv_loaded_blocks_total": 7,
+            "kv_damaged_blocks_total": 8,
+            "kv_fetched_blocks_total": 9,
+            "kv_refused_blocks_total": 10,
+            "kv_exported_blocks_total": 11,
+        }
     )
     assert registry.get_sample_value("penstock_shard_kv_copied_blocks") == 5
     assert registry.get_sample_value("penstock_shard_kv_saved_blocks_total") == 6
@@ -292,3 +299,12 @@ def test_copies_of_blocks_are_counted() -> None:
     assert registry.get_sample_value("penstock_shard_kv_fetched_blocks_total") == 9
     assert registry.get_sample_value("penstock_shard_kv_refused_blocks_total") == 10
     assert registry.get_sample_value("penstock_shard_kv_exported_blocks_total") == 11
+
+
+def test_what_an_engine_counts_has_the_names_that_are_shown(tmp_path: Path) -> None:
+    memory, info = memoryview(bytearray(2**18)), runner_info()
+    disk = DiskTier(Segments(tmp_path, b"", Arena(memory, info), max_bytes=2**20, age_s=60.0))
+    engine = make_engine(host_memory=memory, disk=disk, send=lambda message: None).engine
+    counted = {*engine.load().counts, *FakeImages().counts()}
+    assert counted == metrics_collector._COUNTS.keys() - {"image_bytes", "images_put_total"}
+    disk.close()

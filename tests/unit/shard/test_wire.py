@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+from typing import Any
 
 import pytest
 from support.engines import EOS_ID, packed, runner_info
@@ -352,7 +353,12 @@ def test_every_field_of_a_load_report_reaches_the_client() -> None:
     supervisor._ready = messages.Ready(runner_info(), {}, "t", "r")
     supervisor._beat = messages.Beat(2.0, 900.0)
     supervisor.instance_id = "i"
-    supervisor.load = load = messages.Load(*range(1, len(messages.Load.__struct_fields__)))
+    names = ("copied_blocks", "disk_blocks", "loaded_blocks_total", "fetched_blocks_total")
+    counts = {f"kv_{name}": 50 + i for i, name in enumerate((*names, "exported_blocks_total"))}
+    counts["preemptions_total"] = 60
+    numbers = range(1, len(messages.Load.__struct_fields__) - 1)
+    given: list[Any] = [*numbers, True, counts]
+    supervisor.load = load = messages.Load(*given)
     supervisor.draining = supervisor.handing_over = True
     supervisor.adapters.revision = 3
     for number, name in enumerate(("waits", "runs")):
@@ -365,6 +371,8 @@ def test_every_field_of_a_load_report_reaches_the_client() -> None:
     assert [each.name for each in dataclasses.fields(told) if not getattr(told, each.name)] == []
     for name in {each.name for each in dataclasses.fields(told)} & set(dir(load)) - {"waiting"}:
         assert getattr(told, name) == getattr(load, name), name
+    for name, count in counts.items():
+        assert getattr(told, name.removeprefix("kv_")) == count, name
     assert (told.waiting, told.queued_prompt_tokens) == (2, 3 + 4)
     assert told.classes == (ClassLoad(2, 1, 1, 7),)
     assert (told.num_blocks, told.adapters_revision) == (64, 3)

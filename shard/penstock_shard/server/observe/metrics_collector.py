@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 
 from prometheus_client import CollectorRegistry
@@ -18,6 +18,38 @@ from penstock_shard.ipc.messages import Load
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.server.observe.metrics_port import serve_in_threads
 from penstock_shard.server.supervisor import EngineSupervisor
+
+# Shown as they were counted: `Load.counts`, and what the server counts of images. A total is a
+# counter, all else a gauge.
+_COUNTS = {
+    "kept_states": "States that are kept for others.",
+    "state_hits_total": (
+        "Sequences that began at a kept state: what came before it was not computed again."
+    ),
+    "kv_retained_blocks": "KV blocks that are retained for requests that have ended.",
+    "kv_retained_taken_total": (
+        "Retained KV blocks that were reused before their time: no other was free."
+    ),
+    "kv_copied_blocks": "KV blocks that host memory has copies of.",
+    "kv_saved_blocks_total": "KV blocks copied to host memory.",
+    "kv_loaded_blocks_total": "KV blocks copied back, which were not computed.",
+    "kv_damaged_blocks_total": "Copies whose checksum was wrong: computed.",
+    "kv_fetched_blocks_total": "KV blocks fetched from peers (--kv-peers).",
+    "kv_refused_blocks_total": (
+        "KV blocks of peers that were damaged, or not what was asked for. Above 0: an alert."
+    ),
+    "kv_exported_blocks_total": "KV blocks that went to peers.",
+    "kv_disk_blocks": "KV blocks that the disk has.",
+    "kv_disk_saved_blocks_total": "KV blocks written to disk.",
+    "kv_disk_loaded_blocks_total": "KV blocks read from disk into host memory.",
+    "kv_disk_damaged_blocks_total": "KV blocks whose checksum was wrong.",
+    "kv_disk_dropped_blocks_total": "KV blocks that the disk did not take.",
+    "preemptions_total": "Preemptions: sequences stopped, to be computed again.",
+    "image_bytes": "Bytes of images' pixels that the engine has (--image-cache-bytes).",
+    "images_put_total": "Images whose pixels were put, and were not here.",
+    "images_encoded_total": "Images that were encoded.",
+    "image_encode_seconds_total": "Seconds that encoding took, beside the steps.",
+}
 
 
 def serve_metrics(engine: EngineSupervisor, config: ShardConfig, dates: CertificateDates) -> None:
@@ -67,12 +99,8 @@ def engine_state(engine: EngineSupervisor, config: ShardConfig) -> Iterator[Metr
     info = None if engine.ready is None else engine.ready.info
     yield _cache_info(info)
     yield from _kv_cache(load, info)
-    yield CounterMetricFamily(
-        "penstock_shard_preemptions",
-        "Preemptions: sequences stopped, to be computed again.",
-        value=load.preemptions_total,
-    )
-    yield from _images(engine)
+    images = {"image_bytes": engine.images.num_bytes, "images_put_total": engine.images.num_put}
+    yield from _counted({**load.counts, **images})
     yield _info(engine, config)
 
 
@@ -111,20 +139,13 @@ def _cache_info(info: RunnerInfo | None) -> Metric:
     return family
 
 
-def _images(engine: EngineSupervisor) -> Iterator[Metric]:
-    text = "Bytes of images' pixels that the engine has (--image-cache-bytes)."
-    yield _gauge("image_bytes", text, engine.images.num_bytes)
-    text = "Images whose pixels were put, and were not here."
-    yield CounterMetricFamily("penstock_shard_images_put", text, value=engine.images.num_put)
-    load = engine.load
-    text = "Images that were encoded."
-    yield CounterMetricFamily(
-        "penstock_shard_images_encoded", text, value=load.encoded_images_total
-    )
-    text = "Seconds that encoding took, beside the steps."
-    yield CounterMetricFamily(
-        "penstock_shard_image_encode_seconds", text, value=load.encode_seconds_total
-    )
+def _counted(counts: Mapping[str, float]) -> Iterator[Metric]:
+    for name, text in _COUNTS.items():
+        value = counts.get(name, 0)
+        if name.endswith("_total"):
+            yield CounterMetricFamily(f"penstock_shard_{name}", text, value=value)
+        else:
+            yield _gauge(name, text, value)
 
 
 def _kv_cache(load: Load, info: RunnerInfo | None) -> Iterator[Metric]:
@@ -139,61 +160,10 @@ def _kv_cache(load: Load, info: RunnerInfo | None) -> Iterator[Metric]:
     yield _gauge("kv_bytes_per_sequence", text, 0 if info is None else info.kv_bytes_per_sequence)
     text = "Sequences as long as the context that the KV cache has room for; 0 where not known."
     yield _gauge("kv_sequences", text, 0 if info is None else info.kv_sequences)
-    yield from _states(load, info)
-    yield from _retained(load)
-    yield from _copies(load)
-    yield from _disk_copies(load)
-
-
-def _states(load: Load, info: RunnerInfo | None) -> Iterator[Metric]:
     text = "Bytes of one sequence's states; 0 for a model without."
     yield _gauge("state_bytes", text, 0 if info is None else info.state_bytes)
     text = "States that there is room for, of sequences and kept for others."
     yield _gauge("states", text, 0 if info is None else info.num_states)
-    yield _gauge("kept_states", "States that are kept for others.", load.kept_states)
-    text = "Sequences that began at a kept state: what came before it was not computed again."
-    yield CounterMetricFamily("penstock_shard_state_hits", text, value=load.state_hits_total)
-
-
-def _retained(load: Load) -> Iterator[Metric]:
-    text = "KV blocks that are retained for requests that have ended."
-    yield _gauge("kv_retained_blocks", text, load.retained_blocks)
-    text = "Retained KV blocks that were reused before their time: no other was free."
-    value = load.retained_taken_total
-    yield CounterMetricFamily("penstock_shard_kv_retained_taken", text, value=value)
-
-
-def _copies(load: Load) -> Iterator[Metric]:
-    text = "KV blocks that host memory has copies of."
-    yield _gauge("kv_copied_blocks", text, load.copied_blocks)
-    for name, text, value in (
-        ("saved", "KV blocks copied to host memory.", load.saved_blocks_total),
-        ("loaded", "KV blocks copied back, which were not computed.", load.loaded_blocks_total),
-        ("damaged", "Copies whose checksum was wrong: computed.", load.damaged_blocks_total),
-        ("fetched", "KV blocks fetched from peers (--kv-peers).", load.fetched_blocks_total),
-        (
-            "refused",
-            "KV blocks of peers that were damaged, or not what was asked for. Above 0: an alert.",
-            load.refused_blocks_total,
-        ),
-        ("exported", "KV blocks that went to peers.", load.exported_blocks_total),
-    ):
-        yield CounterMetricFamily(f"penstock_shard_kv_{name}_blocks", text, value=value)
-
-
-def _disk_copies(load: Load) -> Iterator[Metric]:
-    yield _gauge("kv_disk_blocks", "KV blocks that the disk has.", load.disk_blocks)
-    for name, text, value in (
-        ("saved", "KV blocks written to disk.", load.disk_saved_blocks_total),
-        ("loaded", "KV blocks read from disk into host memory.", load.disk_loaded_blocks_total),
-        (
-            "damaged",
-            "KV blocks whose checksum was wrong.",
-            load.disk_damaged_blocks_total,
-        ),
-        ("dropped", "KV blocks that the disk did not take.", load.disk_dropped_blocks_total),
-    ):
-        yield CounterMetricFamily(f"penstock_shard_kv_disk_{name}_blocks", text, value=value)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
