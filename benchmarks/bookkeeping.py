@@ -25,12 +25,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from penstock_common.child_process.framing import encode_frame
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import EngineSampling
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.ipc.messages import StepOutputs
-from penstock_shard.ipc.request import Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.worker.base import Runner
@@ -101,9 +101,9 @@ def measure(runner: Runner, args: argparse.Namespace) -> None:
     report(args, step, schedule, launch, collect, encode, take_pieces)
 
 
-def _request(number: int, vocab_size: int, max_tokens: int) -> Request:
+def _request(number: int, vocab_size: int, max_tokens: int) -> EngineRequest:
     prompt = [(number * 31 + i) % vocab_size for i in range(32)]
-    return Request(
+    return EngineRequest(
         request_id=str(number),
         attempt=0,
         prompt=array("I", prompt).tobytes(),

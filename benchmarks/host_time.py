@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from support.engines import runner_info
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import EngineSampling
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.request import Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.models.base import ForwardOutput
 from penstock_shard.scheduler.step_budget import SchedulerLimits
@@ -93,7 +93,7 @@ def measure_us(rows: int, fields: Mapping[str, Any], steps: int) -> float:
     others = {name: value for name, value in fields.items() if name != "sampling"}
     for number in range(rows):
         prompt = array("I", [(number * 31 + i) % _VOCABULARY for i in range(16)])
-        request = Request(
+        request = EngineRequest(
             request_id=str(number),
             attempt=0,
             prompt=prompt.tobytes(),

@@ -27,11 +27,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import EngineSampling
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.request import Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.worker.base import Runner
@@ -139,7 +139,7 @@ def engine_contender(runner: Runner, config: ShardConfig, args: argparse.Namespa
     def generate(prompts: Prompts) -> None:
         for i, prompt in enumerate(prompts):
             engine.submit(
-                Request(
+                EngineRequest(
                     request_id=str(i),
                     attempt=0,
                     prompt=array("I", prompt).tobytes(),

@@ -34,11 +34,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import msgspec
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import EngineSampling, Objective
 from penstock_shard.config import ShardConfig
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.request import Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.worker.base import Runner
@@ -81,7 +81,7 @@ def _make_model(directory: Path, args: argparse.Namespace) -> Path:
 class Timeline:
     """The monotonic times at which a request and its tokens came."""
 
-    request: Request
+    request: EngineRequest
     arrived_s: float
     times_s: list[float] = field(default_factory=list)
 
@@ -101,7 +101,7 @@ _AGING_S = 60.0
 def serve(
     runner: Runner,
     limits: SchedulerLimits,
-    arrivals: Sequence[tuple[float, Request]],
+    arrivals: Sequence[tuple[float, EngineRequest]],
     max_queued: int = 10**9,
     aging_s: float = 600.0,
 ) -> list[Timeline]:
@@ -130,8 +130,8 @@ def serve(
     return list(timelines.values())
 
 
-def _request(name: str, rng: random.Random, vocab: int, prompt: int, output: int) -> Request:
-    return Request(
+def _request(name: str, rng: random.Random, vocab: int, prompt: int, output: int) -> EngineRequest:
+    return EngineRequest(
         request_id=name,
         attempt=0,
         prompt=array("I", [rng.randrange(3, vocab) for _ in range(prompt)]).tobytes(),
@@ -140,7 +140,7 @@ def _request(name: str, rng: random.Random, vocab: int, prompt: int, output: int
     )
 
 
-def _with(objective: Objective, request: Request) -> Request:
+def _with(objective: Objective, request: EngineRequest) -> EngineRequest:
     return msgspec.structs.replace(request, objective=objective)
 
 
@@ -149,7 +149,7 @@ def _limits(config: ShardConfig, args: argparse.Namespace) -> SchedulerLimits:
     return SchedulerLimits(args.max_num_seqs, tokens, config.prefill_tokens("cpu"))
 
 
-def _chat(name: str, rng: random.Random, vocab: int) -> Request:
+def _chat(name: str, rng: random.Random, vocab: int) -> EngineRequest:
     """Return a request with lengths as in chats: medians of 120 and 100 tokens."""
     prompt = min(1024, max(4, int(rng.lognormvariate(4.8, 0.8))))
     output = min(512, max(4, int(rng.lognormvariate(4.6, 0.7))))
@@ -167,7 +167,7 @@ def objectives(runner: Runner, config: ShardConfig, args: argparse.Namespace) ->
     print(f"capacity {capacity:.2f} requests/s; offering 1.3 times as many")
     for with_slo in (True, False, True, False):
         rng = random.Random(args.seed + 1)
-        arrivals: list[tuple[float, Request]] = []
+        arrivals: list[tuple[float, EngineRequest]] = []
         at_s = 0.0
         while (at_s := at_s + rng.expovariate(1.3 * capacity)) < args.seconds:
             arrivals.append((at_s, _chat(str(len(arrivals)), rng, vocab)))

@@ -27,9 +27,9 @@ from benchmarks.gpu_bench.machine import (
     stamp,
 )
 from benchmarks.gpu_bench.shapes import SHAPES, Shape, Variant
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import EngineSampling
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.request import Request
 from penstock_shard.scheduler.rows import Row, Rows
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.model_runner import ModelRunner
@@ -83,7 +83,7 @@ class Sequences:
             raise RuntimeError(f"{count} sequences of {context} tokens need more KV blocks")
         self.sequences = []
         for i in range(count):
-            request = Request(
+            request = EngineRequest(
                 request_id=str(i),
                 attempt=0,
                 prompt=array("I", rng.choices(range(info.vocab_size), k=context)).tobytes(),

@@ -7,8 +7,8 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import Pooling
-from penstock_shard.ipc.request import Request
 
 if TYPE_CHECKING:
     from penstock_proto.types import Logprobs
@@ -35,7 +35,7 @@ class Sequence:
     soon will be, in the KV cache.
     """
 
-    request: Request
+    request: EngineRequest
     # An array takes 4 bytes a token; a list would take about 40.
     token_ids: array[int]
     num_prompt_tokens: int
@@ -71,7 +71,7 @@ class Sequence:
     num_accepted_drafts: int = 0
 
     @classmethod
-    def of(cls, request: Request, adapter_index: int = 0) -> Sequence:
+    def of(cls, request: EngineRequest, adapter_index: int = 0) -> Sequence:
         token_ids = array("I", request.prompt + request.output)
         num_prompt_tokens = request.num_prompt_tokens
         num_delivered = len(token_ids) - num_prompt_tokens

@@ -588,7 +588,7 @@ from pathlib import Path
 import psutil
 from penstock_shard.structured_output.checker import ConstraintChecker
 from penstock_shard.config import ConstraintLimits
-from penstock_shard.ipc.request import Constraint
+from penstock_proto.types import Constraint
 
 async def main():
     checker = ConstraintChecker(ConstraintLimits(timeout_s=600.0, memory_bytes=2**28))

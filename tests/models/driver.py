@@ -12,9 +12,9 @@ import msgspec
 from support.engines import packed
 from support.plans import batch_of
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import EngineSampling
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.request import Request
 from penstock_shard.model_loader.load_model_runner import load_model_runner
 from penstock_shard.scheduler.rows import Row
 from penstock_shard.sequence import Sequence
@@ -51,7 +51,7 @@ def make_sequence(
     **fields: Any,
 ) -> Sequence:
     fields = {"request_id": "test"} | fields
-    request = Request(
+    request = EngineRequest(
         attempt=0,
         prompt=packed(prompt),
         sampling=sampling,

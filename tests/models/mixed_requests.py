@@ -11,10 +11,10 @@ from models.driver import make_sequence
 from models.sampling_reference import KINDS
 from support.engines import with_blocks
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import EngineSampling, RequestOutput
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.request import Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.scheduler import Scheduler
 from penstock_shard.scheduler.step_budget import SchedulerLimits
@@ -26,7 +26,7 @@ VOCABULARY = 384
 STOP_IDS = frozenset(range(12))
 
 
-def mixed_requests(seed: int, count: int = 24) -> list[Request]:
+def mixed_requests(seed: int, count: int = 24) -> list[EngineRequest]:
     """Greedy ones and each kind of sampling; some want log-probabilities, also of the prompt."""
     rng = random.Random(seed)
     fields = [dict(kind) for kind in KINDS.values()] + [{"temperature": 0.0}] * 6
@@ -55,7 +55,7 @@ def mixed_requests(seed: int, count: int = 24) -> list[Request]:
 
 def serve(
     runner: Runner,
-    requests: list[Request],
+    requests: list[EngineRequest],
     *,
     num_blocks: int,
     max_num_seqs: int = 7,

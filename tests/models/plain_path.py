@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import EngineSampling, FinishReason, RequestOutput
 from penstock_shard.attention.base import AttentionBatch, LayerSpec
 from penstock_shard.attention.cache_groups import cache_layout
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.models.base import ForwardOutput, ImageInputs
@@ -108,7 +108,7 @@ class World:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, RequestOutput] = {}
 
-    def run(self, requests: abc.Iterable[Request]) -> None:
+    def run(self, requests: abc.Iterable[EngineRequest]) -> None:
         """Submit one in each step, until all have ended."""
         waiting = list(requests)[::-1]
         while waiting or self.engine.has_work:
@@ -125,15 +125,15 @@ class World:
                 self.ends[output.request_id] = output
 
 
-def make_request(name: str, prompt: abc.Sequence[int], **fields: Any) -> Request:
+def make_request(name: str, prompt: abc.Sequence[int], **fields: Any) -> EngineRequest:
     sampling = EngineSampling(**fields.pop("sampling", {"temperature": 0.0}))
     fields.setdefault("max_tokens", 12)
-    return Request(
+    return EngineRequest(
         request_id=name, attempt=0, prompt=array("I", prompt).tobytes(), sampling=sampling, **fields
     )
 
 
-def expected_of(request: Request) -> list[int]:
+def expected_of(request: EngineRequest) -> list[int]:
     """Its tokens, computed alone and one at a time."""
     sampler = Sampler()
     sequence = Sequence.of(request)
@@ -150,7 +150,7 @@ def expected_of(request: Request) -> list[int]:
     return token_ids[num_prompt_tokens:].tolist()
 
 
-def mixed_requests() -> list[Request]:
+def mixed_requests() -> list[EngineRequest]:
     requests = []
     for number in range(12):
         prompt = [(number * 7 + i * i) % VOCABULARY for i in range(1 + 5 * number)]
@@ -160,7 +160,7 @@ def mixed_requests() -> list[Request]:
     return requests
 
 
-def check(world: World, requests: abc.Sequence[Request]) -> None:
+def check(world: World, requests: abc.Sequence[EngineRequest]) -> None:
     """Each has the tokens that it has alone, and one end."""
     for request in requests:
         expected = expected_of(request)

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from support.engines import packed
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import EngineSampling
-from penstock_shard.ipc.request import Request
 from penstock_shard.sequence import Sequence
 
 # For these and 24 ids, every kind of request draws otherwise than a plain one.
@@ -75,7 +75,7 @@ def sampling_request(
     logprob_token_ids: abc.Sequence[int] = (),
     **sampling: Any,
 ) -> Sequence:
-    request = Request(
+    request = EngineRequest(
         request_id="test",
         attempt=0,
         prompt=packed(prompt),

@@ -27,6 +27,7 @@ from support.drafters import FickleOracle, Oracle, named
 from support.engines import make_request, packed, runner_info
 from torch import Tensor
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.types import (
     Constraint,
@@ -35,7 +36,6 @@ from penstock_proto.types import (
     RequestOutput,
     ThinkingBudget,
 )
-from penstock_shard.ipc.request import Request
 from penstock_shard.models.base import ForwardOutput
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.structured_output.matcher_state import MaskFiller
@@ -90,14 +90,14 @@ def _hold(fails: Callable[[], bool]) -> None:
 class _Caller:
     """One request, which its caller takes up again until it ends by itself."""
 
-    request: Request
+    request: EngineRequest
     output: list[int] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     attempt: int = -1
     is_live: bool = False
     ending: RequestOutput | None = None
 
-    def next_attempt(self) -> Request:
+    def next_attempt(self) -> EngineRequest:
         self.attempt += 1
         self.is_live = True
         return msgspec.structs.replace(
@@ -134,7 +134,7 @@ class _Caller:
         )
 
 
-def _request(name: str, rng: random.Random) -> Request:
+def _request(name: str, rng: random.Random) -> EngineRequest:
     kind = dict(rng.choice([*KINDS.values(), {"temperature": 0.0}]))
     min_tokens = kind.pop("min_tokens", 0) or rng.choice([0, 0, 12])
     stop_ids = {*kind.pop("stop_token_ids", ()), *rng.choice([(), (rng.randrange(40),)])}
@@ -193,7 +193,7 @@ def _step(engine: ConstrainedEngine, callers: dict[str, _Caller]) -> None:
         callers[output.request_id].take(output)
 
 
-def _alone(request: Request) -> _Caller:
+def _alone(request: EngineRequest) -> _Caller:
     caller, engine = _Caller(msgspec.structs.replace(request, hand_back=False)), _engine()
     engine.under_test.engine.submit(caller.next_attempt())
     while caller.is_live:

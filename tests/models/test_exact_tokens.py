@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 from support.budget import budget, in_soak, seeded
 from support.engines import packed
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import EngineSampling, RequestOutput
 from penstock_shard.checkpoint.gguf_files import unfold
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.request import Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.models.cuda_graphs import GraphedModel
 from penstock_shard.scheduler.step_budget import SchedulerLimits
@@ -59,8 +59,8 @@ class _Asked:
     logprobs: int
     prompt_logprobs: int | None
 
-    def request(self, name: str) -> Request:
-        return Request(
+    def request(self, name: str) -> EngineRequest:
+        return EngineRequest(
             request_id=name,
             attempt=0,
             prompt=packed(self.prompt),

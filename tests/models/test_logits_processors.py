@@ -11,8 +11,8 @@ import torch
 from models.driver import make_sequence
 from torch import Tensor
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import EngineSampling
-from penstock_shard.ipc.request import Request
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.base import RowResult
 from penstock_shard.worker.logits_processors.apply import LogitsShaping
@@ -39,7 +39,7 @@ class _Taken(LogitsState):
 class _NeverTwice(LogitsProcessor[_Taken]):
     """A token is drawn once, by requests that give a number of log-probabilities."""
 
-    def wants(self, request: Request) -> bool:
+    def wants(self, request: EngineRequest) -> bool:
         return request.logprobs is not None
 
     def begin(self, sequence: Sequence) -> _Taken:

@@ -29,10 +29,10 @@ from penstock_client.load_balancing.base import (
 )
 from penstock_client.load_balancing.held_pieces import HeldPieces
 from penstock_client.load_balancing.prefill_rate import PrefillRate
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.facts import ClassLoad
 from penstock_proto.types import GenerationRequest, Objective, RequestOutput
 from penstock_shard.ipc.messages import Inbox, Retention
-from penstock_shard.ipc.request import Request
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 from penstock_shard.sequence import Sequence as EngineSequence
 from penstock_shard.server.live_requests import ClassLoads, Route
@@ -182,7 +182,7 @@ class _Shard:
         # Tokens whose blocks it was given at the start.
         self.held_tokens = 0
         # Waits for the step in progress, whose outputs come when it is over.
-        self.inbox: list[Request] = []
+        self.inbox: list[EngineRequest] = []
         self.outputs: list[RequestOutput] = []
         self.routes: dict[str, Route] = {}
         self.classes = ClassLoads()
@@ -210,7 +210,7 @@ class _Shard:
         ]
         return _Load(loads or [of_all], load.computed_tokens_total, load.steps_seconds_total)
 
-    def receive(self, request: Request, now_s: float) -> None:
+    def receive(self, request: EngineRequest, now_s: float) -> None:
         """Take a request as a server does."""
         name, tokens = request.request_id, request.num_tokens
         route = Route(name, 1, lambda output: None, tokens, request.priority, now_s)

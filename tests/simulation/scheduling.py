@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from support.engines import runner_info
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import RequestOutput
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.step_budget import SchedulerLimits
@@ -42,7 +42,7 @@ def linear_cost(
 class Timeline:
     """What one request went through, in seconds of the simulated clock."""
 
-    request: Request
+    request: EngineRequest
     sequence: Sequence
     arrived_s: float
     token_times_s: list[float] = field(default_factory=list)
@@ -130,7 +130,7 @@ class Simulation:
         self.refused = 0
         self._max_queued = max_queued_requests
 
-    def run(self, arrivals: Iterable[tuple[float, Request]]) -> list[Timeline]:
+    def run(self, arrivals: Iterable[tuple[float, EngineRequest]]) -> list[Timeline]:
         """Until all have ended. `arrivals` are seconds from now."""
         start_s = self.runner.now_s
         ahead = [(start_s + at_s, number, request) for number, (at_s, request) in
@@ -145,7 +145,7 @@ class Simulation:
             self._note(self.engine.step())
         return list(self.timelines.values())
 
-    def submit(self, request: Request, at_s: float = 0.0) -> None:
+    def submit(self, request: EngineRequest, at_s: float = 0.0) -> None:
         if self._max_queued is not None and self.scheduler.num_waiting >= self._max_queued:
             self.refused += 1
             return

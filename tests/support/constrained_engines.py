@@ -7,11 +7,11 @@ import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import Constraint, RequestOutput
 from penstock_shard.engine.create_engine import create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.engine.matchers import PendingMatchers
-from penstock_shard.ipc.request import Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.slow_masks import SlowMasks
 from penstock_shard.scheduler.step_budget import SchedulerLimits
@@ -55,7 +55,7 @@ class ConstrainedEngine:
         engine = Engine(runner, scheduler, blocks, matchers=self.matchers)
         self.under_test = EngineUnderTest(engine, scheduler, blocks, [])
 
-    def run(self, *requests: Request) -> dict[str, list[RequestOutput]]:
+    def run(self, *requests: EngineRequest) -> dict[str, list[RequestOutput]]:
         """Everything that is said of these, once all have ended."""
         engine = self.under_test.engine
         for request in requests:
@@ -93,7 +93,7 @@ def constrained(
     stop_token_ids: Sequence[int] = EOS_IDS,
     min_tokens: int = 0,
     reluctant: Sequence[int] = (),
-) -> Request:
+) -> EngineRequest:
     return make_request(
         request_id,
         [101, 102, 103 + seed % 50],

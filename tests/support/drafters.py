@@ -6,13 +6,13 @@ import random
 from collections import abc
 from collections.abc import Callable, Mapping
 
-from penstock_shard.ipc.request import Request
+from penstock_proto.engine_request import EngineRequest
 from penstock_shard.sequence import Sequence
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from support.engines import EOS_ID
 
 # What a request's output will be, deliveries of earlier attempts included.
-Foresight = Callable[[Request], abc.Sequence[int]]
+Foresight = Callable[[EngineRequest], abc.Sequence[int]]
 
 
 def named(outputs: Mapping[str, abc.Sequence[int]]) -> Foresight:

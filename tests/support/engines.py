@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.facts import EmbeddingDefaults
 from penstock_proto.types import EngineSampling, Pooling, RequestOutput
 from penstock_shard.engine.block_moves import BlockMoves
 from penstock_shard.engine.create_engine import create_moves, create_scheduler
 from penstock_shard.engine.engine import Engine
 from penstock_shard.ipc.messages import FromBlocks
-from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import CacheGroup, RunnerInfo, pools_for
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.arena import Arena
@@ -190,8 +190,8 @@ def make_request(
     pooling: Pooling | None = None,
     allowed_token_ids: abc.Sequence[int] = (),
     **fields: Any,
-) -> Request:
-    return Request(
+) -> EngineRequest:
+    return EngineRequest(
         request_id=request_id,
         attempt=attempt,
         prompt=packed(prompt),

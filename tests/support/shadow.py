@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from penstock_shard.ipc.request import Request
+from penstock_proto.engine_request import EngineRequest
 from penstock_shard.worker.base import Batch, RowResult, Runner, StepOutOfMemory
 
 # What a place holds: the token there and, as a number, all tokens before it; and for which group.
@@ -18,7 +18,7 @@ _Content = tuple[int, int, int] | None
 class _Held:
     """The sequence in a slot, by what was told of it and what came of its rows."""
 
-    request: Request
+    request: EngineRequest
     token_ids: list[int]
     # For each cache group.
     block_ids: list[list[int]] = field(default_factory=list)
@@ -79,7 +79,7 @@ class ShadowRunner:
         # By slot.
         self.held: dict[int, _Held] = {}
         self.num_slots = 0
-        self.released: list[Request] = []
+        self.released: list[EngineRequest] = []
 
     def launch(self, batch: Batch) -> None:
         for each in batch.admitted:

@@ -1,6 +1,7 @@
-"""Messages between processes: msgpack behind its length, which is told twice.
+"""Messages between processes: msgpack after its length, which is sent twice.
 
-The second time all bits are turned: what is no message of ours is noticed, and not waited for.
+The second length has all bits inverted, so that a receiver notices a wrong length and does not wait
+for bytes that never come.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode_frame(message: Any) -> bytes:
-    """A message with its length before it."""
+    """Encode a message, with its length before it."""
     body = _encoder.encode(message)
     return _HEADER.pack(len(body), len(body) ^ _ALL_BITS) + body
 
 
 def receive_frame(read: Callable[[int], bytes]) -> bytes | None:
-    """The next message's msgpack; None when the other end is gone, or sent what is none.
+    """Return the next message's msgpack; None if the other end is gone or sent something else.
 
-    `read` gives as many bytes as it is asked for, and fewer at the end only: as `exactly` does.
+    `read` returns as many bytes as it is asked for, and fewer only at the end, as `exactly` does.
     """
     header = read(HEADER_BYTES)
     length = decode_header(header) if len(header) == HEADER_BYTES else None
@@ -48,7 +49,7 @@ def receive_frame(read: Callable[[int], bytes]) -> bytes | None:
 
 
 def exactly(connection: socket.socket) -> Callable[[int], bytes]:
-    """Reads from a blocking socket, for `receive_frame`."""
+    """Make a `read` for `receive_frame` from a blocking socket."""
 
     def read(count: int) -> bytes:
         data = bytearray()
@@ -66,7 +67,7 @@ def exactly(connection: socket.socket) -> Callable[[int], bytes]:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """As `receive_frame` does."""
+    """Return what `receive_frame` returns."""
     try:
         length = decode_header(await reader.readexactly(HEADER_BYTES))
         return None if length is None else await reader.readexactly(length)
@@ -75,7 +76,7 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
 
 
 def decode_header(header: bytes) -> int | None:
-    """The length of the message behind a header; None if it is not one."""
+    """Return the length of the message that follows a header; None if it is no header."""
     length, turned = _HEADER.unpack(header)
     if length ^ turned == _ALL_BITS:
         return int(length)

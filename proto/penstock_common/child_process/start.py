@@ -32,7 +32,7 @@ class ChildProcess:
     writer: asyncio.StreamWriter
     kill: Callable[[], None]
     wait: Callable[[], Awaitable[int]]
-    # Of its other sockets.
+    # The streams of its other sockets.
     more: Sequence[Streams] = ()
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.types import Error, FinishReason, RequestOutput
 from penstock_shard.engine.finish import (
@@ -25,7 +26,6 @@ from penstock_shard.engine.finish import (
 )
 from penstock_shard.engine.next_turns import NextTurns
 from penstock_shard.ipc.messages import Inbox, Load
-from penstock_shard.ipc.request import Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.scheduler.scheduler import Scheduler
 from penstock_shard.sequence import Sequence, SequenceState
@@ -111,7 +111,7 @@ class Engine:
             parts.append(max(0.0, self._next_turns.due_at_s - self._clock()))
         return min((due_s for due_s in parts if due_s is not None), default=None)
 
-    def submit(self, request: Request, adapter_index: int = 0) -> None:
+    def submit(self, request: EngineRequest, adapter_index: int = 0) -> None:
         """Take a request. If its id is in use, the higher attempt ends the lower one.
 
         `adapter_index` is 0 without an adapter.

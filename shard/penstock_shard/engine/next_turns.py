@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import EngineSampling
 from penstock_shard.ipc.messages import Retention
-from penstock_shard.ipc.request import Request
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_cache.prefix_tree import Prefix
 from penstock_shard.kv_cache.retention import Ended
@@ -63,7 +63,7 @@ class NextTurns:
             if len(self._hints) < _MOST_HINTS:
                 self._hints.append((now_s, hint))
 
-    def advance(self, now_s: float, *, may_load: bool) -> Iterator[Request]:
+    def advance(self, now_s: float, *, may_load: bool) -> Iterator[EngineRequest]:
         """Follow some hints, and release prefixes at their times. If `may_load`, yield a request
         that only loads the next prefix.
         """
@@ -114,13 +114,13 @@ class NextTurns:
         return has_disk or any(max(prefix.slots) >= 0 for prefix in lacking)
 
 
-def _request(ended: Ended) -> Request:
+def _request(ended: Ended) -> EngineRequest:
     prompt = array("I")
     for prefix in reversed(list(ended.prefix.chain())):
         prompt.extend(prefix.token_ids)
     # A fetch leaves out a prompt's last token, so add one.
     prompt.append(0)
-    return Request(
+    return EngineRequest(
         # An id that no client uses.
         request_id=f"ahead-{uuid.uuid4().hex}",
         attempt=0,

@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock_common.child_process.framing import encode_frame, exactly, read_frame, receive_frame
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.facts import Adapter
 from penstock_proto.types import Error, RequestOutput, Retain
 from penstock_shard.config import ShardConfig
@@ -28,7 +29,6 @@ from penstock_shard.ipc.block_messages import (
     FetchOver,
     InboundSlots,
 )
-from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Inbox(msgspec.Struct, array_like=True, tag="inbox"):
     aborts (a request id and its attempt), then changes of adapters, then what is about blocks.
     """
 
-    requests: list[Request]
+    requests: list[EngineRequest]
     aborts: list[tuple[str, int]]
     adapter_changes: list[AdapterChange] = []
     exports: list[Export] = []

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock_shard.ipc.request import Request
+from penstock_proto.engine_request import EngineRequest
 from penstock_shard.kv_cache.block_pool import BlockPool
 from penstock_shard.kv_cache.prefix_cache import PrefixCache
 from penstock_shard.kv_cache.prefix_tree import NO_BLOCK, Prefix
@@ -91,7 +91,7 @@ class Retention:
         """Time of the next release; None if nothing is retained."""
         return self._due[0][0] if self._due else None
 
-    def note_end(self, request: Request, prefix: Prefix) -> None:
+    def note_end(self, request: EngineRequest, prefix: Prefix) -> None:
         """Note an ended request's longest cached prefix. Forget the oldest requests while all noted
         prefixes have more blocks than the pools.
         """

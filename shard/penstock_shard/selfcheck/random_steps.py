@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import EngineSampling
-from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import CacheGroup, pools_for
 from penstock_shard.models.base import CausalModel
 from penstock_shard.models.cuda_graphs import Graphs
@@ -156,7 +156,7 @@ def in_slot(
     slot: int, sequence: RandomSequence, sampling: EngineSampling = _GREEDY, **fields: Any
 ) -> Sequence:
     """Return the sequence as the scheduler's, in a slot; `fields` are fields of its request."""
-    request = Request(
+    request = EngineRequest(
         request_id="trial",
         attempt=0,
         prompt=array("I", sequence.token_ids).tobytes(),

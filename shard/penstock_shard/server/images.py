@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from penstock_common.image_digest import DIGEST_BYTES, begin_digest
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.types import PromptImage, RequestOutput
 from penstock_shard.ipc.messages import ImageDrop, ImagePiece
-from penstock_shard.ipc.request import Request
 from penstock_shard.server.validation import Refusal
 
 # Image processors refuse longer sides, or make a single row of patches.
@@ -102,7 +102,7 @@ class EngineImages:
             self.num_bytes -= incoming.num_bytes
 
     def hold(
-        self, request: Request, deliver: Callable[[RequestOutput], None]
+        self, request: EngineRequest, deliver: Callable[[RequestOutput], None]
     ) -> Callable[[RequestOutput], None]:
         """Keep a request's images until its last output is delivered. Raises `Refusal` if one is
         missing or has another size.

@@ -7,15 +7,15 @@ from collections import abc
 
 import numpy as np
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.types import EmbeddingRequest, Error, FinishReason, RequestOutput
-from penstock_shard.ipc.request import Request
 from penstock_shard.server.supervisor import EngineSupervisor
 from penstock_shard.server.validation import Refusal
 
 
 async def last_outputs(
-    engine: EngineSupervisor, requests: abc.Sequence[Request]
+    engine: EngineSupervisor, requests: abc.Sequence[EngineRequest]
 ) -> list[RequestOutput]:
     """Return the last output of each request, in order. Cancellation aborts the live requests.
 

@@ -20,12 +20,12 @@ from penstock_common.child_process.framing import encode_frame
 from penstock_common.child_process.process_group import ProcessesRemain
 from penstock_common.child_process.start import ChildProcess
 from penstock_common.clock import Clock
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.limits import MAX_ID_CHARACTERS, TRIAL_TOKENS
 from penstock_proto.types import CONSTRAINT_KINDS, Constraint, Error, FinishReason, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
-from penstock_shard.ipc.request import Request
 from penstock_shard.server.adapter_changes import Loaded, ServerAdapters
 from penstock_shard.server.adapter_list import AdapterList
 from penstock_shard.server.early_aborts import EarlyAborts
@@ -156,7 +156,7 @@ class EngineSupervisor:
 
     def submit(
         self,
-        request: Request,
+        request: EngineRequest,
         deliver: Deliver,
         *,
         deadline_s: float | None = None,
@@ -192,11 +192,11 @@ class EngineSupervisor:
         else:
             self._check(route, request, request.constraint, caller)
 
-    def _hand_over(self, request: Request) -> None:
+    def _hand_over(self, request: EngineRequest) -> None:
         self._inbox.requests.append(request)
         self._schedule_flush()
 
-    def _supersede(self, present: Route, request: Request) -> None:
+    def _supersede(self, present: Route, request: EngineRequest) -> None:
         if present.checking is None and request.constraint is not None:
             # The engine gets the new attempt only after its constraint is checked, and would
             # continue the old one until then.
@@ -204,7 +204,7 @@ class EngineSupervisor:
         self._end_route(present, finish=FinishReason.ABORTED)
 
     def _check(
-        self, route: Route, request: Request, constraint: Constraint, caller: Hashable
+        self, route: Route, request: EngineRequest, constraint: Constraint, caller: Hashable
     ) -> None:
         verdict = self._checker.known(constraint)
         if verdict is None:
@@ -214,7 +214,7 @@ class EngineSupervisor:
             self._judge(route, request, constraint, verdict)
 
     async def _await_verdict(
-        self, route: Route, request: Request, constraint: Constraint, caller: Hashable
+        self, route: Route, request: EngineRequest, constraint: Constraint, caller: Hashable
     ) -> None:
         try:
             verdict = await self._checker.check(constraint, caller)
@@ -229,7 +229,9 @@ class EngineSupervisor:
             route.checking = None
             self._judge(route, request, constraint, verdict)
 
-    def _judge(self, route: Route, request: Request, constraint: Constraint, verdict: str) -> None:
+    def _judge(
+        self, route: Route, request: EngineRequest, constraint: Constraint, verdict: str
+    ) -> None:
         if verdict:
             error = Error(Code.INVALID_ARGUMENT, verdict, field=constraint.kind)
             self._end_route(route, error=error)
@@ -242,7 +244,7 @@ class EngineSupervisor:
         else:
             self._hand_over(request)
 
-    def _refusal_of(self, request: Request, suspect: bool) -> Error | None:
+    def _refusal_of(self, request: EngineRequest, suspect: bool) -> Error | None:
         if self.draining:
             return Error(Code.UNAVAILABLE, "the shard is draining")
         # A hung engine reads no messages; they would pile up here.

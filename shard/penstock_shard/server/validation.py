@@ -1,7 +1,7 @@
 """Checks a request against what the shard serves, and fills in the model's defaults.
 
-Pure functions of a submission, `RunnerInfo` and configuration; they return a `Request` or
-raise a `Refusal`.
+Pure functions of a submission, `RunnerInfo` and configuration; they return an
+`EngineRequest` or raise a `Refusal`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.facts import Adapter
 from penstock_proto.features import Asked
@@ -48,7 +49,6 @@ from penstock_proto.types import (
     ThinkingBudget,
 )
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 
 TokenIds = npt.NDArray[np.uint32]
@@ -75,7 +75,7 @@ class Refusal(Exception):
 
 def check(
     submission: Submission, info: RunnerInfo, config: ShardConfig, namespace: str = ""
-) -> Request:
+) -> EngineRequest:
     """Make the engine's request, with all defaults and with `namespace` before its id.
 
     Raises:
@@ -102,7 +102,7 @@ def check(
     stop_token_ids = frozenset((*asked.stop_token_ids, *eos))
     _check_something_is_left(asked, stop_token_ids, info.vocab_size)
     only_requested = asked.logprobs is None and asked.logprob_token_ids
-    return Request(
+    return EngineRequest(
         request_id=namespace + submission.request_id,
         attempt=attempt.number,
         prompt=_array(asked.prompt_token_ids).tobytes(),
@@ -130,7 +130,7 @@ def check(
 
 def check_prefetch(
     submission: Submission, info: RunnerInfo, config: ShardConfig, call_id: str
-) -> Request:
+) -> EngineRequest:
     """Make a request that only fetches the KV blocks of a later one. Raises as `check`."""
     checked = check(submission, info, config)
     return msgspec.structs.replace(
@@ -140,7 +140,7 @@ def check_prefetch(
 
 def check_embedding(
     asked: EmbeddingRequest, request_id: str, info: RunnerInfo, call_id: str
-) -> list[Request]:
+) -> list[EngineRequest]:
     """Make a request for each input. `call_id`, which must be unique, begins their ids.
 
     Raises:
@@ -173,8 +173,8 @@ def check_embedding(
     return [_pooled(f"{call_id}/{index}", ids, pooling) for index, ids in enumerate(inputs)]
 
 
-def _pooled(request_id: str, ids: TokenIds, pooling: Pooling) -> Request:
-    return Request(
+def _pooled(request_id: str, ids: TokenIds, pooling: Pooling) -> EngineRequest:
+    return EngineRequest(
         request_id=request_id,
         attempt=0,
         prompt=ids.tobytes(),

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from llguidance import LLMatcher
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.types import Error
-from penstock_shard.ipc.request import Request
 from penstock_shard.structured_output.compiler import Compiler, is_worn_out
 from penstock_shard.structured_output.distinct.distinct import Distinct
 from penstock_shard.structured_output.matcher_state import (
@@ -56,7 +56,7 @@ class Discarded(Exception):
 
 
 def state_after_output(
-    compiler: Compiler, request: Request, is_discarded: threading.Event
+    compiler: Compiler, request: EngineRequest, is_discarded: threading.Event
 ) -> ConstraintState:
     """The state of a request's constraint after `request.output`.
 
@@ -88,7 +88,7 @@ def state_after_output(
     return state
 
 
-def error_of(request: Request, reason: BaseException) -> Error:
+def error_of(request: EngineRequest, reason: BaseException) -> Error:
     """The error that ends a request after `state_after_output` raised `reason`."""
     assert request.constraint is not None
     kind = request.constraint.kind

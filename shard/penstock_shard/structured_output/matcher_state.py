@@ -16,7 +16,7 @@ from llguidance.numpy import (
 )
 from numpy.typing import NDArray
 
-from penstock_shard.ipc.request import Request
+from penstock_proto.engine_request import EngineRequest
 from penstock_shard.structured_output.distinct.distinct import Distinct
 from penstock_shard.structured_output.pace import SLOW_S, Pace
 from penstock_shard.structured_output.refusal import is_of_parser, reason_of
@@ -30,7 +30,7 @@ Mask = NDArray[np.int32]
 class ConstraintState:
     def __init__(
         self,
-        request: Request,
+        request: EngineRequest,
         matcher: LLMatcher,
         distinct: Distinct | None = None,
         pace: Pace | None = None,

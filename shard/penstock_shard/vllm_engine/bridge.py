@@ -8,12 +8,12 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.types import Error, FinishReason, Pooling, RequestOutput
 from penstock_shard.engine.adapter_slots import EngineAdapters
 from penstock_shard.errors import ImageUnusable, first_line
 from penstock_shard.ipc.messages import Beat, FromEngine, Inbox, Started, StepOutputs
-from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.vllm_engine.images import PromptImages
 from penstock_shard.vllm_engine.load import LoadCount
@@ -113,7 +113,7 @@ class Bridge:
             await self._core.abort(list(gone))
             self._tell([_aborted(progress) for progress in gone.values()])
 
-    async def _add(self, request: Request, group: asyncio.TaskGroup) -> None:
+    async def _add(self, request: EngineRequest, group: asyncio.TaskGroup) -> None:
         if request.pooling != self._pooling:
             self._refuse(request, _other_task(self._pooling))
             return
@@ -160,7 +160,7 @@ class Bridge:
     def _is_busy(self) -> bool:
         return any(each.is_started for each in self._known.values())
 
-    def _refuse(self, request: Request, error: Error) -> None:
+    def _refuse(self, request: EngineRequest, error: Error) -> None:
         self._tell(
             [
                 RequestOutput(

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import PromptImage
 from penstock_shard.config import ShardConfig
 from penstock_shard.device.background import lower_priority
 from penstock_shard.errors import ImageUnusable
 from penstock_shard.images.families import image_token_id, type_that_sees
 from penstock_shard.ipc.messages import Inbox
-from penstock_shard.ipc.request import Request
 
 # Types of models whose images are served.
 _SERVED = ("qwen2_vl",)
@@ -29,7 +29,7 @@ _SERVED = ("qwen2_vl",)
 # Makes the encoder's tensors, by name, from RGB8 pixels, width and height.
 _Process = Callable[[bytes, int, int], Mapping[str, Any]]
 # Makes the prompt's fields, except token ids, from the tensors of a request's images.
-_Join = Callable[[Request, Sequence[Mapping[str, Any]]], dict[str, Any]]
+_Join = Callable[[EngineRequest, Sequence[Mapping[str, Any]]], dict[str, Any]]
 
 
 def serves_images(
@@ -79,7 +79,7 @@ class PromptImages:
         for drop in message.image_drops:
             self._pixels.pop(drop.digest, None)
 
-    async def put_into(self, prompt: dict[str, Any], request: Request) -> dict[str, Any]:
+    async def put_into(self, prompt: dict[str, Any], request: EngineRequest) -> dict[str, Any]:
         """Return the prompt with the request's images. Raises ImageUnusable, which names one."""
         made = []
         for index, image in enumerate(request.images):
@@ -95,7 +95,9 @@ class PromptImages:
                 raise ImageUnusable(f"images[{index}]: {error}") from error
         return {**prompt, "type": "multimodal", **self._join(request, made)}
 
-    def _fields(self, request: Request, image: PromptImage, pixels: bytes) -> Mapping[str, Any]:
+    def _fields(
+        self, request: EngineRequest, image: PromptImage, pixels: bytes
+    ) -> Mapping[str, Any]:
         """Prepare an image for the encoder; check the number of its ids in the prompt."""
         try:
             fields = self._process(pixels, image.width, image.height)
@@ -142,7 +144,7 @@ def _join_with(dtype: Any) -> _Join:
         }
         return MultiModalKwargsItems.from_hf_inputs(tensors, kinds)["image"][0]
 
-    def join(request: Request, made: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def join(request: EngineRequest, made: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         images = request.images
         places = [PlaceholderRange(offset=each.offset, length=each.num_tokens) for each in images]
         return {

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.types import Error, FinishReason, Logprobs, RequestOutput
-from penstock_shard.ipc.request import Request
 
 _ERRORS = msgspec.json.Decoder(Error)
 _FINISH = {
@@ -24,7 +24,7 @@ _FINISH = {
 class Progress:
     """A request in the core, or one that waits for its images."""
 
-    request: Request
+    request: EngineRequest
     num_output: int
     adapter_index: int = 0
     num_scored: int = 0

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.facts import FieldBound
 from penstock_proto.types import CONSTRAINT_KINDS
-from penstock_shard.ipc.request import Request
 
 # Features that requests may use; see `server/validation.py`.
 CAPABILITIES = frozenset(
@@ -63,7 +63,7 @@ def core_id(request_id: str, attempt: int) -> str:
     return f"{request_id}/{attempt}"
 
 
-def core_request(request: Request, *, as_output: bool) -> CoreRequest:
+def core_request(request: EngineRequest, *, as_output: bool) -> CoreRequest:
     """Translate the request; `as_output` as in `sampling_of`."""
     return CoreRequest(
         core_id(request.request_id, request.attempt),
@@ -76,7 +76,7 @@ def core_request(request: Request, *, as_output: bool) -> CoreRequest:
     )
 
 
-def prompt_of(request: Request) -> dict[str, Any]:
+def prompt_of(request: EngineRequest) -> dict[str, Any]:
     """Return the prompt for vLLM's processor, with the earlier output."""
     ids = np.frombuffer(request.prompt + request.output, dtype="<u4").tolist()
     prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": ids}
@@ -85,14 +85,14 @@ def prompt_of(request: Request) -> dict[str, Any]:
     return prompt
 
 
-def grammar_of(request: Request) -> str:
+def grammar_of(request: EngineRequest) -> str:
     """Return a text for `grammars.py` with the request's constraint; "" if it has none."""
     if request.constraint is None:
         return ""
     return msgspec.json.encode(msgspec.structs.replace(request, prompt=b"")).decode()
 
 
-def sampling_of(request: Request, *, as_output: bool) -> dict[str, Any]:
+def sampling_of(request: EngineRequest, *, as_output: bool) -> dict[str, Any]:
     """Return keyword arguments of vLLM's `SamplingParams`. Earlier output counts as output if
     `as_output`, else as part of the prompt.
     """

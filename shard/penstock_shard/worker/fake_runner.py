@@ -28,9 +28,9 @@ from pathlib import Path
 import numpy as np
 
 from penstock_common.clock import Clock
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import Logprobs, Pooling
 from penstock_shard.checkpoint.adapter_files import read_adapter_files
-from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.sequence import Sequence
 from penstock_shard.structured_output.matcher_state import ConstraintState, MaskFiller, allowed_ids
@@ -62,7 +62,7 @@ _CRASH_POSITION = 9
 class _Slot:
     """The sequence in a slot. `digest` is the chained hash of its first `num_hashed` tokens."""
 
-    request: Request
+    request: EngineRequest
     token_ids: list[int]
     digest: bytes
     bad_words: BadWords
@@ -376,7 +376,7 @@ class FakeRunner:
         return count + token_id
 
 
-def _parameters(request: Request) -> bytes:
+def _parameters(request: EngineRequest) -> bytes:
     """Gather what tokens depend on besides the prompt and the output."""
     sampling = astuple(request.sampling)
     parameters = [sampling[:_NUM_FIRST], request.min_tokens]

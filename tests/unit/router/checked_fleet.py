@@ -11,10 +11,10 @@ from unit.router.router_doubles import INFO, FakeFleet
 from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_proto import codec
 from penstock_proto import shard_pb2 as pb
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import PenstockError
 from penstock_proto.types import GenerationRequest, RequestOutput
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.request import Request
 from penstock_shard.server.validation import Refusal, check
 
 RUNNER_INFO = dataclasses.replace(
@@ -25,7 +25,7 @@ RUNNER_INFO = dataclasses.replace(
 CONFIG = ShardConfig(served_model_names=(INFO.model, *INFO.model_aliases))
 
 
-def at_the_engine(request: GenerationRequest) -> Request:
+def at_the_engine(request: GenerationRequest) -> EngineRequest:
     """Over the wire and through the shard's checks; raises what the client raises."""
     message = codec.generate_request(request, "id")
     incoming = codec.submission(pb.GenerateRequest.FromString(message.SerializeToString()))
@@ -44,7 +44,7 @@ def at_the_engine(request: GenerationRequest) -> Request:
 class CheckedFleet(FakeFleet):
     """Answers from its script what a real shard would take, and refuses what it would refuse."""
 
-    submits: list[Request] = field(default_factory=list)
+    submits: list[EngineRequest] = field(default_factory=list)
 
     async def _feed(self, request: GenerationRequest, stream: GenerationStream) -> None:
         try:

@@ -29,12 +29,12 @@ from unit.router.router_doubles import (
     wordpiece_tokenizer,
 )
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import GenerationRequest
 from penstock_router.apis.openai.fields import CHAT_FIELDS, COMPLETION_FIELDS
 from penstock_router.apis.openai.other_servers import with_other_servers
 from penstock_router.apis.openai.requests import parse_chat, parse_completion
 from penstock_router.json_fields import Field, JsonObject, Use
-from penstock_shard.ipc.request import Request
 
 # Those of other servers' clients are proved in `test_other_servers.py`.
 OF_OTHERS = with_other_servers([]).keys()
@@ -88,7 +88,7 @@ COMPACT = '"x-guidance":{"whitespace_flexible":false}'
 IDS = {text: BYTE_LEVEL.encode(text, add_special_tokens=False).ids for text in (SAID, "fox")}
 
 
-def _deadline_s(request: Request) -> float:
+def _deadline_s(request: EngineRequest) -> float:
     objective = request.objective
     return 0.0 if objective is None else objective.deadline_s or 0.0
 
@@ -99,12 +99,12 @@ class Seen:
 
     answer: Answer
     requests: list[GenerationRequest]
-    submits: list[Request]
+    submits: list[EngineRequest]
     # For how many seconds KV blocks are to be retained.
     retained_s: list[float]
 
     @property
-    def engine(self) -> Request:
+    def engine(self) -> EngineRequest:
         return self.submits[0]
 
     @property

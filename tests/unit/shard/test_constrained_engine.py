@@ -25,10 +25,10 @@ from support.compilers import (
 )
 from support.constrained_engines import ConstrainedEngine, constrained, text, tokens
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.types import Constraint, FinishReason, ThinkingBudget
 from penstock_shard.engine.matchers import PendingMatchers
-from penstock_shard.ipc.request import Request
 from penstock_shard.sequence import Sequence
 from penstock_shard.structured_output.compiler import Compiler
 from penstock_shard.structured_output.following import Discarded, compiling_threads
@@ -294,7 +294,7 @@ def test_what_is_refused_once_is_refused_again() -> None:
 AMBIGUOUS = Constraint("regex", "([a-z]{2,6} ?){5,60}[.]")
 
 
-def _ambiguous(seed: int, output: abc.Sequence[int] = ()) -> Request:
+def _ambiguous(seed: int, output: abc.Sequence[int] = ()) -> EngineRequest:
     return constrained(f"r{seed}", AMBIGUOUS, seed=seed, output=output, max_tokens=60)
 
 
@@ -490,7 +490,7 @@ def test_an_output_that_is_too_much_by_itself_is_told_so_where_it_is_taken_up() 
 BEGIN, END = 600, 601
 
 
-def _thinking(max_tokens: int, *, begun: bool = True, **options: object) -> Request:
+def _thinking(max_tokens: int, *, begun: bool = True, **options: object) -> EngineRequest:
     request = constrained("r", None, max_tokens=30, **options)  # type: ignore[arg-type]
     budget = ThinkingBudget(max_tokens, BEGIN, END, begun)
     return msgspec.structs.replace(request, thinking_budget=budget)

@@ -11,11 +11,11 @@ from support.engines import VOCAB_SIZE, make_engine, make_request, packed, runne
 
 from penstock_proto import codec
 from penstock_proto import shard_pb2 as pb
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.types import EmbeddingRequest, Error, FinishReason, Pooling, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
-from penstock_shard.ipc.request import Request
 from penstock_shard.server.last_outputs import last_outputs, vector_of
 from penstock_shard.server.live_requests import Deliver
 from penstock_shard.server.shard_info import shard_info
@@ -25,7 +25,7 @@ from penstock_shard.server.validation import Refusal, check_embedding
 INFO = runner_info()
 
 
-def checked(message: pb.EmbedRequest) -> list[Request]:
+def checked(message: pb.EmbedRequest) -> list[EngineRequest]:
     read = pb.EmbedRequest.FromString(message.SerializeToString())
     return check_embedding(codec.embedding_request(read), read.request_id, INFO, "call")
 
@@ -250,7 +250,7 @@ async def test_a_full_queue_refuses_the_whole_call_at_once(
     tried: list[str] = []
     submit = supervisor.submit
 
-    def counted(request: Request, deliver: Deliver) -> None:
+    def counted(request: EngineRequest, deliver: Deliver) -> None:
         tried.append(request.request_id)
         submit(request, deliver)
 

@@ -21,11 +21,11 @@ from support.drafters import FickleOracle
 from support.engines import CACHE_GROUPS, EOS_ID, make_request, runner_info
 from support.shadow import Fails, ShadowRunner
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.types import FinishReason, Objective
 from penstock_shard.engine.create_engine import create_moves, create_scheduler
 from penstock_shard.engine.engine import Engine
-from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_transfer.arena import Arena
@@ -87,13 +87,13 @@ class ModelledEngine:
             clock=lambda: self.now_s,
             moves=self.moves,
         )
-        self.live: dict[str, Request] = {}
+        self.live: dict[str, EngineRequest] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.endings: dict[tuple[str, int], FinishReason | None] = {}
         self.may_fail = False
-        self.submitted: dict[tuple[str, int], Request] = {}
+        self.submitted: dict[tuple[str, int], EngineRequest] = {}
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: EngineRequest) -> None:
         key = (request.request_id, request.attempt)
         self.submitted[key] = request
         self.tokens[key] = []
@@ -140,7 +140,7 @@ class ModelledEngine:
             assert tokens == (expected if whole else expected[: len(tokens)]), key
 
 
-def _alone(request: Request) -> list[int]:
+def _alone(request: EngineRequest) -> list[int]:
     """What the request gives on an engine of its own."""
     copy = msgspec.structs.replace(request, request_id="alone", attempt=0)
     alone = ModelledEngine(16, 1, 256, 0)
@@ -156,9 +156,9 @@ class Foresight:
     """What a request will give, from an engine of its own."""
 
     def __init__(self) -> None:
-        self._outputs: dict[Request, list[int]] = {}
+        self._outputs: dict[EngineRequest, list[int]] = {}
 
-    def __call__(self, request: Request) -> list[int]:
+    def __call__(self, request: EngineRequest) -> list[int]:
         if request not in self._outputs:
             delivered = array("I", request.output).tolist()
             self._outputs[request] = delivered + _alone(request)

@@ -26,10 +26,10 @@ from penstock_client import (
 )
 from penstock_proto import codec
 from penstock_proto import shard_pb2 as pb
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.facts import Adapter
 from penstock_proto.types import PromptImage
 from penstock_shard.config import ShardConfig
-from penstock_shard.ipc.request import Request
 from penstock_shard.server.validation import Refusal, check
 
 CONFIG = ShardConfig(served_model_names=("one", "two"))
@@ -49,7 +49,7 @@ OF_THE_MESSAGE: dict[str, Any] = {
     "adapter_hash": "f00d",
     "model": "two",
 }
-View = Callable[[Request], Any]
+View = Callable[[EngineRequest], Any]
 
 
 def ids(data: bytes) -> list[int]:
@@ -112,9 +112,9 @@ def message_of(sent: GenerationRequest) -> pb.GenerateRequest:
     return pb.GenerateRequest.FromString(data.SerializeToString())
 
 
-def submitted(sent: GenerationRequest) -> Request:
+def submitted(sent: GenerationRequest) -> EngineRequest:
     submit = check(codec.submission(message_of(sent)), INFO, CONFIG)
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(submit), type=Request)
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(submit), type=EngineRequest)
 
 
 def test_every_field_of_a_request_is_in_a_table_here() -> None:
@@ -272,6 +272,6 @@ def test_every_part_of_a_submit_is_filled_by_some_field() -> None:
     # Of an attempt, of a continued request, and of other calls.
     others = {"request_id", "attempt", "hand_back", "kv_source", "output", "pooling"}
     others.add("only_fetches")
-    for name in set(Request.__struct_fields__) - others:
+    for name in set(EngineRequest.__struct_fields__) - others:
         assert getattr(full, name) != getattr(plain, name), name
     assert (full.request_id, full.attempt, full.hand_back) == ("id", 2, True)

@@ -15,11 +15,11 @@ from support.engines import runner_info
 from penstock_common.image_digest import image_digest
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.codec import UnreadableMessage
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.types import Error, FinishReason, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
-from penstock_shard.ipc.request import Request
 from penstock_shard.server import servicer
 from penstock_shard.server.early_aborts import EarlyAborts
 from penstock_shard.server.images import EngineImages
@@ -51,7 +51,9 @@ class Engine:
     def live_attempt(self, request_id: str) -> int | None:
         return self.live.get(request_id)
 
-    def submit(self, submit: Request, deliver: Callable[[RequestOutput], None], **how: Any) -> None:
+    def submit(
+        self, submit: EngineRequest, deliver: Callable[[RequestOutput], None], **how: Any
+    ) -> None:
         self.live[submit.request_id] = submit.attempt
         self.submitted[submit.request_id, submit.attempt] = how
         self.deliver[submit.request_id] = deliver

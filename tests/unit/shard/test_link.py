@@ -11,13 +11,13 @@ from support.engines import runner_info
 from support.scores import logprobs_of
 
 from penstock_common.child_process.framing import encode_frame
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.types import EngineSampling, Error, FinishReason, Objective, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
-from penstock_shard.ipc.request import Request
 
-REQUEST = Request(
+REQUEST = EngineRequest(
     request_id="id",
     attempt=2,
     prompt=b"\x01\x00\x00\x00",

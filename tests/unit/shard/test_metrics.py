@@ -15,12 +15,12 @@ from prometheus_client import CollectorRegistry
 from support.engines import make_engine, make_request, runner_info
 
 from penstock_common.certificates.expiry import CertificateDates
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.types import Error, FinishReason, RequestOutput, Work
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
 from penstock_shard.ipc.messages import Load, StepOutputs
-from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_transfer.arena import Arena
 from penstock_shard.kv_transfer.disk_tier import DiskTier
@@ -130,7 +130,7 @@ def test_a_step_is_the_difference_of_two_loads() -> None:
     assert value(metrics, "output_tokens_total") == 3
 
 
-def submit(request_id: str) -> Request:
+def submit(request_id: str) -> EngineRequest:
     return make_request(request_id, range(10))
 
 

@@ -11,8 +11,8 @@ from simulation.scheduling import Simulation, Timeline, linear_cost
 from support.budget import budget, seeded
 from support.engines import make_request
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import Objective
-from penstock_shard.ipc.request import Request
 from penstock_shard.scheduler.step_budget import SchedulerLimits
 
 # A device of which 32 decode rows take 42 ms, and a prompt of 100 tokens 90 ms.
@@ -21,9 +21,11 @@ _AGING_S = 45.0
 _SLO_S = 0.05
 
 
-def _traffic(rng: random.Random, rate: float, duration_s: float) -> list[tuple[float, Request]]:
+def _traffic(
+    rng: random.Random, rate: float, duration_s: float
+) -> list[tuple[float, EngineRequest]]:
     """Poisson arrivals with lengths as chats have them."""
-    arrivals: list[tuple[float, Request]] = []
+    arrivals: list[tuple[float, EngineRequest]] = []
     at_s = rng.expovariate(rate)
     while at_s < duration_s:
         prompt = min(1024, max(4, int(rng.lognormvariate(4.8, 0.8))))
@@ -35,7 +37,7 @@ def _traffic(rng: random.Random, rate: float, duration_s: float) -> list[tuple[f
     return arrivals
 
 
-def _with_slo(request: Request) -> Request:
+def _with_slo(request: EngineRequest) -> EngineRequest:
     slo = Objective(seconds_between_tokens=_SLO_S)
     return msgspec.structs.replace(request, objective=slo)
 
@@ -90,7 +92,7 @@ def _longest_wait_s(timeline: Timeline) -> float:
     return max([timeline.first_token_s, *timeline.gaps_s])
 
 
-def _gaps_of_streams(long_prompt: Request | None) -> list[float]:
+def _gaps_of_streams(long_prompt: EngineRequest | None) -> list[float]:
     """Of 64 decoding streams, the longest gap before each of their tokens."""
     cost = linear_cost(step_s=0.01, decode_s=0.001, prompt_token_s=0.0008, key_s=0.5e-6)
     simulation = Simulation(SchedulerLimits(128, 2048, 512), cost)

@@ -9,11 +9,11 @@ import pytest
 from support.budget import budget, seeded
 from support.engines import make_sequence
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_shard.engine import next_turns
 from penstock_shard.engine.block_moves import BlockMoves
 from penstock_shard.engine.next_turns import NextTurns
 from penstock_shard.ipc.messages import Retention
-from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.kv_cache.block_manager import BlockManager
 from penstock_shard.kv_cache.prefix_tree import Prefix
@@ -404,7 +404,7 @@ def lose_all(blocks: BlockManager) -> None:
     blocks.forget(large)
 
 
-def advance(turns: NextTurns, now_s: float, may_load: bool = True) -> list[Request]:
+def advance(turns: NextTurns, now_s: float, may_load: bool = True) -> list[EngineRequest]:
     found = list(turns.advance(now_s, may_load=may_load))
     while turns.has_work:
         found += turns.advance(now_s, may_load=may_load)

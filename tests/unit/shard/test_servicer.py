@@ -17,11 +17,11 @@ from penstock_client import Output as ClientOutput
 from penstock_common.child_process.framing import encode_frame
 from penstock_proto import codec
 from penstock_proto import shard_pb2 as pb
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.types import Error, FinishReason, Logprobs, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages as link
-from penstock_shard.ipc.request import Request
 from penstock_shard.server import servicer
 from penstock_shard.server import supervisor as engine_supervisor
 from penstock_shard.server.early_aborts import EarlyAborts
@@ -144,7 +144,7 @@ class _Supervisor(EngineSupervisor):
         self._inbox = link.Inbox([], [])
 
 
-def _submit(request_id: str, attempt: int = 0, num_tokens: int = 3) -> Request:
+def _submit(request_id: str, attempt: int = 0, num_tokens: int = 3) -> EngineRequest:
     return make_request(request_id, range(num_tokens), attempt=attempt)
 
 

@@ -13,9 +13,9 @@ from support.budget import budget, seeded
 from support.compilers import EOS_IDS, allows, ids_of, new_compiler
 from support.constrained_engines import ConstrainedEngine, constrained, tokens
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.types import Constraint
-from penstock_shard.ipc.request import Request
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 from penstock_shard.structured_output import matcher_state, pace
 from penstock_shard.structured_output.compiler import Compiler
@@ -45,7 +45,7 @@ WORDS = Constraint("regex", "([a-f]{2,6} ?){5,30}[.]")
 # ---- Where an ambiguous grammar ends -------------------------------------------------------------
 
 
-def _ambiguous(seed: int, output: list[int] | None = None) -> Request:
+def _ambiguous(seed: int, output: list[int] | None = None) -> EngineRequest:
     return constrained(f"r{seed}", AMBIGUOUS, seed=seed, output=output or [], max_tokens=1000)
 
 

@@ -14,6 +14,7 @@ from support.drafters import FickleOracle, Oracle, always, named
 from support.engines import EOS_ID, EngineUnderTest, make_engine, make_request
 from support.plans import Plan, plan_step
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import (
     Constraint,
     EngineSampling,
@@ -23,7 +24,6 @@ from penstock_proto.types import (
     RequestOutput,
     ThinkingBudget,
 )
-from penstock_shard.ipc.request import Request
 from penstock_shard.sequence import Sequence
 from penstock_shard.spec_decode.prompt_lookup import Drafter
 
@@ -31,7 +31,7 @@ from penstock_shard.spec_decode.prompt_lookup import Drafter
 FEW = tuple(range(100, 116))
 
 
-def _request(name: str = "r", **changes: Any) -> Request:
+def _request(name: str = "r", **changes: Any) -> EngineRequest:
     request = make_request(name, range(100, 116), max_tokens=40, allowed_token_ids=FEW)
     sampling = changes.pop("sampling", {})
     if sampling:
@@ -39,7 +39,7 @@ def _request(name: str = "r", **changes: Any) -> Request:
     return msgspec.structs.replace(request, **changes)
 
 
-def _run(request: Request, drafter: Drafter | None, ahead: int = 1) -> EngineUnderTest:
+def _run(request: EngineRequest, drafter: Drafter | None, ahead: int = 1) -> EngineUnderTest:
     under_test = make_engine(drafter=drafter, max_steps_ahead=ahead)
     under_test.engine.submit(request)
     under_test.run()

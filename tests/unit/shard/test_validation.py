@@ -13,6 +13,7 @@ from support.budget import budget, seeded
 from support.engines import EOS_ID, VOCAB_SIZE, runner_info
 from support.submissions import submission
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import (
     Constraint,
     EngineSampling,
@@ -23,7 +24,6 @@ from penstock_proto.types import (
 )
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc.messages import Ready
-from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.model_loader.generation_config import usable_defaults
 from penstock_shard.server.shard_info import shard_info
@@ -32,7 +32,7 @@ from penstock_shard.server.validation import Refusal, check
 CONFIG = ShardConfig(served_model_names=("main", "alias"), max_logprobs=5, max_constraint_bytes=100)
 
 
-def _check(asked: Submission, **defaults: float) -> Request:
+def _check(asked: Submission, **defaults: float) -> EngineRequest:
     info = dataclasses.replace(runner_info(max_model_len=100), default_sampling=defaults)
     return check(asked, info, CONFIG)
 

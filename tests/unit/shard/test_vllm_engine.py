@@ -15,6 +15,7 @@ import pytest
 from support.adapters import make_adapter
 from support.submissions import submission
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.facts import EmbeddingDefaults
 from penstock_proto.limits import MAX_BAD_WORD_TOKENS
@@ -30,7 +31,6 @@ from penstock_shard.ipc.messages import (
     Started,
     StepOutputs,
 )
-from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.server.validation import Refusal, check
 from penstock_shard.vllm_engine.adapters import CoreAdapters
@@ -50,7 +50,7 @@ from penstock_shard.vllm_engine.requests import sampling_of as sampling_with
 from penstock_shard.vllm_engine.silence import BASE_S, FIRST_S, Silence
 
 
-def sampling_of(request: Request) -> dict[str, Any]:
+def sampling_of(request: EngineRequest) -> dict[str, Any]:
     return sampling_with(request, as_output=False)
 
 
@@ -87,7 +87,7 @@ def ids(*token_ids: int) -> bytes:
     return array("I", token_ids).tobytes()
 
 
-def request(**changes: Any) -> Request:
+def request(**changes: Any) -> EngineRequest:
     given: dict[str, Any] = {
         "request_id": "r",
         "attempt": 0,
@@ -96,7 +96,7 @@ def request(**changes: Any) -> Request:
         "max_tokens": 10,
         "stop_token_ids": frozenset({2}),
     }
-    return Request(**{**given, **changes})
+    return EngineRequest(**{**given, **changes})
 
 
 def given(**changes: Any) -> Any:
@@ -362,7 +362,9 @@ class Running:
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
-    async def submit(self, *requests: Request, aborts: list[tuple[str, int]] | None = None) -> None:
+    async def submit(
+        self, *requests: EngineRequest, aborts: list[tuple[str, int]] | None = None
+    ) -> None:
         self.bridge.take(Inbox(list(requests), aborts or []))
         await self.settle()
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from support.compilers import EOS_IDS, VOCAB_SIZE, ids_of, two_ended_compiler
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.types import Constraint, EngineSampling
-from penstock_shard.ipc.request import Request
 from penstock_shard.structured_output.following import compiling_threads
 from penstock_shard.structured_output.matcher_state import allowed_ids
 from penstock_shard.structured_output.refusal import ConstraintRefused
@@ -34,7 +34,7 @@ from penstock_shard.vllm_engine.requests import (
 COMPILER = two_ended_compiler()
 
 
-def constrained(regex: str, output: str = "", **changes: Any) -> Request:
+def constrained(regex: str, output: str = "", **changes: Any) -> EngineRequest:
     given: dict[str, Any] = {
         "request_id": "r",
         "attempt": 1,
@@ -45,7 +45,7 @@ def constrained(regex: str, output: str = "", **changes: Any) -> Request:
         "stop_token_ids": frozenset(EOS_IDS),
         "constraint": Constraint("regex", regex),
     }
-    return Request(**{**given, **changes})
+    return EngineRequest(**{**given, **changes})
 
 
 def allowed(grammars: Grammars, grammar: Grammar) -> set[int]:
@@ -54,7 +54,7 @@ def allowed(grammars: Grammars, grammar: Grammar) -> set[int]:
     return set(allowed_ids(rows.numpy()[1]).tolist())
 
 
-def ended(grammars: Grammars, request: Request, *token_ids: int) -> Any:
+def ended(grammars: Grammars, request: EngineRequest, *token_ids: int) -> Any:
     """What the server is told of a request that the core ends with an error."""
     given = SimpleNamespace(
         request_id="r/1",
@@ -185,7 +185,7 @@ def test_a_request_for_a_vector_brings_no_output() -> None:
 
 
 def test_output_that_stays_output_keeps_the_seed_and_whole_lengths() -> None:
-    later = Request(
+    later = EngineRequest(
         request_id="r",
         attempt=1,
         prompt=array("I", [5]).tobytes(),

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.types import EngineSampling, FinishReason, PromptImage, RequestOutput
 from penstock_shard.cli import parse_config
@@ -27,7 +28,6 @@ from penstock_shard.ipc.messages import (
     Started,
     StepOutputs,
 )
-from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.vllm_engine.bridge import Bridge
 from penstock_shard.vllm_engine.engine_arguments import engine_arguments
@@ -56,7 +56,7 @@ class Processor:
         }
 
 
-def _join(request: Request, made: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _join(request: EngineRequest, made: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"images": [each["pixel_values"] for each in made], "salt": request.cache_salt}
 
 
@@ -85,14 +85,14 @@ def placed(name: str, offset: int, num_tokens: int, size: tuple[int, int] = (8, 
     return PromptImage(digest(name).hex(), *size, offset, num_tokens)
 
 
-def request(ids: Sequence[int], *images: PromptImage, **fields: Any) -> Request:
+def request(ids: Sequence[int], *images: PromptImage, **fields: Any) -> EngineRequest:
     prompt = array("I", ids).tobytes()
     greedy = EngineSampling(temperature=0.0)
     given = {"request_id": "r", "attempt": 0, "max_tokens": 4, **fields}
-    return Request(prompt=prompt, sampling=greedy, images=images, **given)
+    return EngineRequest(prompt=prompt, sampling=greedy, images=images, **given)
 
 
-async def put_into(images: PromptImages, asked: Request) -> dict[str, Any]:
+async def put_into(images: PromptImages, asked: EngineRequest) -> dict[str, Any]:
     return await images.put_into({"type": "token", "prompt_token_ids": [1, 2]}, asked)
 
 

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 import penstock_shard.vllm_engine
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.types import EngineSampling, FinishReason
 from penstock_shard.cli import parse_config
-from penstock_shard.ipc.request import Request
 from penstock_shard.vllm_engine import touched
 from penstock_shard.vllm_engine.engine_arguments import engine_arguments
 from penstock_shard.vllm_engine.generate_core import GenerateCore
@@ -24,7 +24,7 @@ from penstock_shard.vllm_engine.outputs import Progress, read_output
 from penstock_shard.vllm_engine.requests import core_request, sampling_of
 
 ROOM = Path(penstock_shard.vllm_engine.__file__).parent
-REQUEST = Request(
+REQUEST = EngineRequest(
     request_id="r",
     attempt=0,
     prompt=b"\5\0\0\0\6\0\0\0",
@@ -117,7 +117,7 @@ def make_core() -> Any:
     return core
 
 
-def _asked(request: Request) -> Any:
+def _asked(request: EngineRequest) -> Any:
     return core_request(request, as_output=False)
 
 

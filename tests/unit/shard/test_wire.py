@@ -24,12 +24,12 @@ from penstock_client import Output as ClientOutput
 from penstock_common.child_process.framing import encode_frame
 from penstock_proto import codec
 from penstock_proto import shard_pb2 as pb
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.facts import Adapter, ClassLoad, FieldBound, ModelShape
 from penstock_proto.types import EngineSampling, Error, FinishReason, Logprobs, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.ipc import messages
-from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import CacheGroup
 from penstock_shard.server.live_requests import Route
 from penstock_shard.server.servicer import load_report
@@ -72,7 +72,7 @@ FULL = GenerationRequest(
 )
 
 
-def _at_the_engine(sent: GenerationRequest) -> Request:
+def _at_the_engine(sent: GenerationRequest) -> EngineRequest:
     """Through the message, the checks, the socket and back."""
     attempt = Attempt(2, "an engine", hand_back=True, suspect=True)
     message = codec.generate_request(sent, "id", attempt)

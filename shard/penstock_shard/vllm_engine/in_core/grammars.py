@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 from llguidance.numpy import allocate_token_bitmask
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.errors import Code
 from penstock_proto.types import Error
-from penstock_shard.ipc.request import Request
 from penstock_shard.structured_output.compiler import Compiler
 from penstock_shard.structured_output.following import (
     OutputExhausts,
@@ -28,7 +28,7 @@ from penstock_shard.structured_output.matcher_state import ConstraintState, fill
 from penstock_shard.structured_output.refusal import ConstraintRefused
 from penstock_shard.vllm_engine.requests import core_id
 
-_REQUESTS = msgspec.json.Decoder(Request)
+_REQUESTS = msgspec.json.Decoder(EngineRequest)
 
 
 class Grammar:
@@ -36,7 +36,7 @@ class Grammar:
     this engine serves no drafts.
     """
 
-    def __init__(self, state: ConstraintState, request: Request, grammars: Grammars) -> None:
+    def __init__(self, state: ConstraintState, request: EngineRequest, grammars: Grammars) -> None:
         self._state = state
         self._request = request
         self._grammars = grammars

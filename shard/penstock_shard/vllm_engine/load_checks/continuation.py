@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import EngineSampling
-from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.vllm_engine.load_checks.trials import (
     CUT,
@@ -47,7 +47,7 @@ async def find_uncontinued(core: CheckedCore, info: RunnerInfo, adapter: int = 0
     return failed
 
 
-def _trials(info: RunnerInfo, plain: list[int]) -> dict[str, Request]:
+def _trials(info: RunnerInfo, plain: list[int]) -> dict[str, EngineRequest]:
     """Return a request for each field to try; `plain` is the output without these fields. The bad
     word and the minimal length reach across the cut.
     """

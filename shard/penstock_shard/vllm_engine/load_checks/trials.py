@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_proto.types import EngineSampling
 from penstock_shard.errors import ModelError
-from penstock_shard.ipc.request import Request
 from penstock_shard.ipc.runner_info import RunnerInfo
 from penstock_shard.vllm_engine.adapters import AdaptedCore
 from penstock_shard.vllm_engine.bridge import Core
@@ -45,11 +45,11 @@ async def bounded() -> AsyncIterator[None]:
 
 def trial(
     info: RunnerInfo, name: str, sampling: EngineSampling, num_more: int = 8, **more: Any
-) -> Request:
+) -> EngineRequest:
     """Make a request with a prompt that is `num_more` tokens longer than a block."""
     size = min(info.block_size + num_more, info.max_model_len - LENGTH - 1)
     prompt = array("I", [(7 * i) % min(info.vocab_size, 97) for i in range(size)])
-    return Request(
+    return EngineRequest(
         request_id=f"check-{name}",
         attempt=0,
         prompt=prompt.tobytes(),
@@ -59,14 +59,18 @@ def trial(
     )
 
 
-def cut(request: Request, token_ids: list[int]) -> Request:
+def cut(request: EngineRequest, token_ids: list[int]) -> EngineRequest:
     """Make the request that continues `request` after `CUT` tokens."""
     output = array("I", token_ids[:CUT]).tobytes()
     return msgspec.structs.replace(request, attempt=1, output=output)
 
 
 async def run_trials(
-    core: CheckedCore, requests: Mapping[str, Request], adapter: int = 0, *, preempts: bool = False
+    core: CheckedCore,
+    requests: Mapping[str, EngineRequest],
+    adapter: int = 0,
+    *,
+    preempts: bool = False,
 ) -> dict[str, list[int]]:
     """Return the tokens of each request. If `preempts`, preempt all requests after their first
     token.
@@ -76,7 +80,11 @@ async def run_trials(
 
 
 async def run_scored(
-    core: CheckedCore, requests: Mapping[str, Request], adapter: int = 0, *, preempts: bool = False
+    core: CheckedCore,
+    requests: Mapping[str, EngineRequest],
+    adapter: int = 0,
+    *,
+    preempts: bool = False,
 ) -> dict[str, list[tuple[int, bytes]]]:
     """Run requests like `run_trials`; return each token with its log-probability's bits, if asked
     for.

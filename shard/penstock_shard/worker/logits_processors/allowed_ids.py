@@ -9,7 +9,7 @@ from collections import abc
 import numpy as np
 from torch import Tensor
 
-from penstock_shard.ipc.request import Request
+from penstock_proto.engine_request import EngineRequest
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.logits_processors.base import (
     LogitsProcessor,
@@ -42,7 +42,7 @@ class _Allowed(LogitsState):
 
 
 class AllowedIds(LogitsProcessor[_Allowed]):
-    def wants(self, request: Request) -> bool:
+    def wants(self, request: EngineRequest) -> bool:
         return bool(request.sampling.allowed_token_ids) or request.thinking_budget is not None
 
     def begin(self, sequence: Sequence) -> _Allowed:

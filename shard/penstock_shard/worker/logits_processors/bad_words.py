@@ -7,7 +7,7 @@ from collections import abc, deque
 import numpy as np
 from torch import Tensor
 
-from penstock_shard.ipc.request import Request
+from penstock_proto.engine_request import EngineRequest
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker import token_state
 from penstock_shard.worker.logits_processors.base import LogitsProcessor, LogitsState, ban
@@ -30,7 +30,7 @@ class _Tail(LogitsState):
 
 
 class BadWords(LogitsProcessor[_Tail]):
-    def wants(self, request: Request) -> bool:
+    def wants(self, request: EngineRequest) -> bool:
         return bool(request.sampling.bad_words)
 
     def begin(self, sequence: Sequence) -> _Tail:

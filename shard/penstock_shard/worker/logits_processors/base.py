@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_shard.device.async_copy import to_device
-from penstock_shard.ipc.request import Request
 from penstock_shard.sequence import Sequence
 
 
@@ -52,7 +52,7 @@ State = TypeVar("State", bound=LogitsState)
 
 class LogitsProcessor(ABC, Generic[State]):
     @abstractmethod
-    def wants(self, request: Request) -> bool:
+    def wants(self, request: EngineRequest) -> bool:
         """Tell whether the request asks for this change."""
 
     @abstractmethod

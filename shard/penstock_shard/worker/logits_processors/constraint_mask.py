@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_shard.device.async_copy import is_host, to_device
-from penstock_shard.ipc.request import Request
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.logits_processors.base import LogitsProcessor, LogitsState, index
 
@@ -48,7 +48,7 @@ class ConstraintMask(LogitsProcessor[_Constrained]):
         # Waits until the masks are filled.
         self._finish: Callable[[], None] | None = None
 
-    def wants(self, request: Request) -> bool:
+    def wants(self, request: EngineRequest) -> bool:
         return request.constraint is not None
 
     def begin(self, sequence: Sequence) -> _Constrained:

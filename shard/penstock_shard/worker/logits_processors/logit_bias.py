@@ -7,8 +7,8 @@ from collections import abc
 import numpy as np
 from torch import Tensor
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_shard.device.async_copy import to_device
-from penstock_shard.ipc.request import Request
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.logits_processors.base import LogitsProcessor, LogitsState, elements
 
@@ -21,7 +21,7 @@ class _Biased(LogitsState):
 
 
 class Bias(LogitsProcessor[_Biased]):
-    def wants(self, request: Request) -> bool:
+    def wants(self, request: EngineRequest) -> bool:
         return bool(request.sampling.logit_bias)
 
     def begin(self, sequence: Sequence) -> _Biased:

@@ -7,7 +7,7 @@ from collections import abc
 import numpy as np
 from torch import Tensor
 
-from penstock_shard.ipc.request import Request
+from penstock_proto.engine_request import EngineRequest
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.logits_processors.base import LogitsProcessor, LogitsState, ban
 
@@ -34,7 +34,7 @@ class _Short(LogitsState):
 class MinTokens(LogitsProcessor[_Short]):
     """Bans stop ids. A constraint decides for itself where they may be drawn."""
 
-    def wants(self, request: Request) -> bool:
+    def wants(self, request: EngineRequest) -> bool:
         return request.min_tokens > 0 and request.constraint is None
 
     def begin(self, sequence: Sequence) -> _Short:

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_shard.device.async_copy import to_device
-from penstock_shard.ipc.request import Request
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.logits_processors.base import LogitsProcessor, LogitsState, elements
 from penstock_shard.worker.token_state import TokenCounts, WindowCounts
@@ -50,7 +50,7 @@ class _Counted(LogitsState):
 
 
 class Penalties(LogitsProcessor[_Counted]):
-    def wants(self, request: Request) -> bool:
+    def wants(self, request: EngineRequest) -> bool:
         sampling = request.sampling
         return (
             sampling.repetition_penalty != 1.0

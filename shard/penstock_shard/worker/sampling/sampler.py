@@ -28,8 +28,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock_proto.engine_request import EngineRequest
 from penstock_shard.device.async_copy import is_host, mark, to_device, to_host
-from penstock_shard.ipc.request import Request
 from penstock_shard.sequence import Sequence
 from penstock_shard.worker.base import RowResult
 from penstock_shard.worker.logits_processors.apply import (
@@ -76,7 +76,7 @@ class Sampler:
 
     def __init__(self, shaping: LogitsShaping | None = None) -> None:
         self._shaping = LogitsShaping() if shaping is None else shaping
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, EngineRequest] = {}
         self._known = _SamplingColumns()
         self._prepared: PreparedShaping | None = None
 
@@ -287,7 +287,7 @@ class _SamplingColumns:
     def temperature(self) -> NDArray[np.float64]:
         return self._parameters[:, 0]
 
-    def admit(self, slot: int, request: Request) -> None:
+    def admit(self, slot: int, request: EngineRequest) -> None:
         if slot >= len(self._seeds):
             self._grow(max(64, 2 * slot))
         sampling = request.sampling

@@ -1,7 +1,6 @@
-"""A request: what it asks for, parsed once and never changed. No torch, no wire, no text.
+"""A request as an engine takes it: checked, and complete. A token depends on nothing else.
 
-It travels from the server process to the engine process as it is (`messages.py`), and is all that a
-token may depend on. What is known of its progress is a `sequence.Sequence`.
+A shard's server makes it of a `GenerationRequest`, whose absent fields mean the model's defaults.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from penstock_proto.types import (
 )
 
 
-class Request(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
+class EngineRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """A sequence to generate, checked, with the model's defaults filled in.
 
     With `pooling` it is an embedding request: `max_tokens` is 1, and the prompt's vector comes back
