@@ -18,15 +18,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
-from typing import Self, cast
 
 import uvloop
 
 from benchmarks.split_bench.load import lengths, sampling_fields
 from benchmarks.split_bench.steps import STEPS_VARIABLE, measure_engine
-from penstock_client import Fleet
-from penstock_client.rpc.generation_stream import GenerationStream
+from penstock_client import Fleet, FleetStream, GenerationStream, ShardState
+from penstock_client.fleet.allowed_networks import Ip
 from penstock_client.rpc.shard_client import new_request_id
 from penstock_proto import codec
 from penstock_proto.errors import NotServed, ShardFailed
@@ -95,8 +93,8 @@ class EngineThread:
             self.outputs_go_to.take_soon(message.outputs)
 
 
-class _Shard:
-    """The engine as a shard for the router: `penstock_router.fleet.ShardState`."""
+class _Shard(ShardState):
+    """The engine as a shard for the router."""
 
     address = _ADDRESS
     load = LoadReport(serving=True)
@@ -117,10 +115,9 @@ class _Shard:
         return
 
 
-class InProcessFleet:
-    """Implements `penstock_router.fleet.Fleet` on an engine in this process.
-
-    Serves only completions, without log-probabilities, masks or adapters.
+class InProcessFleet(Fleet):
+    """An engine in this process. Serves only completions, without log-probabilities, masks or
+    adapters.
     """
 
     def __init__(self, engine: EngineThread) -> None:
@@ -130,15 +127,7 @@ class InProcessFleet:
         self._loop = asyncio.get_running_loop()
         engine.outputs_go_to = self
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def close(self) -> None:
         self._engine.outputs_go_to = None
 
     @property
@@ -155,12 +144,16 @@ class InProcessFleet:
         assert self._engine.loaded is not None
         return self._engine.loaded.tokenizer_files
 
-    def submit(
-        self, request: GenerationRequest, pixels: PixelSource | None = None
-    ) -> GenerationStream:
+    def submit(self, request: GenerationRequest, pixels: PixelSource | None = None) -> FleetStream:
         """Raises `penstock_shard.server.validation.Refusal`, which the router does not know."""
         assert self._engine.loaded is not None
-        stream = GenerationStream(new_request_id(), 0, 0, self._cancel)
+        stream = FleetStream(
+            *(new_request_id(), 0, 0, self._cancel),
+            request=request,
+            _on_arrival=lambda stream, output: None,
+            _on_failure=FleetStream.end,
+            deadline_s=None,
+        )
         submission = Submission(stream.request_id, request)
         submit = check(submission, self._engine.loaded.runner.info, self._engine.config)
         self._streams[stream.request_id] = stream
@@ -174,7 +167,7 @@ class InProcessFleet:
     async def embed(self, request: EmbeddingRequest) -> list[list[float]]:
         raise NotServed("embeddings are not measured")
 
-    def add(self, address: str) -> None:
+    def add(self, address: str, ips: Sequence[Ip] = ()) -> None:
         raise ValueError("there is one engine, in this process")
 
     def remove(self, address: str) -> None:
@@ -251,7 +244,7 @@ def main() -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(_run_tokens_only(engine, num_streams, seed))
 
-    workers._fleet = lambda *_: cast(Fleet, InProcessFleet(engine))
+    workers._fleet = lambda *_: InProcessFleet(engine)
     return workers.run(router_config)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from aiohttp import HttpVersion10, HttpVersion11, web, web_urldispatcher
 
+from penstock_client import Fleet
 from penstock_common.tasks import run_lasting
 from penstock_common.tracing.spans import SpanSink
 from penstock_common.version import VERSION
@@ -32,7 +33,6 @@ from penstock_router.errors import (
     UpgradeRefused,
     log_error,
 )
-from penstock_router.fleet import Fleet
 from penstock_router.generation.event_ids import CursorCodec
 from penstock_router.generation.resumable_streams import LiveStreams
 from penstock_router.generation.tool_pauses import ToolPauses

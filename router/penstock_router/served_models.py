@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from penstock_client import Fleet
 from penstock_proto.errors import PenstockError, RequestRefused
 from penstock_proto.facts import ShardInfo
 from penstock_router.config import RouterConfig
 from penstock_router.errors import BadRequest, Unavailable, UnknownModel, unavailable_model
-from penstock_router.fleet import Fleet, state_of
+from penstock_router.shard_states import state_of
 from penstock_router.text.chat_template import (
     ChatTemplate,
     TemplateUnusable,

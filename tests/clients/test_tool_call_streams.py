@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "router"))
 
 import unit.router.router_doubles as doubles
 
-from penstock_client.rpc.generation_stream import GenerationStream
+from penstock_client import FleetStream
 from penstock_proto.types import FinishReason, GenerationRequest, Output
 from penstock_router.text.formats.registry import FORMATS
 from penstock_router.text.stop_strings import beginning
@@ -56,12 +56,11 @@ FAMILIES = sorted({each.name for each in FORMATS.values() if records_of(each.nam
 # ---- A fleet that says what was recorded -------------------------------------------------------
 
 
-class _ReadStream(GenerationStream):
+@dataclass(eq=False, repr=False)
+class _ReadStream(FleetStream):
     """Knows when its reader has taken what there is, so that nothing is merged."""
 
-    __slots__ = ("taken",)
-
-    taken: asyncio.Event
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, at_most: int | None = None) -> Output | None:
         output = super().take(at_most)
@@ -75,18 +74,10 @@ class SayingFleet(doubles.FakeFleet):
 
     tokenizer: Tokenizer | None = None
     records: Sequence[Recorded] = ()
+    stream_type = _ReadStream
 
-    def submit(self, request: GenerationRequest, pixels: object = None) -> GenerationStream:
-        self.requests.append(request)
-        request_id = f"r{len(self.requests)}"
-        stream = _ReadStream(request_id, 0, 0, self._on_cancel)
-        stream.taken = asyncio.Event()
-        task = asyncio.get_running_loop().create_task(self._say(request, stream))
-        self.running[request_id] = task
-        task.add_done_callback(lambda _: self.running.pop(request_id))
-        return stream
-
-    async def _say(self, request: GenerationRequest, stream: _ReadStream) -> None:
+    async def _feed(self, request: GenerationRequest, stream: FleetStream) -> None:
+        assert isinstance(stream, _ReadStream)
         assert self.tokenizer is not None
         prompt = self.tokenizer.decode(list(request.prompt_token_ids))
         asked = re.fullmatch(r"record (\d+), cut: (\w+)", prompt)
@@ -143,7 +134,7 @@ async def served(name: str) -> AsyncIterator[Family]:
     info = replace(doubles.INFO, max_model_len=4096, vocab_size=tokenizer.get_vocab_size())
     fleet = SayingFleet(
         doubles.model_files(tokenizer, TEMPLATE),
-        shards=[doubles.FakeShard(info)],
+        members=[doubles.FakeShard(info)],
         tokenizer=tokenizer,
         records=records,
     )

@@ -13,11 +13,10 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
+from unit.router.router_doubles import FakeFleet
 
 from penstock_common.certificates.expiry import CertificateDates
 from penstock_common.metric_aliases import SETS
-from penstock_proto.facts import LoadReport
-from penstock_router.fleet import ShardState
 from penstock_router.observe.ended_request_metrics import RequestMetrics
 from penstock_router.observe.fleet_metrics import FleetCollector
 from penstock_router.observe.key_usage import families_of
@@ -46,25 +45,10 @@ class Family:
         return (self.name,)
 
 
-class _Shard:
-    """One of a fleet."""
-
-    address = "shard"
-    info = last_info = None
-    load = LoadReport()
-    ready = True
-    connected = True
-    leaving = False
-
-
-class _Fleet:
-    shards: Sequence[ShardState] = (_Shard(),)  # type: ignore[assignment]
-
-
 def router_families() -> list[Family]:
     metrics = Metrics()
     RequestMetrics(metrics.registry)
-    fleet = FleetCollector(_Fleet(), dict)  # type: ignore[arg-type]
+    fleet = FleetCollector(FakeFleet({}), dict)
     counted = _of_registry(metrics.registry)
     return [*counted, *_of_samples(fleet.collect()), *_of_samples(families_of([]))]
 

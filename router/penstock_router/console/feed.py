@@ -17,13 +17,14 @@ from typing import Any
 
 import msgspec
 
+from penstock_client import Fleet, ShardState
 from penstock_common.tasks import run_lasting
 from penstock_proto.types import AttemptRecord
 from penstock_router.admission.admission import Admission
 from penstock_router.errors import TooManyRequests
-from penstock_router.fleet import Fleet, ShardState, describe_shard
 from penstock_router.observe.metrics import Metrics
 from penstock_router.observe.request_record import Records, RequestRecord
+from penstock_router.shard_states import describe_shard
 
 MAX_WATCHERS = 16
 _LOOK_EVERY_S = 0.25

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock_client import FleetStream
 from penstock_proto.errors import ShardFailed
 from penstock_proto.types import FinishReason, Logprobs, Output
-from penstock_router.fleet import GenerationStream
 from penstock_router.generation.answer_parser import make_parser
 from penstock_router.generation.job import Job
 from penstock_router.text.answer_pieces import Piece, PieceKind, content_of, join_pieces
@@ -98,7 +98,7 @@ class Choice:
     """A sequence of a job: turns a shard's outputs into deltas and finds its own end."""
 
     # Set once the choice is submitted.
-    stream: GenerationStream
+    stream: FleetStream
 
     def __init__(self, job: Job, index: int) -> None:
         options, prompt = job.options, job.prompt_of(index)

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from penstock_client import Fleet
 from penstock_proto.errors import Overloaded, RequestRefused, ShardFailed
 from penstock_proto.types import ConstraintKind, GenerationRequest, Output, Retain
 from penstock_router.errors import (
@@ -36,7 +37,6 @@ from penstock_router.errors import (
     as_api_error,
     unavailable_model,
 )
-from penstock_router.fleet import Fleet
 from penstock_router.generation.choice import Choice, Delta
 from penstock_router.generation.client_progress import BEGINNING, ResumePoint
 from penstock_router.generation.deltas import Deltas, ignore_output

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 
-from penstock_router.fleet import ShardState
+from penstock_client import ShardState
 
 # The request's header that names the form, and the answer's header.
 ASKED = "endpoint-load-metrics-format"

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from penstock_client import Fleet, ShardState
 from penstock_common.kv_cache_labels import KV_CACHE_HELP, KV_CACHE_LABELS, kv_cache_labels
 from penstock_proto.facts import LoadReport
-from penstock_router.fleet import Fleet, ShardState, model_of, state_of
+from penstock_router.shard_states import model_of, state_of
 
 _LABELS = ("shard", "model")
 _GAUGES: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (

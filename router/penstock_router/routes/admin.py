@@ -17,11 +17,11 @@ from typing import Any
 
 from aiohttp import web
 
+from penstock_client import Fleet, ShardState
 from penstock_client.fleet.allowed_networks import Ip, locate
 from penstock_client.fleet.discovery import check_address
 from penstock_proto.errors import PenstockError
 from penstock_router.errors import BadRequest, NotFound, Unavailable
-from penstock_router.fleet import Fleet, ShardState, describe_shard
 from penstock_router.routes.base import (
     ROUTER,
     check_admin,
@@ -29,6 +29,7 @@ from penstock_router.routes.base import (
     json_response,
     read_object,
 )
+from penstock_router.shard_states import describe_shard
 
 _POLL_S = 0.25
 

@@ -18,6 +18,7 @@ import msgspec
 from aiohttp import HttpVersion11, Payload, StreamReader, web
 from aiohttp.abc import AbstractStreamWriter
 
+from penstock_client import Fleet
 from penstock_router.admission.admission import Admission, Ticket
 from penstock_router.admission.api_keys import Key, Keys
 from penstock_router.admission.rate_limits import Charge
@@ -33,7 +34,6 @@ from penstock_router.errors import (
     TooManyRequests,
     Unauthorized,
 )
-from penstock_router.fleet import Fleet
 from penstock_router.generation.event_ids import CursorCodec
 from penstock_router.generation.resumable_streams import LiveStreams
 from penstock_router.generation.tool_pauses import ToolPauses

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from support.engines import runner_info
 from unit.router.router_doubles import INFO, FakeFleet
 
-from penstock_client.rpc.generation_stream import GenerationStream
+from penstock_client import FleetStream
 from penstock_proto import codec
 from penstock_proto import shard_pb2 as pb
 from penstock_proto.engine_request import EngineRequest
@@ -46,7 +46,7 @@ class CheckedFleet(FakeFleet):
 
     submits: list[EngineRequest] = field(default_factory=list)
 
-    async def _feed(self, request: GenerationRequest, stream: GenerationStream) -> None:
+    async def _feed(self, request: GenerationRequest, stream: FleetStream) -> None:
         try:
             self.submits.append(at_the_engine(request))
         except PenstockError as error:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from aiohttp import web
@@ -28,8 +28,8 @@ from tokenizers import (
     trainers,
 )
 
+from penstock_client import Fleet, FleetStream, GenerationStream, ShardState
 from penstock_client.fleet.allowed_networks import Ip
-from penstock_client.rpc.generation_stream import GenerationStream
 from penstock_proto.errors import InvalidRequest, NoShardAvailable, NotServed, PenstockError
 from penstock_proto.facts import EmbeddingDefaults, LoadReport, ShardInfo, ShardLimits
 from penstock_proto.types import (
@@ -211,7 +211,7 @@ INFO = ShardInfo(
 
 
 @dataclass
-class FakeShard:
+class FakeShard(ShardState):
     info: ShardInfo | None = INFO
     connected: bool = True
     ready: bool = True
@@ -237,12 +237,12 @@ def hashed_tokens(request: GenerationRequest) -> list[int | PenstockError]:
 
 
 @dataclass
-class FakeFleet:
-    """Feeds real `GenerationStream`s from a script, in bundles of `bundle` tokens a step."""
+class FakeFleet(Fleet):
+    """Feeds real `FleetStream`s from a script, in bundles of `bundle` tokens a step."""
 
     files: Mapping[str, bytes]
     script: Script = hashed_tokens
-    shards: list[FakeShard] = field(default_factory=lambda: [FakeShard()])
+    members: list[FakeShard] = field(default_factory=lambda: [FakeShard()])
     bundle: Callable[[], int] = lambda: 1
     step_s: float = 0.0
     requests: list[GenerationRequest] = field(default_factory=list)
@@ -256,6 +256,11 @@ class FakeFleet:
     # Requests beyond this many are refused at submit with `refusal`.
     accepts: int = 10**9
     running: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    stream_type: ClassVar[type[FleetStream]] = FleetStream
+
+    @property
+    def shards(self) -> list[FakeShard]:
+        return self.members
 
     async def wait_changed(self) -> None:
         """Tests change its shards without a word, so it looks."""
@@ -285,22 +290,26 @@ class FakeFleet:
     def remove(self, address: str) -> None:
         self.shards[:] = [shard for shard in self.shards if shard.address != address]
 
-    def submit(
-        self, request: GenerationRequest, pixels: PixelSource | None = None
-    ) -> GenerationStream:
+    def submit(self, request: GenerationRequest, pixels: PixelSource | None = None) -> FleetStream:
         if self.refusal is not None and len(self.requests) >= self.accepts:
             raise self.refusal
         self.info(request.model)
         self.requests.append(request)
         request_id = f"r{len(self.requests)}"
-        stream = GenerationStream(request_id, 0, 0, self._on_cancel)
+        stream = self.stream_type(
+            *(request_id, 0, 0, self._on_cancel),
+            request=request,
+            _on_arrival=lambda stream, output: None,
+            _on_failure=FleetStream.end,
+            deadline_s=None,
+        )
         stream.fingerprints = [INFO.numerics_fingerprint]
         task = asyncio.get_running_loop().create_task(self._feed(request, stream))
         self.running[request_id] = task
         task.add_done_callback(lambda _: self.running.pop(request_id))
         return stream
 
-    def retain(self, stream: GenerationStream, retain: Retain) -> bool:
+    def retain(self, stream: FleetStream, retain: Retain) -> bool:
         self.retained.append((stream.request_id, retain))
         return True
 
@@ -337,7 +346,7 @@ class FakeFleet:
         self.cancelled.append(stream.request_id)
         self.running[stream.request_id].cancel()
 
-    async def _feed(self, request: GenerationRequest, stream: GenerationStream) -> None:
+    async def _feed(self, request: GenerationRequest, stream: FleetStream) -> None:
         eos = frozenset() if request.ignore_eos else frozenset(INFO.eos_token_ids)
         stops = eos | set(request.stop_token_ids)
         tokens = list(self.script(request))

@@ -184,7 +184,7 @@ class HungShard(FakeShard):
 
 
 async def test_a_shard_that_does_not_answer_keeps_no_operator_waiting() -> None:
-    fleet = FakeFleet({}, shards=[HungShard()])
+    fleet = FakeFleet({}, members=[HungShard()])
     async with memory_router(fleet, admin_key="operator", stall_timeout_s=0.05) as router:
         async with asyncio.timeout(30):
             answer = await router.request("POST", "/admin/shards/fake:1/drain", headers=KEY)

@@ -142,7 +142,7 @@ SESSION = (
 
 def fleet_of(tokenizer: Tokenizer, template: str | None = None) -> FakeFleet:
     files = model_files(tokenizer) if template is None else model_files(tokenizer, template)
-    return FakeFleet(files, shards=[FakeShard(info=replace(INFO, max_model_len=CONTEXT))])
+    return FakeFleet(files, members=[FakeShard(info=replace(INFO, max_model_len=CONTEXT))])
 
 
 @pytest.fixture

@@ -169,7 +169,7 @@ async def test_a_watcher_is_told_of_the_fleet_at_once() -> None:
         FakeShard(address="fake:4", ready=False, load=LoadReport("four", draining=True)),
     ]
     async with (
-        memory_router(replace(fleet(), shards=shards), workers=4, worker=2) as router,
+        memory_router(replace(fleet(), members=shards), workers=4, worker=2) as router,
         watching(router) as watcher,
     ):
         seen = await watcher.next("fleet")

@@ -36,7 +36,7 @@ def fleet(byte_level: Tokenizer) -> FakeFleet:
     info = replace(
         INFO, embedding=EmbeddingDefaults(pooling=Pooling.LAST, normalize=True, size=SIZE)
     )
-    return FakeFleet(model_files(byte_level), shards=[FakeShard(info)])
+    return FakeFleet(model_files(byte_level), members=[FakeShard(info)])
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ async def test_an_answer_that_would_be_too_long_is_refused(fleet: FakeFleet) -> 
 
 async def test_a_model_without_sensible_embeddings_says_so(byte_level: Tokenizer) -> None:
     shard = FakeShard(replace(INFO, embedding=None, capabilities=frozenset()))
-    async with memory_router(FakeFleet(model_files(byte_level), shards=[shard])) as router:
+    async with memory_router(FakeFleet(model_files(byte_level), members=[shard])) as router:
         refused = await embed(router)
         assert (refused.status, refused.error["param"]) == (400, "model")
         assert "--embeddings" in refused.error["message"]

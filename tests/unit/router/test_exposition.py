@@ -64,7 +64,7 @@ async def test_a_shard_that_is_gone_has_a_state_and_no_numbers() -> None:
         address="here:1", load=LoadReport(running=3, num_blocks=8, referenced_blocks=2)
     )
     gone = FakeShard(address="gone:1", ready=False, info=None, connected=False)
-    fleet = FakeFleet({}, shards=[here, gone])
+    fleet = FakeFleet({}, members=[here, gone])
     text = (await Exposition(Metrics(), FleetCollector(fleet, dict)).text()).decode()
     labels = f'model="{INFO.model}",shard="here:1"'
     assert f"penstock_router_shard_running{{{labels}}} 3.0" in text

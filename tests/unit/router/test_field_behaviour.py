@@ -322,7 +322,7 @@ async def unbounded(byte_level: Tokenizer) -> AsyncIterator[MemoryRouter]:
     """A router of shards that give the whole vocabulary."""
     limits = dataclasses.replace(INFO.limits, max_logprobs=INFO.vocab_size)
     shard = FakeShard(info=dataclasses.replace(INFO, limits=limits))
-    fleet = FakeFleet(model_files(byte_level), shards=[shard])
+    fleet = FakeFleet(model_files(byte_level), members=[shard])
     async with memory_router(fleet) as served:
         yield served
 
@@ -369,7 +369,7 @@ def _fives(request: GenerationRequest) -> list[int]:
 async def test_more_bytes_of_scores_than_an_answer_holds_are_refused(byte_level: Tokenizer) -> None:
     limits = dataclasses.replace(INFO.limits, max_logprobs=INFO.vocab_size)
     shard = FakeShard(info=dataclasses.replace(INFO, limits=limits))
-    fleet = FakeFleet(model_files(byte_level), shards=[shard], script=_fives)
+    fleet = FakeFleet(model_files(byte_level), members=[shard], script=_fives)
     row_bytes = 64 * (1 + INFO.vocab_size)
     async with memory_router(fleet, max_answer_bytes=row_bytes * 4) as router:
         assert (await router.complete([5, 6], logprobs=-1, max_tokens=4)).status == 200

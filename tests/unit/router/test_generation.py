@@ -14,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer
 from unit.router.router_doubles import INFO, FakeFleet, FakeShard, hashed_tokens, model_files
 
-from penstock_client.rpc.generation_stream import GenerationStream
+from penstock_client import FleetStream
 from penstock_proto.errors import InvalidRequest, NoShardAvailable, ShardFailed
 from penstock_proto.facts import Adapter
 from penstock_proto.types import FinishReason, GenerationRequest, Output, SamplingParams
@@ -535,7 +535,7 @@ async def test_a_choice_of_which_nothing_is_heard_fails_in_time_and_is_aborted(
     fleet.script, hang = stuck, asyncio.Event()
     feed = fleet._feed
 
-    async def feed_and_hang(request: GenerationRequest, stream: GenerationStream) -> None:
+    async def feed_and_hang(request: GenerationRequest, stream: FleetStream) -> None:
         if request.sampling.seed == 1:
             stream.feed(Output([5], 0))
             await hang.wait()

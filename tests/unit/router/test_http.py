@@ -783,7 +783,7 @@ async def test_a_model_says_whether_it_sees_images() -> None:
         (INFO, files, ["text"]),
         (seeing, not_known, ["text"]),
     ):
-        async with memory_router(FakeFleet(its_files, shards=[FakeShard(info)])) as router:
+        async with memory_router(FakeFleet(its_files, members=[FakeShard(info)])) as router:
             card, _ = (await router.get("/v1/models")).json()["data"]
             assert card["input_modalities"] == modalities
             shown = (await router.post("/api/show", {"model": INFO.model})).json()["capabilities"]
@@ -828,7 +828,7 @@ async def test_every_name_that_is_served_is_listed_and_looked_up_as_what_it_mean
         FakeShard(replace(INFO, model="b", model_aliases=()), address="fake:2"),
     ]
     aliases = (("query", "sql"), ("chat", "b"), ("gone", "nobody"), ("mine", "a"), ("tgi", "a"))
-    fleet = FakeFleet(model_files(byte_level), shards=shards)
+    fleet = FakeFleet(model_files(byte_level), members=shards)
     async with memory_router(fleet, model_aliases=aliases, admin_key="operator") as router:
         for name in ("a", "b"):
             # A card says more of a model that is loaded.
@@ -875,7 +875,7 @@ async def test_health_version_and_metrics_answer(router: MemoryRouter) -> None:
 
 async def test_without_a_shard_the_router_lives_and_is_not_healthy(byte_level: Tokenizer) -> None:
     shard = FakeShard(ready=False, info=None)
-    fleet = FakeFleet(model_files(byte_level), shards=[shard])
+    fleet = FakeFleet(model_files(byte_level), members=[shard])
     async with memory_router(fleet, console=False) as router:
         assert (await router.get("/live")).status == 200
         for answer in (
@@ -899,7 +899,7 @@ async def test_without_a_shard_the_router_lives_and_is_not_healthy(byte_level: T
 
 async def test_a_router_says_in_one_line_why_it_is_not_healthy(byte_level: Tokenizer) -> None:
     shards = [FakeShard(ready=False, connected=False), FakeShard(ready=False, info=None)]
-    fleet = FakeFleet(model_files(byte_level), shards=shards)
+    fleet = FakeFleet(model_files(byte_level), members=shards)
 
     async def why(router: MemoryRouter) -> str:
         answer = await router.get("/health")
@@ -932,7 +932,7 @@ async def test_one_model_that_is_served_makes_a_router_healthy_and_each_can_be_a
     byte_level: Tokenizer,
 ) -> None:
     shards = [FakeShard(), FakeShard(replace(INFO, model="other", model_aliases=()))]
-    fleet = FakeFleet(model_files(byte_level), shards=shards)
+    fleet = FakeFleet(model_files(byte_level), members=shards)
     async with memory_router(fleet, expected_models=("third",)) as router:
         assert (await router.complete(model="other", max_tokens=1)).status == 200
         shards[0].ready = False
@@ -1297,7 +1297,7 @@ async def test_the_echo_of_many_ids_is_decoded_off_the_loop(
 
     monkeypatch.setattr(RouterTokenizer, "decode", noted)
     info = replace(INFO, max_model_len=10**6)
-    fleet = FakeFleet(model_files(byte_level), shards=[FakeShard(info=info)])
+    fleet = FakeFleet(model_files(byte_level), members=[FakeShard(info=info)])
     async with memory_router(fleet) as router:
         for count in (10, 5000):
             body = (await router.complete([5] * count, echo=True, max_tokens=1)).json()
@@ -1308,7 +1308,7 @@ async def test_the_echo_of_many_ids_is_decoded_off_the_loop(
 
 async def test_a_large_prompt_is_tokenized_off_the_loop(byte_level: Tokenizer) -> None:
     info = replace(INFO, max_model_len=10**6)
-    fleet = FakeFleet(model_files(byte_level), shards=[FakeShard(info=info)])
+    fleet = FakeFleet(model_files(byte_level), members=[FakeShard(info=info)])
     async with memory_router(fleet) as router:
         big = asyncio.create_task(router.complete("the fox " * 40_000, max_tokens=1))
         await asyncio.sleep(0.005)
@@ -1378,7 +1378,7 @@ async def test_where_too_many_constraints_wait_the_refusal_names_the_field(
 
 async def test_a_shard_of_another_model_is_refused_and_not_waited_for() -> None:
     other = FakeShard(replace(INFO, model="other", model_aliases=()), address="fake:2")
-    fleet = FakeFleet(model_files(byte_level_tokenizer()), shards=[FakeShard(), other])
+    fleet = FakeFleet(model_files(byte_level_tokenizer()), members=[FakeShard(), other])
     key = {"x-api-key": "operator"}
     async with memory_router(fleet, admin_key="operator") as router:
         body = {"prompt": "a", "model": INFO.model}
@@ -1484,7 +1484,7 @@ async def test_a_name_that_two_models_claim_is_the_one_s_whose_own_it_is(
         FakeShard(replace(INFO, model="b", model_aliases=("a", "small")), address="fake:1"),
         FakeShard(replace(INFO, model="a", model_aliases=("small", "b")), address="fake:2"),
     ]
-    fleet = FakeFleet(model_files(byte_level), shards=shards)
+    fleet = FakeFleet(model_files(byte_level), members=shards)
     async with memory_router(fleet, model_aliases=(("b", "a"), ("x", "a"))) as router:
         cards = (await router.get("/v1/models")).json()["data"]
         assert sorted((card["id"], card["root"]) for card in cards) == [

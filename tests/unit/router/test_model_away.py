@@ -27,7 +27,7 @@ ADAPTED = replace(INFO, adapters={"sql": Adapter("sql", "0" * 64, "sql", 8)})
 def fleet(byte_level: Tokenizer) -> FakeFleet:
     """Two models, of which the first has an adapter."""
     shards = [FakeShard(ADAPTED), FakeShard(OTHER, address="other:1")]
-    return FakeFleet(model_files(byte_level), shards=shards)
+    return FakeFleet(model_files(byte_level), members=shards)
 
 
 def lose(shard: FakeShard) -> None:

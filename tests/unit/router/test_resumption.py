@@ -21,7 +21,7 @@ from unit.router.router_doubles import (
     model_files,
 )
 
-from penstock_client.rpc.generation_stream import GenerationStream
+from penstock_client import FleetStream
 from penstock_proto.errors import ShardFailed
 from penstock_proto.types import GenerationRequest, PixelSource
 from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
@@ -411,9 +411,7 @@ async def test_an_answer_that_failed_is_made_again_and_its_error_is_not_said_aga
 class MixedFleet(FakeFleet):
     """Its answers come from shards with several numerics."""
 
-    def submit(
-        self, request: GenerationRequest, pixels: PixelSource | None = None
-    ) -> GenerationStream:
+    def submit(self, request: GenerationRequest, pixels: PixelSource | None = None) -> FleetStream:
         stream = super().submit(request)
         stream.fingerprints.append("others")
         return stream
