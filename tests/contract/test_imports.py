@@ -128,6 +128,7 @@ print(*sorted(loaded & {{*{TENSORS}, *{absent}}}))
 
 WITH_FEW_PACKAGES = (
     *("penstock_proto.facts", "penstock_proto.limits", "penstock_proto.errors"),
+    "penstock_proto.engine_request",
     *("penstock_common.child_process.start", "penstock_common.child_process.child_end"),
     "penstock_shard.ipc.messages",
 )
