@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from comparison.cases import Case, Cases, Json, merge, of_fields, requests_of
 from comparison.shard_cases import ADAPTER, MODEL
+from support.sampling_values import SAMPLING_VALUES
 from support.streams import CONSTRAINTS
 
 from penstock_router.json_fields import Table, Use
@@ -49,15 +50,11 @@ def _silent(value: object) -> Case:
 # ---- fields of several routes; `_with_names` puts their names in --------------------------------
 
 _SAMPLING = {
-    "temperature": Case({"": 0.4}),
-    "top_p": Case({"": 0.4}),
-    "top_k": Case({"": 3}),
-    "min_p": Case({"": 0.3}),
+    **{name: Case({"": value}) for name, value in SAMPLING_VALUES.items()},
     "repetition_penalty": Case({"": 1.7}),
     "presence_penalty": Case({"": 1.9}),
     "frequency_penalty": Case({"": 1.6}),
     "seed": Case({"": -8}),
-    "typical_p": Case({"": 0.4}),
 }
 _PAIR = {"x": {"type": "integer"}, "y": {"type": "string"}}
 _JSON_OUTPUT = {

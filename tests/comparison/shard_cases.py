@@ -16,7 +16,10 @@ from comparison.cases import (
     pairs,
     requests_of,
 )
+from support.sampling_values import SAMPLING_VALUES
 from support.streams import CONSTRAINTS
+
+from penstock_proto.types import SAMPLING_NUMBERS
 
 ADAPTER = "tuned"
 MODEL = "compared"
@@ -33,9 +36,9 @@ SET_BY_LIBRARY = {
 SAMPLING = tuple(
     f"sampling.{name}"
     for name in (
-        *("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty"),
-        *("presence_penalty", "frequency_penalty", "seed", "logit_bias", "bad_words.token_ids"),
-        *("allowed_token_ids", "penalty_window_tokens"),
+        *SAMPLING_NUMBERS,
+        *("seed", "logit_bias", "bad_words.token_ids", "allowed_token_ids"),
+        "penalty_window_tokens",
     )
 )
 _PROMPT = [7, 41, 99, 12, 50, 7, 41, 99, 12, 51, 7, 41, 99, 12, 50, 200, 7, 41, 99, 12]
@@ -94,11 +97,7 @@ def generate_cases(vocabulary: Vocabulary) -> Cases:
 
 def _sampling_cases(output: Sequence[int]) -> dict[str, Case]:
     values = {
-        "temperature": 0.4,
-        "top_k": 3,
-        "top_p": 0.4,
-        "min_p": 0.3,
-        "typical_p": 0.4,
+        **SAMPLING_VALUES,
         "repetition_penalty": 1.7,
         "presence_penalty": 1.9,
         "frequency_penalty": 1.6,

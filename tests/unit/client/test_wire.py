@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from support.sampling_values import SAMPLING_VALUES
 
 from penstock_client import (
     Attempt,
@@ -39,14 +40,7 @@ ATTEMPT = Attempt(2, "an engine", hand_back=True, suspect=True, kv_source="shard
 FULL = GenerationRequest(
     prompt_token_ids=[1, 2],
     sampling=SamplingParams(
-        temperature=0.5,
-        top_k=3,
-        top_p=0.25,
-        min_p=0.125,
-        typical_p=0.75,
-        repetition_penalty=1.5,
-        presence_penalty=0.25,
-        frequency_penalty=-0.5,
+        **SAMPLING_VALUES,
         seed=2**63 + 5,
         logit_bias={7: -1.0},
         bad_words=[[1, 2], [3]],

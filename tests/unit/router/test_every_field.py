@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from support.budget import budget, seeded
+from support.sampling_values import SAMPLING_VALUES
 from tokenizers import Tokenizer, processors
 from unit.router.checked_fleet import CheckedFleet
 from unit.router.router_doubles import (
@@ -30,6 +31,7 @@ from unit.router.router_doubles import (
 )
 
 from penstock_proto.engine_request import EngineRequest
+from penstock_proto.limits import SAMPLING_RANGES
 from penstock_proto.types import GenerationRequest
 from penstock_router.apis.openai.fields import CHAT_FIELDS, COMPLETION_FIELDS
 from penstock_router.apis.openai.other_servers import with_other_servers
@@ -198,13 +200,7 @@ USAGE: JsonObject = {
 COMMON: dict[str, Proof] = {
     "model": Proof("another", lambda seen: seen.answer.status, 404),
     "n": Proof(3, lambda seen: len(seen.answer.json()["choices"]), 3),
-    "temperature": sampling("temperature", 0.5),
-    "top_p": sampling("top_p", 0.25),
-    "top_k": sampling("top_k", 7),
-    "min_p": sampling("min_p", 0.125),
-    "repetition_penalty": sampling("repetition_penalty", 1.5),
-    "presence_penalty": sampling("presence_penalty", -0.5),
-    "frequency_penalty": sampling("frequency_penalty", 0.75),
+    **{name: sampling(name, value) for name, value in SAMPLING_VALUES.items()},
     "repeat_last_n": Proof(
         7,
         lambda seen: seen.engine.sampling.penalty_window_tokens,
@@ -212,7 +208,6 @@ COMMON: dict[str, Proof] = {
         {"repetition_penalty": 1.5},
     ),
     "seed": sampling("seed", 77),
-    "typical_p": sampling("typical_p", 0.5),
     "lora_path": Proof("another", lambda seen: seen.answer.status, 404),
     "logit_bias": sampling("logit_bias", {"7": 1.5, "3": -101}, ((3, -100.0), (7, 1.5))),
     "allowed_token_ids": sampling("allowed_token_ids", [4, 5], (4, 5)),
@@ -493,6 +488,17 @@ def range_of(name: str, low: float, high: float, step: float = 1, **beside: Any)
     ]
 
 
+def ends_of(name: str) -> list[Bound]:
+    """Both ends of the range that shards have, too."""
+    allowed = SAMPLING_RANGES[name]
+    low, high = range_of(name, allowed.low, allowed.high, 0.001)
+    if allowed.above_low:
+        low = Bound(name, allowed.low + 0.001, allowed.low, f"above {allowed.low:g}")
+    if allowed.high > 1e30:
+        high = Bound(name, 3.4e38, 3.5e38, "at most 3.40282e+38")
+    return [low, high]
+
+
 def ids_of(name: str, **beside: Any) -> list[Bound]:
     """Ids of the vocabulary, and not too many of them."""
     last = INFO.vocab_size - 1
@@ -520,14 +526,8 @@ COMMON_BOUNDS = [
     Bound("n", 1, 0, "at least 1"),
     Bound("n", 16384, 16385, "at most 16384", only_read=True),
     *range_of("temperature", 0, 2, 0.001),
-    Bound("top_p", 0.001, 0, "above 0"),
-    Bound("top_p", 1, 1.001, "at most 1"),
     *range_of("top_k", -1, INT32_MAX),
-    *range_of("min_p", 0, 1, 0.001),
-    Bound("repetition_penalty", 0.001, 0, "above 0"),
-    Bound("repetition_penalty", 3.4e38, 3.5e38, "at most 3.40282e+38"),
-    *range_of("presence_penalty", -2, 2, 0.001),
-    *range_of("frequency_penalty", -2, 2, 0.001),
+    *(end for name in SAMPLING_RANGES if name != "temperature" for end in ends_of(name)),
     Bound("seed", -(2**63), -(2**63) - 1, f"at least {-(2**63)} (greater_than_equal)"),
     Bound("seed", 2**63 - 1, 2**63, f"at most {2**63 - 1} (less_than_equal)"),
     Bound("seed", -1, 1.5, "an integer"),
@@ -554,8 +554,6 @@ COMMON_BOUNDS = [
     Bound("stop", "x", "", "at least 1 character"),
     Bound("stop", "x" * 4096, ["x", "x" * 4096], "given: 4097"),
     Bound("repeat_last_n", -1, -2, "at least -1"),
-    Bound("typical_p", 0.001, 0, "above 0"),
-    Bound("typical_p", 1, 1.001, "at most 1"),
     Bound("lora_path", [None], ["a", "b"], "a string", only_read=True),
     Bound("json_schema", "", 3, "an object or a string"),
     Bound("regex", "", 3, "a string"),

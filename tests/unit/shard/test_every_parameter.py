@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.engines import EOS_ID, runner_info
+from support.sampling_values import SAMPLING_VALUES
 
 from penstock_client import (
     Attempt,
@@ -76,14 +77,7 @@ REQUEST: dict[str, tuple[Any, View, Any]] = {
     ),
 }
 SAMPLING: dict[str, tuple[Any, Any]] = {
-    "temperature": (0.5, 0.5),
-    "top_k": (3, 3),
-    "top_p": (0.25, 0.25),
-    "min_p": (0.125, 0.125),
-    "typical_p": (0.75, 0.75),
-    "repetition_penalty": (1.5, 1.5),
-    "presence_penalty": (0.25, 0.25),
-    "frequency_penalty": (-0.5, -0.5),
+    **{name: (value, value) for name, value in SAMPLING_VALUES.items()},
     "seed": (2**63 + 5, 2**63 + 5),
     "logit_bias": ({7: -1.0, 0: 100.0}, ((0, 100.0), (7, -1.0))),
     "bad_words": ([[1, 2], [3]], ((1, 2), (3,))),

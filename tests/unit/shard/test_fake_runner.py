@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.engines import EOS_ID, changed, make_sequence, runner_info
 from support.plans import batch_of
+from support.sampling_values import SAMPLING_VALUES
 
 from penstock_proto.types import EngineSampling, Pooling
 from penstock_shard.checkpoint.model_source import BUILTIN_MODEL
@@ -69,14 +70,7 @@ BASE = EngineSampling(temperature=1.0, seed=1)
 @pytest.mark.parametrize(
     "change",
     [
-        {"temperature": 0.5},
-        {"top_k": 5},
-        {"top_p": 0.5},
-        {"min_p": 0.5},
-        {"typical_p": 0.5},
-        {"repetition_penalty": 1.1},
-        {"presence_penalty": 0.5},
-        {"frequency_penalty": 0.5},
+        *({name: value} for name, value in SAMPLING_VALUES.items()),
         {"logit_bias": ((5, 1.0),)},
         {"bad_words": ((5, 6, 7),)},
         {"allowed_token_ids": tuple(range(1, EOS_ID))},

@@ -164,7 +164,6 @@ def test_every_sampling_parameter_is_honoured_or_no_capability() -> None:
     honoured = set(sampling_of(request())) | {"bad_words"}
     fields = {field.name for field in dataclasses.fields(EngineSampling)}
     assert fields & CAPABILITIES == fields & honoured
-    assert fields - CAPABILITIES == {"typical_p", "penalty_window_tokens"}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.engines import EOS_ID, packed, runner_info
+from support.sampling_values import SAMPLING_VALUES
 from support.scores import logprobs_of
 
 from penstock_client import Adapter as ClientAdapter
@@ -41,14 +42,7 @@ from penstock_shard.server.validation import check
 FULL = GenerationRequest(
     prompt_token_ids=[1, 2],
     sampling=SamplingParams(
-        temperature=0.5,
-        top_k=3,
-        top_p=0.25,
-        min_p=0.125,
-        typical_p=0.75,
-        repetition_penalty=1.5,
-        presence_penalty=0.25,
-        frequency_penalty=-0.5,
+        **SAMPLING_VALUES,
         seed=2**63 + 5,
         logit_bias={7: -1.0, 0: 100.0},
         bad_words=[[1, 2], [3]],
@@ -89,16 +83,9 @@ def _at_the_engine(sent: GenerationRequest) -> EngineRequest:
 def test_every_field_reaches_the_engine() -> None:
     found = _at_the_engine(FULL)
     assert found.sampling == EngineSampling(
-        temperature=0.5,
-        top_k=3,
-        top_p=0.25,
-        min_p=0.125,
+        **SAMPLING_VALUES,
         seed=2**63 + 5,
         allowed_token_ids=(4, 5),
-        typical_p=0.75,
-        repetition_penalty=1.5,
-        presence_penalty=0.25,
-        frequency_penalty=-0.5,
         logit_bias=((0, 100.0), (7, -1.0)),
         bad_words=((1, 2), (3,)),
         penalty_window_tokens=7,
