@@ -17,9 +17,19 @@ _ABSENT = _Absent()
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Of every case that was answered before: its name, and the first place that differs."""
-    lines = (_first_difference(before[name], now.get(name), name) for name in before)
+    """Name each case that was answered before, and the first place in it that differs. What was not
+    served before may be served now.
+    """
+    lines = (
+        _first_difference(before[name], now.get(name), name)
+        for name in before
+        if not _is_refused(before[name]) or _is_refused(now.get(name))
+    )
     return [line for line in lines if line]
+
+
+def _is_refused(answer: Any) -> bool:
+    return "not served by this server" in str(answer)
 
 
 def _first_difference(before: Any, now: Any, case: str) -> str:

@@ -371,9 +371,12 @@ def _embeddings() -> Route:
 
 def _of_ollama() -> dict[str, Case]:
     """Fields of both its routes that generate."""
-    sampling = {name: case for name, case in _SAMPLING.items() if name != "repetition_penalty"}
+    names = (
+        *("temperature", "top_k", "top_p", "min_p", "typical_p"),
+        *("presence_penalty", "frequency_penalty", "seed"),
+    )
     options = {
-        **sampling,
+        **{name: _SAMPLING[name] for name in names},
         "repeat_penalty": _SAMPLING["repetition_penalty"],
         "num_predict": Case({"": 9}),
         "stop": Case({"": ["e", "a"]}),
