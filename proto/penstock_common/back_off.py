@@ -1,10 +1,10 @@
-"""How long to wait before the next try: twice as long after each that fails."""
+"""The wait before the next try, which doubles after each failed one."""
 
 from __future__ import annotations
 
 
 class BackOff:
-    """A wait of `wait_s`, which is `first_s` at first, and at most `max_s`."""
+    """A wait of `wait_s` seconds: first `first_s`, then twice as long each time, up to `max_s`."""
 
     __slots__ = ("_first_s", "_max_s", "wait_s")
 

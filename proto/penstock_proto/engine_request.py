@@ -1,6 +1,6 @@
-"""A request as an engine takes it: checked, and complete. A token depends on nothing else.
+"""The request that an engine takes: checked and complete. A token depends on nothing else.
 
-A shard's server makes it of a `GenerationRequest`, whose absent fields mean the model's defaults.
+A shard's server makes it from a `GenerationRequest`, whose absent fields mean the model's defaults.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ class EngineRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     prompt: bytes
     output: bytes = b""
     sampling: EngineSampling
-    # Bound on the output tokens, those of `output` included.
+    # The maximum number of output tokens, including `output`.
     max_tokens: int
-    # While the output (`output` included) is shorter, no stop token is drawn.
+    # No stop token is drawn while the output, including `output`, is shorter than this.
     min_tokens: int = 0
     # Ids that end the sequence: the request's own and, unless ignored, the model's eos ids.
     stop_token_ids: frozenset[int] = frozenset()
-    # Ids that end the sequence where its constraint leaves nothing else to draw.
+    # Ids that end the sequence if its constraint leaves nothing else to draw.
     reluctant_stop_ids: frozenset[int] = frozenset()
     constraint: Constraint | None = None
     thinking_budget: ThinkingBudget | None = None
-    # None: no log-probabilities; 0: the chosen token's; k: the k best besides.
+    # None: no log-probabilities; 0: the chosen token's; k: also the k best tokens'.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    # Ids whose log-probabilities are reported at every output token.
+    # Report the log-probabilities of these ids at every output token.
     logprob_token_ids: tuple[int, ...] = ()
     cache_salt: str = ""
-    # Name and content hash of an adapter that the engine has; "" for none.
+    # The name and content hash of a loaded adapter; "" for none.
     adapter: str = ""
     adapter_hash: str = ""
     pooling: Pooling | None = None
-    # Times count from the arrival. None: nothing but the order of arrival.
+    # Times count from the arrival. None: schedule in the order of arrival.
     objective: Objective | None = None
     # When preempted, end as retryable instead of waiting: another shard may have room.
     hand_back: bool = False
-    # Address of a shard that may have KV blocks of its prompt and output; empty for none.
+    # The address of a shard that may have KV blocks of the prompt and output; "" for none.
     kv_source: str = ""
-    # Nothing is computed: it ends when what `kv_source`, host memory and disk have of it is here.
+    # Compute nothing. End when the KV blocks that `kv_source`, host memory and disk have are here.
     only_fetches: bool = False
-    # In the order of their places in the prompt, which do not overlap.
+    # Images in the order of their places in the prompt. Places do not overlap.
     images: tuple[PromptImage, ...] = ()
 
     @property
@@ -67,12 +67,12 @@ class EngineRequest(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and of the output that was delivered before."""
+        """Count the tokens of the prompt and of the output that was delivered before."""
         return (len(self.prompt) + len(self.output)) // 4
 
     @property
     def priority(self) -> int:
-        """Lower ones run first."""
+        """The request's class: lower runs first."""
         return 0 if self.objective is None else self.objective.priority or 0
 
     def ends_with(self, token_id: int) -> bool:

@@ -1,10 +1,11 @@
-"""How a block of token ids is named, so that equal prefixes are found again.
+"""Names of blocks of token ids, by which equal prefixes are found again.
 
-Part of the contract: shards file KV blocks under these hashes, and routers may predict them. A
-hash covers the block and everything before it. Little-endian unsigned 32-bit ids throughout.
+They are part of the contract: shards file KV blocks under these hashes, and routers may predict
+them. A hash covers the block and everything before it. All ids are little-endian unsigned 32-bit
+integers.
 
-Where an image stands, ids say only that there is one: the hash of each block that it touches also
-covers which image, and where it begins.
+Ids only say that there is an image. So the hash of each block that an image touches also covers
+the image's digest and where it begins.
 
 What shards tell of their caches is told in pieces, of several blocks each: a piece is named by the
 hash at its end, and so stands for itself and for all before it.
@@ -25,7 +26,7 @@ _NAME_BYTES = 8
 
 
 class Tier(IntEnum):
-    """Where a shard has a piece, the fastest first."""
+    """The places where a shard may have a piece, fastest first."""
 
     DEVICE = 1
     HOST = 2
@@ -64,7 +65,7 @@ def block_hash(parent: bytes, token_ids: Sequence[int], marks: bytes = b"") -> b
 
 
 def image_marks(images: Sequence[PlacedImage], start: int, end: int) -> bytes:
-    """What names the images that touch the tokens [start, end): digest and distance of each."""
+    """Name the images that touch the tokens [start, end): digest and distance of each."""
     return b"".join(
         image.digest + struct.pack("<q", image.offset - start)
         for image in images
@@ -94,7 +95,7 @@ def chain_hashes(
 
 
 def piece_blocks(block_size: int) -> int:
-    """How many blocks a piece has."""
+    """Return the number of blocks in a piece."""
     return max(1, PIECE_TOKENS // block_size)
 
 

@@ -1,6 +1,6 @@
-"""How penstock's gRPC connections are carried: sizes, keepalive, reconnecting, ports, TLS.
+"""Options of penstock's gRPC connections: sizes, keepalive, reconnecting, ports, TLS.
 
-The one place for channel and server options, so that both ends always agree.
+Both ends take their options from here, so they always agree.
 """
 
 from __future__ import annotations

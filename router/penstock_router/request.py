@@ -77,7 +77,7 @@ class TextWithImages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sender:
-    """What is known of a request besides its body: from its headers, its key and its connection.
+    """The sender of a request, as its headers, its key and its connection describe it.
 
     `traceparent` is the W3C trace context for shards. `caller` is the client's name for shards,
     `key_name` the API key's for the audit log. `session` is a name shared by related requests.

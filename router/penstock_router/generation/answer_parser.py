@@ -69,11 +69,11 @@ class AnswerParser:
 
     @property
     def counts(self) -> bool:
-        """Whether text must come one token at a time, to count the tokens of reasoning."""
+        """True if text must come one token at a time, to count the tokens of reasoning."""
         return not self._is_counted
 
     def ends_with_calls(self, *, was_cut: bool) -> bool:
-        """Whether "stop" becomes "tool_calls": there were calls, not just the named one, and the
+        """True if "stop" becomes "tool_calls": there were calls, not just the named one, and the
         answer was not cut off within the last.
         """
         is_whole = not (was_cut and self._reader.is_open)

@@ -1,7 +1,7 @@
-"""How much of an answer its client has: counted as it is sent, taken off when it is made again.
+"""Counts how much of an answer was sent, and skips that much if the answer is generated again.
 
-Both are done here, so that they count alike: tokens, and all characters that were sent, whether of
-content, reasoning or calls.
+Both count the same: tokens, and all characters that were sent, whether of content, reasoning or
+calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock_router.text.answer_pieces import Piece, PieceKind, content_of
 
 @dataclass(frozen=True, slots=True)
 class ChoiceProgress:
-    """How much of one choice a client has, from a stream that was cut off."""
+    """The part of one choice that a client got from a stream that was cut off."""
 
     tokens: int = 0
     characters: int = 0
@@ -32,14 +32,14 @@ _NOTHING = ChoiceProgress()
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """Where an answer goes on. Without `choices` it is a new one."""
+    """The point at which an answer goes on. Without `choices` it is a new answer."""
 
     choices: tuple[ChoiceProgress, ...] = ()
     # The fingerprint of the numerics of all tokens so far, of which the rest must be; "": any.
     numerics: str = ""
 
     def of(self, index: int) -> ChoiceProgress:
-        """How much of a choice the client has."""
+        """Return the part of a choice that the client has."""
         return self.choices[index] if self.choices else _NOTHING
 
     @property
@@ -53,7 +53,7 @@ BEGINNING = ResumePoint()
 
 
 class ClientProgress:
-    """How much of each choice was sent."""
+    """The part of each choice that was sent."""
 
     def __init__(self, point: ResumePoint, num_choices: int) -> None:
         known = map(point.of, range(num_choices))
@@ -75,7 +75,7 @@ class ClientProgress:
 
 
 def _num_characters(delta: Delta) -> int:
-    """All text that was sent: a function's name counts, hidden reasoning does not."""
+    """Return all text that was sent. A function's name counts, hidden reasoning does not."""
     if delta.pieces is None:
         return len(delta.text)
     return sum(len(piece.text) for piece in delta.pieces)
@@ -107,7 +107,7 @@ class _Remainder(DeltasWrapper):
 
 
 class _DeliveredPrefix:
-    """What is still to be taken off one choice."""
+    """The part of one choice that is still to be skipped."""
 
     def __init__(self, delivered: ChoiceProgress) -> None:
         self._tokens, self._characters = delivered.tokens, delivered.characters
@@ -141,7 +141,7 @@ class _DeliveredPrefix:
         return rest
 
     def _skip(self, text: str) -> int:
-        """How many of the text's first characters the client has."""
+        """Count the first characters of the text that the client has."""
         known = min(self._characters, len(text))
         self._characters -= known
         return known

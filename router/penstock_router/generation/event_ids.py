@@ -31,7 +31,7 @@ _MAX_ID_CHARACTERS = 8_000
 
 
 class Cursor(msgspec.Struct, frozen=True, array_like=True):
-    """Which answer, and how much of it a client has."""
+    """An answer, and the part of it that a client has."""
 
     # `body_digest` of the request.
     body: bytes
@@ -54,7 +54,7 @@ class Cursor(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def point(self) -> ResumePoint:
-        """Where the answer goes on."""
+        """The point at which the answer goes on."""
         counts = self.counts or ((None, None),) * len(self.choices)
         pairs = zip(self.choices, counts, strict=True)
         known = tuple(ChoiceProgress(*choice, *counted) for choice, counted in pairs)

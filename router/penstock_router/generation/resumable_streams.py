@@ -105,7 +105,7 @@ class LiveStream:
 
     @property
     def is_full(self) -> bool:
-        """Whether so much waits for readers that no more should be made."""
+        """True if so much waits for readers that no more should be generated."""
         if self._waiting_bytes <= RESERVED_BYTES:
             return False
         return self._waiting_bytes > MAX_WAITING_BYTES or self._held.is_over
@@ -155,7 +155,7 @@ class LiveStream:
         return self._events[position - self._num_dropped]
 
     def note_sent(self) -> None:
-        """Of the events that every reader has sent, keep the last ones."""
+        """Keep only the last of the events that every reader has sent."""
         sent = min((reader.sent for reader in self._readers), default=0)
         while self._num_sent < sent:
             num_bytes = self._events[self._num_sent - self._num_dropped].num_bytes

@@ -37,7 +37,7 @@ class Pixels:
 
 
 class DecoderPool:
-    """One process for each image decoded at the same time."""
+    """Processes that each decode one image at a time."""
 
     def __init__(self, config: RouterConfig) -> None:
         limits = config.max_image_pixels, config.max_image_bytes

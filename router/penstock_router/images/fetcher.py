@@ -45,7 +45,7 @@ class AddressRefused(OSError):
 
 class Fetcher:
     def __init__(self, config: RouterConfig, resolver: AbstractResolver | None = None) -> None:
-        """By default, `resolver` is the machine's resolver, in threads."""
+        """`resolver` is the machine's resolver by default, in threads."""
         self._domains = config.allowed_media_domains
         self._networks = config.allowed_media_networks
         self._resolver = resolver

@@ -67,7 +67,7 @@ _FILES = _read_files()
 
 
 def add_routes(app: web.Application) -> None:
-    """All of /console; the page itself is in the table of routes."""
+    """Handlers of all paths under /console. The page itself is in the table of routes."""
     app.router.add_get("/console/feed", feed, allow_head=False)
     app.router.add_get(FILES, file)
 

@@ -180,7 +180,7 @@ class EventMaker:
         self._opening = [] if self.cursor.choices else self.shape.opening()
 
     async def run(self) -> Cursor | None:
-        """As `_make_some`."""
+        """Do what `_make_some` does."""
         generation = self.generation
         rest = skip_delivered(generation, generation.point, generation.usage)
         await for_each(bundle(rest, generation.job.options.stream_interval), self._put)

@@ -1,4 +1,4 @@
-"""One rank's part of a decoder: heads and inner units are divided; every rank has all the rest.
+"""A rank's part of a decoder: heads and inner units are divided, and every rank has all the rest.
 
 As in Megatron-LM (Shoeybi et al., 2019), matrices that produce inner values (queries, keys, values,
 gate, up) are divided by rows, and matrices that consume them (output, down) by columns. So a layer

@@ -65,7 +65,7 @@ class Followers:
         processes: Sequence[subprocess.Popen[bytes]] = (),
         on_lost: Callable[[str], object] | None = None,
     ) -> None:
-        """When a rank is gone, `on_lost` gets a message; by default, this process ends."""
+        """`on_lost` gets a message when a rank is gone. By default, this process ends then."""
         self._processes = processes
         self._on_lost = on_lost or self._end
         self._nobody_asks = False

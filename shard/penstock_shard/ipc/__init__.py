@@ -1,1 +1,1 @@
-"""What passes between the server process and the engine process."""
+"""Messages between the server process and the engine process."""

@@ -1,7 +1,7 @@
-"""Messages between server and engine about KV blocks that go to other shards, or come from them.
+"""Messages between server and engine about KV blocks that go to other shards or come from them.
 
-Their bytes do not pass the link: both processes map the memory in whose slots they are. A slot is
-named by its pool and its number there.
+The blocks' bytes are not in the messages: both processes map the memory that holds them, in slots.
+A `Slot` is a pool and the slot's number in that pool.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ Slot = tuple[int, int]
 
 
 class Export(msgspec.Struct, array_like=True, frozen=True):
-    """Another shard asks for the blocks of a prefix, of which it has the first `num_known`. The
-    answer has the same `number`.
+    """Another shard asks for the blocks of a prefix; it has the first `num_known`. The answer has
+    the same `number`.
     """
 
     number: int
@@ -24,8 +24,8 @@ class Export(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Arrival(msgspec.Struct, array_like=True, frozen=True):
-    """Slots with what came of a `Fetch`; `is_last` after which nothing more comes, as something
-    came that is damaged perhaps.
+    """Slots with blocks that a `Fetch` received. Nothing comes after the one with `is_last`.
+    `is_damaged`: a block was damaged, which ended the fetch.
     """
 
     number: int
@@ -38,7 +38,7 @@ class Arrival(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Exported(msgspec.Struct, array_like=True, frozen=True, tag="exported"):
-    """Slots with the blocks that were asked for, parents first: they stay as they are until the
+    """Slots with the blocks that an `Export` asked for, parents first. They do not change until the
     server says that it has read them.
     """
 
@@ -47,8 +47,8 @@ class Exported(msgspec.Struct, array_like=True, frozen=True, tag="exported"):
 
 
 class Fetch(msgspec.Struct, array_like=True, frozen=True, tag="fetch"):
-    """Fetch from the shard at `source` what it has of a prefix, of which the first `num_known`
-    blocks are here. Whatever happens, within `deadline_s` an `Arrival` is the last.
+    """Fetch the blocks of a prefix that the shard at `source` has; the first `num_known` are here.
+    Within `deadline_s` seconds an `Arrival` with `is_last` follows, whatever happens.
     """
 
     number: int
@@ -59,18 +59,18 @@ class Fetch(msgspec.Struct, array_like=True, frozen=True, tag="fetch"):
 
 
 class FetchOver(msgspec.Struct, array_like=True, frozen=True, tag="fetch_over"):
-    """Nobody waits for a fetch any more."""
+    """A fetch that no request waits for any more."""
 
     number: int
 
 
 class Distrust(msgspec.Struct, array_like=True, frozen=True, tag="distrust"):
-    """A block that the shard at `source` sent is not what is computed here."""
+    """A report that the shard at `source` sent a block that differs from what is computed here."""
 
     source: str
 
 
 class InboundSlots(msgspec.Struct, array_like=True, frozen=True, tag="inbound_slots"):
-    """Slots that are the server's to write into, until it names them in an `Arrival`."""
+    """Slots that the server may write into until it names them in an `Arrival`."""
 
     slots: list[Slot]

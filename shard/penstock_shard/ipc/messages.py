@@ -1,8 +1,8 @@
 """Messages between the server process and the engine process.
 
-One message a step each way over a local socket: msgpack of one of the types below, framed by
-`penstock_common/child_process/framing.py`. Prompts pass as bytes (little-endian unsigned 32-bit
-ids): the server never looks at them.
+Each step sends one message each way over a local socket: msgpack of one of the types below, framed
+by `penstock_common/child_process/framing.py`. Prompts are bytes (little-endian unsigned 32-bit
+ids), because the server never reads the ids.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ logger = logging.getLogger(__name__)
 
 # The second argument of an engine process, if there is no descriptor of host memory.
 NO_HOST_MEMORY = "-"
-# The third, with which it imports what models need before its first message.
+# The third argument. With it, the engine imports what models need before its first message.
 IMPORT_FIRST = "--import-first"
 
 
 class WantedAdapter(msgspec.Struct, array_like=True):
-    """An adapter to load before there are requests, of this content if a hash is given. Without one
-    that is `required` an engine does not start; others it leaves out where it cannot load them.
+    """An adapter to load before there are requests. If `content_hash` is given, the content must
+    match. If a `required` adapter cannot be loaded, the engine does not start; other adapters are
+    left out.
     """
 
     name: str
@@ -55,7 +56,7 @@ class WantedAdapter(msgspec.Struct, array_like=True):
 
 
 class Start(msgspec.Struct, array_like=True, tag="start"):
-    """The first message: what to load. Of adapters those of `adapters` and no others."""
+    """The first message: what to load. No adapters are loaded but `adapters`."""
 
     config: ShardConfig
     adapters: list[WantedAdapter] = []
@@ -72,8 +73,8 @@ class AdapterChange(msgspec.Struct, array_like=True):
 
 
 class ImagePiece(msgspec.Struct, array_like=True):
-    """The next pixels of an image that has `num_bytes`. The last piece has its digest, and no
-    pixels; one without bytes says that no more will come.
+    """The next pixels of an image that has `num_bytes`. The last piece has the digest and no
+    pixels. `num_bytes` 0 means that the transfer was given up.
     """
 
     number: int
@@ -93,9 +94,9 @@ DEFAULT_PRIORITY = 50
 
 
 class Retention(msgspec.Struct, array_like=True, frozen=True):
-    """The KV blocks of a request that has ended are to be reused after others for so long. The next
-    turn is likely after `expected_s`; None: that is not known. What is of a lower `priority` makes
-    room first: 0 to 100.
+    """Retain the KV blocks of an ended request for `seconds`: until then, other blocks are reused
+    first. `expected_s`: seconds until the likely next turn; None: unknown. If room is short, blocks
+    of a lower `priority` (0 to 100) go first.
     """
 
     request_id: str
@@ -113,25 +114,26 @@ Told = Export | Arrival | AdapterChange | ImagePiece | ImageDrop | Retention | i
 
 
 class Inbox(msgspec.Struct, array_like=True, tag="inbox"):
-    """Everything for the engine since the last message. Images are taken first, then requests, then
-    aborts (a request id and its attempt), then changes of adapters, then what is about blocks.
+    """Everything for the engine since the last message. The engine takes images first, then
+    requests, aborts (pairs of request id and attempt), changes of adapters, and messages about
+    blocks.
     """
 
     requests: list[EngineRequest]
     aborts: list[tuple[str, int]]
     adapter_changes: list[AdapterChange] = []
     exports: list[Export] = []
-    # Numbers of exports that need not stay in memory any more.
+    # The numbers of exports whose slots were read, and are free again.
     exports_over: list[int] = []
     arrivals: list[Arrival] = []
-    # The shard ends once its requests have.
+    # True if the shard ends when its requests have ended.
     drains: bool = False
     retentions: list[Retention] = []
     image_pieces: list[ImagePiece] = []
     image_drops: list[ImageDrop] = []
 
     def add(self, message: Told) -> None:
-        """Put in what is told apart from requests; a number is that of an export that is over."""
+        """Add a message that is not a request. A number is an export's that is over."""
         match message:
             case Export():
                 self.exports.append(message)
@@ -162,7 +164,7 @@ class Progress(msgspec.Struct, array_like=True, tag="progress"):
 
 
 class LoadFailed(msgspec.Struct, array_like=True, tag="load_failed"):
-    """The model cannot be served; one line that says why."""
+    """The model cannot be served; `message` is one line that says why."""
 
     message: str
 
@@ -183,7 +185,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     running: int = 0
     waiting: int = 0
     queued_tokens: int = 0
-    # Tokens still to be computed of prompts that have begun.
+    # Tokens of begun prompts that are still to be computed.
     prefill_tokens_left: int = 0
     running_tokens: int = 0
     referenced_blocks: int = 0
@@ -196,9 +198,9 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     # Draft tokens that were verified, and how many of them were accepted.
     draft_tokens_total: int = 0
     accepted_tokens_total: int = 0
-    # Of a shard that drains: nothing runs, and all that was cached is on disk.
+    # True once a draining shard runs nothing and has saved its cached blocks to disk.
     is_saved: bool = False
-    # What /metrics shows besides, by its name there; what an engine does not count is absent.
+    # Further numbers by their names on /metrics, without those that the engine does not count.
     counts: dict[str, int | float] = {}
 
     @property
@@ -211,14 +213,12 @@ class StepOutputs(msgspec.Struct, array_like=True, tag="step"):
 
     outputs: list[RequestOutput]
     load: Load
-    # Pieces of prefixes that came or went, by name, and the `Tier` where each is now.
+    # Changed pieces of prefixes: a piece's name, and the `Tier` where the piece is now.
     pieces: dict[int, int] = {}
 
 
 class AdapterChanged(msgspec.Struct, array_like=True, tag="adapter"):
-    """The answer to an `AdapterChange`: the loaded adapter, or why loading failed; neither after an
-    unload.
-    """
+    """The answer to an `AdapterChange`: the loaded adapter or the error. An unload has neither."""
 
     number: int
     adapter: Adapter | None = None
@@ -226,14 +226,16 @@ class AdapterChanged(msgspec.Struct, array_like=True, tag="adapter"):
 
 
 class Started(msgspec.Struct, array_like=True, tag="started"):
-    """Requests in a step for the first time. Sent before the step, as it may kill the engine."""
+    """Requests that are in a step for the first time. Sent before the step, which may kill the
+    engine.
+    """
 
     request_ids: list[str]
 
 
 class Beat(msgspec.Struct, array_like=True, tag="beat"):
     """A sign of life from a thread outside the step: how long the step has run (0 between steps),
-    and how long it takes at most (0 if unknown).
+    and how long it may take (0 if unknown).
     """
 
     step_running_s: float
@@ -252,7 +254,7 @@ _from_engine_decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Deco
 
 
 class EngineEnd:
-    """The engine's end of the socket: blocking, one receiving thread, any thread may send."""
+    """The engine's end of the socket. It blocks. One thread receives; any thread may send."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -265,22 +267,22 @@ class EngineEnd:
             self._connection.sendall(frame)
 
     def receive(self) -> ToEngine | None:
-        """The next message; None when the server is gone, or what it sent is not a message."""
+        """Return the next message; None if the server is gone or sent something else."""
         body = receive_frame(self._read)
         return None if body is None else _decoded(_to_engine_decoder, body)
 
 
 async def receive_from_engine(reader: asyncio.StreamReader) -> FromEngine | None:
-    """The server's end: the next message; None when the engine is gone, or sent none of ours."""
+    """Return the engine's next message; None if the engine is gone or sent something else."""
     body = await read_frame(reader)
     return None if body is None else _decoded(_from_engine_decoder, body)
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_Message], body: bytes) -> _Message | None:
-    """The message; None, upon which the link ends, if it is none: skipping it could lose work."""
+    """Decode a message; None if it is none. Then the link ends, because work may be lost."""
     try:
         return decoder.decode(body)
     except ValueError as error:
-        # From msgspec, or from text that is not UTF-8.
+        # msgspec raises it, also for text that is not UTF-8.
         logger.error("a message between server and engine cannot be decoded: %s", error)
         return None

@@ -34,7 +34,7 @@ def config_of_layer(text: PreTrainedConfig, index: int) -> PreTrainedConfig:
 
 
 def each_layer(text: PreTrainedConfig) -> Sequence[PreTrainedConfig]:
-    """Each layer's configuration if layers differ, else the common one."""
+    """Return each layer's configuration if layers differ, else the common one."""
     if getattr(text, "per_layer_attributes", None):
         return list(text.per_layer_config)
     return [text]

@@ -118,7 +118,7 @@ class TorchOps:
 
     @property
     def pack_codes(self) -> None:
-        """None, because these products do not take codes."""
+        """Return None, because these products do not take codes."""
 
     def pack(self, parts: Sequence[Tensor], *, exact: bool = False) -> Matrix:
         if exact or self.keeps_tensors:

@@ -139,7 +139,7 @@ class Scheduler:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All sequences that have not ended, running ones first."""
+        """Return the sequences that have not ended, running ones first."""
         return [*self._running, *self._loaded, *self._loading, *self._waiting]
 
     @property

@@ -330,7 +330,7 @@ def _fill_table(
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """Each token's row and position, and each row's first token."""
+    """Return each token's row and position, and each row's first token."""
 
     rows: Integers
     positions: Integers

@@ -1,1 +1,1 @@
-"""Where streams run, and what goes there before them."""
+"""Decides where streams run, and sends there what they need first."""

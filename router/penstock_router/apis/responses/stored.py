@@ -16,7 +16,7 @@ _decode, _encode = msgspec.json.decode, msgspec.json.encode
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """At most `limit` items to list, in this order, after the item with the id `after`."""
+    """List at most `limit` items in this order, after the item with the id `after`."""
 
     limit: int
     order: Literal["asc", "desc"]

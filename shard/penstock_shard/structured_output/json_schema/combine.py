@@ -59,7 +59,7 @@ def other_types(*types: str) -> Schema:
 
 
 def unless(kind: str, schema: Schema) -> Schema:
-    """All values of other types, and values of type `kind` that `schema` allows."""
+    """Allow all values of other types, and the values of type `kind` that `schema` allows."""
     return any_of([other_types(kind), all_of([{"type": kind}, schema])])
 
 

@@ -75,13 +75,13 @@ class Languages:
         return self._new(self.has_empty[first] and self.has_empty[rest], "joined", first, rest)
 
     def repeated(self, of: int) -> int:
-        """Any number of the language's texts in a row."""
+        """Return the language of any number of texts of the language `of` in a row."""
         if of in (NOTHING, EMPTY):
             return EMPTY
         return of if self._made[of][0] == "repeated" else self._new(True, "repeated", of)
 
     def between(self, of: int, least: int, most: int | None) -> int:
-        """At least `least` and at most `most` (None: no bound) of the language's texts in a row."""
+        """Return the language of `least` to `most` (None: no bound) texts of `of` in a row."""
         out = self.repeated(of) if most is None else EMPTY
         for _ in range((most or least) - least):
             out = self.either([EMPTY, self._before(of, out)])
