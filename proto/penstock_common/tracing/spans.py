@@ -17,6 +17,7 @@ _MAX_TRACEPARENT_CHARACTERS = 512
 _SAMPLED = 0x01
 # The random half of a trace's id is below this number. It decides whether the trace is sampled.
 _ID_LIMIT = 2**64
+_NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,35 @@ class Span:
     # A word for the error, or "".
     error: str = ""
     events: Sequence[Event] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A request's times, which are of a monotonic clock, as Unix time. `arrived_s` on that clock is
+    `arrived_ns` in Unix time.
+    """
+
+    context: SpanContext
+    arrived_s: float
+    arrived_ns: int
+
+    def unix_ns(self, at_s: float) -> int:
+        return self.arrived_ns + round((at_s - self.arrived_s) * _NS)
+
+    def phase(self, name: str, begin_s: float, end_s: float) -> Span:
+        """Make the span of one of the request's phases."""
+        return Span(
+            name=name,
+            context=self.context.child(),
+            parent_id=self.context.span_id,
+            started_ns=self.unix_ns(begin_s),
+            ended_ns=self.unix_ns(end_s),
+        )
+
+
+def known(attributes: Mapping[str, Value | None]) -> dict[str, Value]:
+    """Leave out the attributes that are None."""
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 class SpanSink(Protocol):

@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from penstock_common.tracing.spans import Event, Span, SpanContext, SpanSink, Value, begin
+from penstock_common.tracing.spans import (
+    Event,
+    Span,
+    SpanContext,
+    SpanSink,
+    Timeline,
+    Value,
+    begin,
+    known,
+)
 from penstock_proto.types import AttemptRecord
 from penstock_router.observe.request_record import RequestRecord
 
@@ -24,7 +33,6 @@ _OPERATIONS = {
     "/generate": "text_completion",
     "/generate_stream": "text_completion",
 }
-_NS = 1_000_000_000
 
 
 class RequestTraces:
@@ -54,20 +62,23 @@ class RequestTraces:
 
 def _spans(record: RequestRecord, context: SpanContext) -> Iterator[Span]:
     ended_s = record.arrived_s if record.ended_s is None else record.ended_s
+    times = Timeline(context, record.arrived_s, round(record.arrived_at * 1e9))
     method = record.method if record.method in _HTTP_METHODS else "_OTHER"
     yield Span(
         name=f"{'HTTP' if method == '_OTHER' else method} {record.route}",
         kind="server",
         context=context,
         parent_id=record.parent_span_id,
-        started_ns=_unix_ns(record, record.arrived_s),
-        ended_ns=_unix_ns(record, ended_s),
-        attributes=_known({"http.request.method": method, **_attributes(record)}),
+        started_ns=times.unix_ns(record.arrived_s),
+        ended_ns=times.unix_ns(ended_s),
+        attributes=known({"http.request.method": method, **_attributes(record)}),
         error=_error(record),
-        events=list(_failovers(record)),
+        events=list(_failovers(record, times)),
     )
-    yield from _phase(record, context, "prepare", record.arrived_s, record.prepared_s)
-    yield from _phase(record, context, "queue", record.prepared_s, record.placed_s)
+    if record.prepared_s is not None:
+        yield times.phase("prepare", record.arrived_s, record.prepared_s)
+        if record.placed_s is not None:
+            yield times.phase("queue", record.prepared_s, record.placed_s)
     for sequence, attempts in enumerate(record.sequences):
         for number, attempt in enumerate(attempts):
             if attempt.span_id:
@@ -75,45 +86,25 @@ def _spans(record: RequestRecord, context: SpanContext) -> Iterator[Span]:
                     "penstock.sequence": sequence,
                     "penstock.request.attempt": number,
                 }
-                yield _attempt(record, context, attempt, where, ended_s)
-
-
-def _phase(
-    record: RequestRecord,
-    context: SpanContext,
-    name: str,
-    begin_s: float | None,
-    end_s: float | None,
-) -> Iterator[Span]:
-    if begin_s is not None and end_s is not None:
-        yield Span(
-            name=name,
-            context=context.child(),
-            parent_id=context.span_id,
-            started_ns=_unix_ns(record, begin_s),
-            ended_ns=_unix_ns(record, end_s),
-        )
+                yield _attempt(times, attempt, where, ended_s)
 
 
 def _attempt(
-    record: RequestRecord,
-    context: SpanContext,
-    attempt: AttemptRecord,
-    where: dict[str, Value | None],
-    ended_s: float,
+    times: Timeline, attempt: AttemptRecord, where: dict[str, Value | None], ended_s: float
 ) -> Span:
+    context = times.context
     host, _, port = attempt.shard.rpartition(":")
     events = []
     if attempt.first_output_s is not None:
-        events.append(Event("first output", _unix_ns(record, attempt.first_output_s)))
+        events.append(Event("first output", times.unix_ns(attempt.first_output_s)))
     return Span(
         name=METHOD,
         kind="client",
         context=SpanContext(context.trace_id, attempt.span_id, context.sampled),
         parent_id=context.span_id,
-        started_ns=_unix_ns(record, attempt.sent_s),
-        ended_ns=_unix_ns(record, ended_s if attempt.ended_s is None else attempt.ended_s),
-        attributes=_known(
+        started_ns=times.unix_ns(attempt.sent_s),
+        ended_ns=times.unix_ns(ended_s if attempt.ended_s is None else attempt.ended_s),
+        attributes=known(
             {
                 "rpc.system.name": "grpc",
                 "rpc.method": METHOD,
@@ -132,7 +123,7 @@ def _attempt(
     )
 
 
-def _failovers(record: RequestRecord) -> Iterator[Event]:
+def _failovers(record: RequestRecord, times: Timeline) -> Iterator[Event]:
     for attempts in record.sequences:
         for failed, next_one in pairwise(attempts):
             attributes = {
@@ -140,7 +131,7 @@ def _failovers(record: RequestRecord) -> Iterator[Event]:
                 "penstock.shard.to": next_one.shard,
                 "penstock.failover.reason": failed.ended_because,
             }
-            yield Event("failover", _unix_ns(record, next_one.sent_s), attributes)
+            yield Event("failover", times.unix_ns(next_one.sent_s), attributes)
 
 
 def _attributes(record: RequestRecord) -> dict[str, Value | None]:
@@ -171,11 +162,3 @@ def _error(record: RequestRecord) -> str:
     """Return the span's error: a failure of the server, not a client's mistake."""
     failed = record.status >= 500 or record.outcome == "error"
     return (record.error or record.outcome) if failed else ""
-
-
-def _known(attributes: dict[str, Value | None]) -> dict[str, Value]:
-    return {name: value for name, value in attributes.items() if value is not None}
-
-
-def _unix_ns(record: RequestRecord, perf_counter_s: float) -> int:
-    return round((record.arrived_at + perf_counter_s - record.arrived_s) * _NS)

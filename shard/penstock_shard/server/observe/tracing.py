@@ -5,12 +5,11 @@ Attributes have OpenTelemetry's names where those exist. Spans never contain tok
 
 from __future__ import annotations
 
-from penstock_common.tracing.spans import Span, SpanSink, Value
+from penstock_common.tracing.spans import Span, SpanSink, Timeline, Value, known
 from penstock_proto import codec
 from penstock_shard.server.observe.request_record import ShardRecord
 
 METHOD = f"{codec.SERVICE_NAME}/Generate"
-_NS = 1_000_000_000
 
 
 def trace_request(sink: SpanSink, record: ShardRecord) -> None:
@@ -21,40 +20,28 @@ def spans_of(record: ShardRecord) -> list[Span]:
     """Return the request's span, and a child for each phase that it reached."""
     assert record.context is not None
     assert record.ended_s is not None
+    times = Timeline(record.context, record.arrived_s, record.arrived_ns)
     whole = Span(
         name=METHOD,
         kind="server",
         context=record.context,
         parent_id=record.parent_span_id,
         started_ns=record.arrived_ns,
-        ended_ns=_unix_ns(record, record.ended_s),
+        ended_ns=times.unix_ns(record.ended_s),
         attributes=_attributes(record),
         error=_error(record),
     )
     began_s = None if record.queue_s is None else record.arrived_s + record.queue_s
-    first_s, last_s = record.first_token_s, record.last_token_s
-    spans = [whole, _child(record, "queue", record.arrived_s, began_s)]
-    if began_s is not None:
-        spans.append(_child(record, "prefill", began_s, first_s))
-    if first_s is not None:
-        spans.append(_child(record, "decode", first_s, last_s))
-    return spans
-
-
-def _child(record: ShardRecord, name: str, begin_s: float, end_s: float | None) -> Span:
-    assert record.context is not None
-    assert record.ended_s is not None
-    return Span(
-        name=name,
-        context=record.context.child(),
-        parent_id=record.context.span_id,
-        started_ns=_unix_ns(record, begin_s),
-        ended_ns=_unix_ns(record, record.ended_s if end_s is None else end_s),
-    )
-
-
-def _unix_ns(record: ShardRecord, monotonic_s: float) -> int:
-    return record.arrived_ns + round((monotonic_s - record.arrived_s) * _NS)
+    ends_s = (record.arrived_s, began_s, record.first_token_s, record.last_token_s)
+    phases = zip(("queue", "prefill", "decode"), ends_s, ends_s[1:], strict=False)
+    return [
+        whole,
+        *(
+            times.phase(name, begin_s, record.ended_s if end_s is None else end_s)
+            for name, begin_s, end_s in phases
+            if begin_s is not None
+        ),
+    ]
 
 
 def _attributes(record: ShardRecord) -> dict[str, Value]:
@@ -76,7 +63,7 @@ def _attributes(record: ShardRecord) -> dict[str, Value]:
         "penstock.engine.preemptions": None if record.work is None else record.work.preemptions,
         "penstock.engine.mean_batch": record.mean_batch,
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return known(given)
 
 
 def _error(record: ShardRecord) -> str:
