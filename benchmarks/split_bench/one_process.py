@@ -144,7 +144,13 @@ class InProcessFleet(Fleet):
         assert self._engine.loaded is not None
         return self._engine.loaded.tokenizer_files
 
-    def submit(self, request: GenerationRequest, pixels: PixelSource | None = None) -> FleetStream:
+    def submit(
+        self,
+        request: GenerationRequest,
+        pixels: PixelSource | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> FleetStream:
         """Raises `penstock_shard.server.validation.Refusal`, which the router does not know."""
         assert self._engine.loaded is not None
         stream = FleetStream(

@@ -270,7 +270,9 @@ class Attempt:
 
     `instance_id`: the engine it is for ("" is any). `hand_back`: the shard hands the request back
     when its KV blocks run out. `suspect`: it was running in two engines that died. `kv_source`: the
-    address of a shard that may have its KV blocks ("" is none).
+    address of a shard that may have its KV blocks ("" is none). `left_s`: the seconds that are left
+    of the deadline (None is what the request says). `traceparent`: the trace context of the attempt
+    ("" is the request's).
     """
 
     number: int = 0
@@ -278,6 +280,8 @@ class Attempt:
     hand_back: bool = False
     suspect: bool = False
     kv_source: str = ""
+    left_s: float | None = None
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,8 +156,8 @@ FAULTS = [
     ),
     Fault(
         "Each attempt has the whole of the deadline",
-        "FleetStream.request_now",
-        never("self.deadline_s is not None"),
+        "FleetStream.left_s",
+        always("self.deadline_s is None"),
         caught_by="test_each_attempt_has_what_is_left_of_the_deadline",
         simulated=True,
     ),

@@ -37,7 +37,7 @@ FAULTS = [
     ),
     Fault(
         "A sequence is told a deadline that counts from when it is submitted",
-        "Generation._complete",
+        "Generation._deadline_s",
         becomes("self._ends_at_s - asyncio.get_running_loop().time()", "100.0"),
         caught_by="test_what_a_stream_s_deadline_is_does_not_depend_on_when_its_sequences_are_sent",
     ),

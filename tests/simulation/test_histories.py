@@ -122,7 +122,7 @@ def test_a_router_that_stood_still_judges_a_silent_shard_by_its_next_report() ->
     assert virtual_time.run(main, ends_s=60.0) == pytest.approx(2.5 + 1.2 + 1.5, abs=0.2)
 
 
-def _another_seed(stream: FleetStream, now_s: float) -> GenerationRequest:
+def _another_seed(stream: FleetStream) -> GenerationRequest:
     """A fault: who takes a request up draws otherwise."""
     seed = stream.attempt + 2
     return dataclasses.replace(stream.request, sampling=SamplingParams(seed=seed))

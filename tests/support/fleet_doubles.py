@@ -82,6 +82,16 @@ class Sent:
     attempt: Attempt
 
 
+def as_read(request: GenerationRequest, attempt: Attempt) -> GenerationRequest:
+    """The request as a shard reads it: with the attempt's rest of the deadline, and its trace."""
+    if attempt.left_s is not None:
+        objective = dataclasses.replace(request.objective, deadline_s=attempt.left_s)
+        request = dataclasses.replace(request, objective=objective)
+    if attempt.traceparent:
+        request = dataclasses.replace(request, traceparent=attempt.traceparent)
+    return request
+
+
 class Double:
     """Stands for a shard's client: keeps what it is sent, answers when the test says so."""
 
@@ -101,7 +111,7 @@ class Double:
     ) -> None:
         if self.refusal is not None:
             raise self.refusal
-        self.sent.append(Sent(stream, request, attempt))
+        self.sent.append(Sent(stream, as_read(request, attempt), attempt))
 
     def detach(self, stream: GenerationStream) -> None:
         self.detached.append(stream.attempt)

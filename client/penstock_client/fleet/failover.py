@@ -119,34 +119,26 @@ class Continuations:
         # Those to send, or to move, in the next turns of the event loop.
         self._due: OrderedDict[FleetStream, None] = OrderedDict()
         self._sender: asyncio.Task[None] | None = None
-        self._moves = Moves(
-            self._plan_move,
-            lambda stream: stream.request_now(clock()),
-            self._put_due,
-            clock,
-        )
+        self._moves = Moves(self._plan_move, self._put_due, clock)
         self._rebalancing = Rebalancing(shards, self._on, self._put_due)
         self._images = ImagePuts(self._put_due, self._on_failed_put)
         self._closed = False
 
-    def start(self, request: GenerationRequest, pixels: PixelSource | None = None) -> FleetStream:
-        """Send a request to the shard the policy chooses, or let it wait for one. `pixels` gives
-        those of its images.
-
-        Raises:
-            InvalidRequest: no ready shard serves the model; no shard has the adapter, and none that
-                is away may have it when it returns; or a value does not fit the wire.
-            NotServed: no ready shard of the model knows a field of the request.
-            NoShardAvailable: the shards that serve the model have another tokenizer.
-            PoisonousRequest: engines died of such a request a short while ago.
-            ShardUnavailable: the fleet was closed.
+    def start(
+        self,
+        request: GenerationRequest,
+        pixels: PixelSource | None = None,
+        deadline_s: float | None = None,
+    ) -> FleetStream:
+        """Send a request to the shard that the policy chooses, or let it wait. `pixels` gives its
+        images' pixels. `deadline_s` replaces the request's. Raises what `Fleet.submit` raises.
         """
         if self._closed:
             raise ShardUnavailable(_CLOSED)
         if request.sampling.seed is None:
             sampling = dataclasses.replace(request.sampling, seed=random_seed())
             request = dataclasses.replace(request, sampling=sampling)
-        limit_s = request.objective.deadline_s
+        limit_s = request.objective.deadline_s if deadline_s is None else deadline_s
         stream = FleetStream(
             *(new_request_id(), -1, len(request.output_token_ids), self._on_cancel),
             request=request,
@@ -393,7 +385,7 @@ class Continuations:
         now_s = self._clock()
         self._observe("sent", plan.reason)
         record = AttemptRecord(shard.address, plan.reason, time.perf_counter())
-        request = stream.request_now(now_s)
+        request, traceparent = stream.request_now(), ""
         if request.adapter and not request.adapter_hash:
             # The shard was chosen for the adapter it has under this name; with its hash in the
             # request, the shard refuses if it has another by then.
@@ -403,7 +395,7 @@ class Continuations:
         if context is not None:
             context = context.child()
             record.span_id = context.span_id
-            request = dataclasses.replace(request, traceparent=context.traceparent)
+            traceparent = context.traceparent
         stream.attempt += 1
         attempt = Attempt(
             number=stream.attempt,
@@ -412,6 +404,8 @@ class Continuations:
             and self._has_room_elsewhere(shard, request.adapter),
             suspect=stream.is_suspect,
             kv_source=plan.kv_source,
+            left_s=stream.left_s(now_s),
+            traceparent=traceparent,
         )
         shard.client.attach(stream, request, attempt)
         record.num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)

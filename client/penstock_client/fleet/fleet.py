@@ -203,9 +203,16 @@ class Fleet:
 
     # ---- requests ----
 
-    def submit(self, request: GenerationRequest, pixels: PixelSource | None = None) -> FleetStream:
+    def submit(
+        self,
+        request: GenerationRequest,
+        pixels: PixelSource | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> FleetStream:
         """Send the request to the shard the policy chooses; when that one fails, to another.
-        `pixels` gives those of its images, as often as shards lack them.
+        `pixels` gives those of its images, as often as shards lack them. `deadline_s` are seconds
+        from now, in place of the request's.
 
         If no shard can take it now, it waits. Iterating the stream raises `NoShardAvailable` when
         it has waited too long, or `InvalidRequest` as soon as its adapter is unloaded.
@@ -219,7 +226,7 @@ class Fleet:
             ShardUnavailable: the fleet was closed.
         """
         self._fetches_ahead.forget(request.session)
-        return self._continuations.start(request, pixels)
+        return self._continuations.start(request, pixels, deadline_s)
 
     def retain(self, stream: FleetStream, retain: Retain) -> bool:
         """Have the shard of a stream that has ended reuse its KV blocks after others, as the next

@@ -91,18 +91,19 @@ class FleetStream(GenerationStream):
             return self.request.adapter_hash
         return self.made_by.adapter_hash(self.request.adapter)
 
-    def request_now(self, now_s: float) -> GenerationRequest:
-        """The request with its output so far, and with the defaults of the shard that began it."""
-        request = self.request
-        if self.deadline_s is not None:
-            left_s = max(0.001, self.deadline_s - now_s)
-            objective = dataclasses.replace(request.objective, deadline_s=left_s)
-            request = dataclasses.replace(request, objective=objective)
+    def request_now(self) -> GenerationRequest:
+        """Return the request with its output so far, and with the defaults of the shard that began
+        it.
+        """
         if self.begun_by is None:
-            return request
-        output_token_ids = [*request.output_token_ids, *self.token_ids]
-        request = complete_request(request, self.begun_by)
+            return self.request
+        output_token_ids = [*self.request.output_token_ids, *self.token_ids]
+        request = complete_request(self.request, self.begun_by)
         return dataclasses.replace(request, output_token_ids=output_token_ids)
+
+    def left_s(self, now_s: float) -> float | None:
+        """Return the seconds until the deadline, at least 0.001; None without a deadline."""
+        return None if self.deadline_s is None else max(0.001, self.deadline_s - now_s)
 
     def feed(self, output: Output) -> None:
         """Take an output of a shard."""

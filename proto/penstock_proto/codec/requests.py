@@ -68,6 +68,8 @@ def generate_request(
     for name in ("instance_id", "hand_back", "suspect", "kv_source"):
         _set(message, name, getattr(attempt, name))
     _set_same(message, request)
+    if attempt.traceparent:
+        _set(message, "traceparent", attempt.traceparent)
     _set_ids(message, "prompt_token_ids", request.prompt_token_ids)
     _set_ids(message, "output_token_ids", request.output_token_ids)
     _set_sampling(message.sampling, request.sampling)
@@ -79,7 +81,8 @@ def generate_request(
         _set_constraint(message.constraint, request.constraint)
     if request.thinking_budget is not None:
         _set_same(message.thinking_budget, request.thinking_budget, "thinking_budget.")
-    _set_objective(message.objective, request.objective)
+    _set_same(message.objective, request.objective)
+    _set_deadline(message.objective, request.objective.deadline_s, attempt.left_s)
     for index, image in enumerate(request.images):
         _add_image(message, image, f"images[{index}]")
     return message
@@ -229,9 +232,8 @@ def _thinking_budget(message: pb.GenerateRequest) -> ThinkingBudget | None:
     return ThinkingBudget(**scalars(message.thinking_budget))
 
 
-def _set_objective(message: pb.Objective, objective: Objective) -> None:
-    _set_same(message, objective)
-    deadline_s = objective.deadline_s
+def _set_deadline(message: pb.Objective, whole_s: float | None, left_s: float | None) -> None:
+    deadline_s = whole_s if left_s is None else left_s
     if deadline_s is not None:
         if not 0 < deadline_s <= _MAX_DEADLINE_S:
             raise InvalidRequest(

@@ -137,7 +137,9 @@ class Generation(Deltas):
                 self._choices.append(choice)
                 continue
             try:
-                choice.stream = self._fleet.submit(self._complete(request), self.job.pixels)
+                choice.stream = self._fleet.submit(
+                    self._complete(request), self.job.pixels, deadline_s=self._deadline_s()
+                )
             except RequestRefused as error:
                 raise self._refused(error) from None
             self._record.follow(choice.stream.attempts)
@@ -153,15 +155,17 @@ class Generation(Deltas):
                 await asyncio.sleep(0)
 
     def _complete(self, request: GenerationRequest) -> GenerationRequest:
-        """The request with what is known now: its numerics, and how much of its time is left."""
-        if self.point.numerics:
-            request = dataclasses.replace(request, numerics=self.point.numerics)
-        if self._ends_at_s is None:
+        """Return the request, with the numerics of a resumed answer."""
+        if not self.point.numerics:
             return request
+        return dataclasses.replace(request, numerics=self.point.numerics)
+
+    def _deadline_s(self) -> float | None:
+        """Return the seconds that a shard has for a request which is submitted now."""
+        if self._ends_at_s is None:
+            return None
         left_s = max(self._ends_at_s - asyncio.get_running_loop().time(), 0.0)
-        deadline_s = min(left_s + _SHARDS_WAIT_S, MAX_TIMEOUT_S)
-        objective = dataclasses.replace(request.objective, deadline_s=deadline_s)
-        return dataclasses.replace(request, objective=objective)
+        return min(left_s + _SHARDS_WAIT_S, MAX_TIMEOUT_S)
 
     async def __aexit__(
         self,

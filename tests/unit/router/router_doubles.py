@@ -290,10 +290,19 @@ class FakeFleet(Fleet):
     def remove(self, address: str) -> None:
         self.shards[:] = [shard for shard in self.shards if shard.address != address]
 
-    def submit(self, request: GenerationRequest, pixels: PixelSource | None = None) -> FleetStream:
+    def submit(
+        self,
+        request: GenerationRequest,
+        pixels: PixelSource | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> FleetStream:
         if self.refusal is not None and len(self.requests) >= self.accepts:
             raise self.refusal
         self.info(request.model)
+        if deadline_s is not None:
+            objective = replace(request.objective, deadline_s=deadline_s)
+            request = replace(request, objective=objective)
         self.requests.append(request)
         request_id = f"r{len(self.requests)}"
         stream = self.stream_type(

@@ -411,7 +411,13 @@ async def test_an_answer_that_failed_is_made_again_and_its_error_is_not_said_aga
 class MixedFleet(FakeFleet):
     """Its answers come from shards with several numerics."""
 
-    def submit(self, request: GenerationRequest, pixels: PixelSource | None = None) -> FleetStream:
+    def submit(
+        self,
+        request: GenerationRequest,
+        pixels: PixelSource | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> FleetStream:
         stream = super().submit(request)
         stream.fingerprints.append("others")
         return stream

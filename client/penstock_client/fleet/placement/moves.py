@@ -16,7 +16,7 @@ from penstock_client.fleet.fleet_stream import FleetStream
 from penstock_client.fleet.shard_state import ShardState
 from penstock_common.clock import Clock
 from penstock_common.tasks import run_lasting
-from penstock_proto.types import Attempt, GenerationRequest
+from penstock_proto.types import Attempt
 
 logger = logging.getLogger(__name__)
 
@@ -56,15 +56,13 @@ class Moves:
     def __init__(
         self,
         plan: Callable[[FleetStream], Plan | None],
-        request_now: Callable[[FleetStream], GenerationRequest],
         put_due: Callable[[Iterable[FleetStream]], None],
         clock: Clock,
     ) -> None:
-        """`plan` says where a stream would go now, `request_now` what it would be sent as;
-        `put_due` is called with one that may be sent on.
+        """`plan` says where a stream would go now; `put_due` is called with a stream that may be
+        sent on.
         """
         self._plan = plan
-        self._request_now = request_now
         self._put_due = put_due
         self._clock = clock
         # By the address of the shard that they leave, those whose blocks are not asked for yet, in
@@ -151,8 +149,12 @@ class Moves:
         if plan is None or not plan.can_prefetch or timeout_s <= 0:
             return None
         info = plan.shard.info
-        attempt = Attempt(instance_id=info.instance_id if info else "", kv_source=plan.kv_source)
-        asking = plan.shard.client.prefetch(self._request_now(stream), attempt, timeout_s=timeout_s)
+        attempt = Attempt(
+            instance_id=info.instance_id if info else "",
+            kv_source=plan.kv_source,
+            left_s=stream.left_s(self._clock()),
+        )
+        asking = plan.shard.client.prefetch(stream.request_now(), attempt, timeout_s=timeout_s)
         call = self._calls[stream] = asyncio.ensure_future(asking)
         try:
             await asyncio.wait({call})
