@@ -17,10 +17,12 @@ import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
-from penstock_common.tls import Tls
+if TYPE_CHECKING:
+    from penstock_common.tls import Tls
 
 START_TIMEOUT_S = 60.0
 
