@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import os
 import re
 import statistics
@@ -79,16 +80,15 @@ def _instructions(checkout: Path, kind: str, tokens: int) -> int:
 async def _stream(kind: str, tokens: int) -> None:
     """Stream a chat of `tokens` tokens."""
     from unit.router.chat_template_styles import STYLES
-    from unit.router.router_doubles import (
-        FakeFleet,
-        byte_level_tokenizer,
-        memory_router,
-        model_files,
-    )
 
-    tokenizer = byte_level_tokenizer()
+    is_known = importlib.util.find_spec("support.router_doubles") is not None
+    # Earlier checkouts have the doubles elsewhere.
+    doubles: Any = importlib.import_module(
+        "support.router_doubles" if is_known else "unit.router.router_doubles"
+    )
+    tokenizer = doubles.byte_level_tokenizer()
     style = "chatml" if kind == "plain" else "qwen-tools"
-    fleet = FakeFleet(model_files(tokenizer, STYLES[style]))
+    fleet = doubles.FakeFleet(doubles.model_files(tokenizer, STYLES[style]))
     said = "<think>" if kind == "reasoning" else ""
     ids = tokenizer.encode(said + "a word of text, " * tokens, add_special_tokens=False).ids
     fleet.script = lambda request: ids[:tokens]
@@ -99,7 +99,7 @@ async def _stream(kind: str, tokens: int) -> None:
     }
     if kind == "tools":
         body["tools"] = [{"type": "function", "function": {"name": "look"}}]
-    async with memory_router(fleet) as router:
+    async with doubles.memory_router(fleet) as router:
         answer = await router.post("/v1/chat/completions", body)
     assert answer.status == 200, answer.body
 

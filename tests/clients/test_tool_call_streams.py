@@ -25,7 +25,7 @@ from tokenizers import AddedToken, Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "router"))
 
-import unit.router.router_doubles as doubles
+import support.router_doubles as doubles
 
 from penstock_client import FleetStream
 from penstock_proto.types import FinishReason, GenerationRequest, Output

@@ -13,7 +13,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.metrics import MetricWrapperBase
-from unit.router.router_doubles import FakeFleet
+from support.router_doubles import FakeFleet
 
 from penstock_common.certificates.expiry import CertificateDates
 from penstock_common.metric_aliases import SETS

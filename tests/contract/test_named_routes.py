@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 from contract.metrics_page import router_families, shard_families
 from contract.sources import ROOT
-from unit.router.router_doubles import FakeFleet, memory_router
+from support.router_doubles import FakeFleet, memory_router
 
 PAGES = (
     *sorted(ROOT.glob("docs/*.md")),

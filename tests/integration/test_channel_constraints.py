@@ -11,8 +11,8 @@ from integration.test_answer_constraints import ADD, AUTO, JSON, REQUIRED, made
 from support.compilers import LIMITS
 from support.families import FAMILIES
 from support.families.family import Family
+from support.router_doubles import id_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from unit.router.router_doubles import id_of
 
 from penstock_router.text.formats.registry import CHANNELS
 from penstock_shard.structured_output.compiler import Compiler

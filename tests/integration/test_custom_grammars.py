@@ -10,7 +10,7 @@ import pytest
 import transformers
 from support.families import FAMILIES
 from support.families.family import Family
-from unit.router.router_doubles import byte_level_tokenizer
+from support.router_doubles import byte_level_tokenizer
 
 from penstock_router.apis.responses.requests import parse_response
 from penstock_router.apis.responses.tools.functions import hold_to_grammars

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-import unit.router.router_doubles as doubles
+import support.router_doubles as doubles
 from tokenizers import Tokenizer
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from support.budget import budget
 from support.families import FAMILIES
-from unit.router.router_doubles import INFO, byte_level_tokenizer, model_files
+from support.router_doubles import INFO, byte_level_tokenizer, model_files
 
 from penstock_router.apis import embeddings, tokenize
 from penstock_router.apis.messages.requests import FIELDS as MESSAGES_FIELDS

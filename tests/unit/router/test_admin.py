@@ -9,7 +9,7 @@ from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 import pytest
-from unit.router.router_doubles import FakeFleet, FakeShard, MemoryRouter, memory_router
+from support.router_doubles import FakeFleet, FakeShard, MemoryRouter, memory_router
 
 from penstock_client.fleet import allowed_networks
 from penstock_client.fleet.allowed_networks import AddressInfo

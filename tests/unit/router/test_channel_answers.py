@@ -11,8 +11,7 @@ import pytest
 from support.budget import budget, seeded
 from support.families import FAMILIES
 from support.families.channel_templates import TEMPLATES
-from tokenizers import AddedToken, Tokenizer
-from unit.router.router_doubles import (
+from support.router_doubles import (
     Answer,
     FakeFleet,
     MemoryRouter,
@@ -20,6 +19,7 @@ from unit.router.router_doubles import (
     memory_router,
     model_files,
 )
+from tokenizers import AddedToken, Tokenizer
 from unit.router.test_message_blocks import events_of, message_of
 
 from penstock_router.text.formats.registry import CHANNELS

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from support.router_doubles import INFO, fake_logprobs, id_of, model_files
 from support.scores import logprobs_of
 from tokenizers import Tokenizer
-from unit.router.router_doubles import INFO, fake_logprobs, id_of, model_files
 
 from penstock_proto.types import FinishReason, GenerationRequest, Output
 from penstock_router.apis.base import Envelope

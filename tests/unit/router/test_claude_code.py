@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 from support.budget import budget, seeded
-from tokenizers import Tokenizer
-from unit.router.chat_template_styles import STYLES
-from unit.router.router_doubles import (
+from support.router_doubles import (
     INFO,
     FakeFleet,
     FakeShard,
@@ -21,6 +19,8 @@ from unit.router.router_doubles import (
     memory_router,
     model_files,
 )
+from tokenizers import Tokenizer
+from unit.router.chat_template_styles import STYLES
 from unit.router.test_messages import events_of
 
 from penstock_router.apis.messages.requests import FIELDS

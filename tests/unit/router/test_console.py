@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from unit.router.router_doubles import (
+from support.router_doubles import (
     Connection,
     FakeFleet,
     FakeShard,

@@ -7,9 +7,9 @@ import json
 from typing import Any
 
 import pytest
+from support.router_doubles import CHATML, INFO, byte_level_tokenizer, model_files
 from tokenizers import AddedToken
 from unit.router.chat_template_styles import STYLES as TEMPLATES
-from unit.router.router_doubles import CHATML, INFO, byte_level_tokenizer, model_files
 
 from penstock_common.child_process.framing import HEADER_BYTES
 from penstock_proto.types import Constraint, ConstraintKind, ThinkingBudget

@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 import pytest
+from support.router_doubles import FakeFleet, memory_router, model_files
 from tokenizers import Tokenizer
 from unit.router.chat_template_styles import STYLES
-from unit.router.router_doubles import FakeFleet, memory_router, model_files
 
 BEGUN = '<tool_call>\n{"name": "run", "arguments": {"command": "rm -rf /tmp/x'
 OFFERED = [{"type": "function", "function": {"name": "run"}}]

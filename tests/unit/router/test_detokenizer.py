@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 from support.budget import budget, seeded
+from support.router_doubles import decoder_of, id_of, random_text
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-from unit.router.router_doubles import decoder_of, id_of, random_text
 
 from penstock_router.text.detokenizer import (
     REPLACEMENT,

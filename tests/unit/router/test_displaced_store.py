@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from unit.router.router_doubles import FakeFleet, memory_router
+from support.router_doubles import FakeFleet, memory_router
 
 from penstock_router.routes.base import ROUTER
 from penstock_router.store.response_store import (

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.budget import budget, seeded
-from tokenizers import Tokenizer
-from unit.router.router_doubles import (
+from support.router_doubles import (
     INFO,
     FakeFleet,
     FakeShard,
@@ -23,6 +22,7 @@ from unit.router.router_doubles import (
     memory_router,
     model_files,
 )
+from tokenizers import Tokenizer
 
 from penstock_proto.facts import EmbeddingDefaults
 from penstock_proto.types import Pooling

@@ -8,8 +8,7 @@ import json
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
-from unit.router.router_doubles import (
+from support.router_doubles import (
     INFO,
     FakeFleet,
     FakeShard,
@@ -17,6 +16,7 @@ from unit.router.router_doubles import (
     memory_router,
     model_files,
 )
+from tokenizers import Tokenizer
 
 from penstock_proto.facts import LoadReport
 from penstock_router.observe.endpoint_load import endpoint_load

@@ -16,10 +16,8 @@ from typing import Any
 
 import pytest
 from support.budget import budget, seeded
-from support.sampling_values import SAMPLING_VALUES
-from tokenizers import Tokenizer, processors
-from unit.router.checked_fleet import CheckedFleet
-from unit.router.router_doubles import (
+from support.checked_fleet import CheckedFleet
+from support.router_doubles import (
     INFO,
     Answer,
     byte_level_tokenizer,
@@ -29,6 +27,8 @@ from unit.router.router_doubles import (
     random_text,
     wordpiece_tokenizer,
 )
+from support.sampling_values import SAMPLING_VALUES
+from tokenizers import Tokenizer, processors
 
 from penstock_proto.engine_request import EngineRequest
 from penstock_proto.limits import SAMPLING_RANGES

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, Metric
-from unit.router.router_doubles import INFO, FakeFleet, FakeShard
+from support.router_doubles import INFO, FakeFleet, FakeShard
 
 from penstock_proto.facts import LoadReport
 from penstock_router.observe import exposition

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 from support.budget import budget, seeded
-from tokenizers import Tokenizer
-from unit.router.checked_fleet import CheckedFleet
-from unit.router.router_doubles import (
+from support.checked_fleet import CheckedFleet
+from support.router_doubles import (
     INFO,
     Answer,
     FakeFleet,
@@ -23,6 +22,7 @@ from unit.router.router_doubles import (
     model_files,
     random_text,
 )
+from tokenizers import Tokenizer
 
 from penstock_proto.types import GenerationRequest, Logprobs, Output, bytes_of
 from penstock_router.apis.chat_messages import MAX_PIECES

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from unit.router.router_doubles import MemoryRouter
+from support.router_doubles import MemoryRouter
 
 from penstock_proto.errors import ShardFailed
 from penstock_router.config import RouterConfig

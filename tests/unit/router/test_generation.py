@@ -11,8 +11,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from support.router_doubles import INFO, FakeFleet, FakeShard, hashed_tokens, model_files
 from tokenizers import Tokenizer
-from unit.router.router_doubles import INFO, FakeFleet, FakeShard, hashed_tokens, model_files
 
 from penstock_client import FleetStream
 from penstock_proto.errors import InvalidRequest, NoShardAvailable, ShardFailed

@@ -12,8 +12,8 @@ import zlib
 from collections.abc import AsyncIterator
 
 import pytest
+from support.router_doubles import Answer, FakeFleet, MemoryRouter, memory_router, model_files
 from tokenizers import Tokenizer
-from unit.router.router_doubles import Answer, FakeFleet, MemoryRouter, memory_router, model_files
 
 from penstock_router.routes import base
 from penstock_router.routes.table import ROUTES

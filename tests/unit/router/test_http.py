@@ -14,8 +14,7 @@ import pytest
 from aiohttp import web
 from support.budget import budget, seeded
 from support.image_models import IMAGE_MODELS
-from tokenizers import Tokenizer
-from unit.router.router_doubles import (
+from support.router_doubles import (
     CHATML,
     INFO,
     Connection,
@@ -32,6 +31,7 @@ from unit.router.router_doubles import (
     parse_events,
     random_text,
 )
+from tokenizers import Tokenizer
 
 from penstock_proto.errors import (
     DeadlineExceeded,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from support.budget import budget, seeded
 from support.image_models import IMAGE_MODELS, PARTS_ONLY_TEMPLATE, TEXT_TEMPLATE, ImageModel
+from support.router_doubles import FakeFleet, memory_router
 from tokenizers import Tokenizer, processors
-from unit.router.router_doubles import FakeFleet, memory_router
 
 from penstock_common.child_process.framing import HEADER_BYTES
 from penstock_router.errors import BadRequest, ContextExceeded

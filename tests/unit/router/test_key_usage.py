@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
-from unit.router.router_doubles import (
+from support.router_doubles import (
     INFO,
     Answer,
     CachingFleet,
@@ -20,6 +19,7 @@ from unit.router.router_doubles import (
     memory_router,
     model_files,
 )
+from tokenizers import Tokenizer
 
 from penstock_common import key_file_format
 from penstock_router.admission import api_keys

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.router_doubles import FakeFleet, MemoryRouter, memory_router, model_files
 from tokenizers import Tokenizer
-from unit.router.router_doubles import FakeFleet, MemoryRouter, memory_router, model_files
 
 from penstock_common import key_file_format
 from penstock_router.admission import api_keys as keys_module

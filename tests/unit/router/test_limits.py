@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.router_doubles import Answer, FakeFleet, MemoryRouter, memory_router, model_files
 from tokenizers import Tokenizer
-from unit.router.router_doubles import Answer, FakeFleet, MemoryRouter, memory_router, model_files
 
 from penstock_common import key_file_format
 from penstock_proto.facts import ShardInfo

@@ -24,8 +24,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.budget import seeded
-from tokenizers import Tokenizer
-from unit.router.router_doubles import (
+from support.router_doubles import (
     INFO,
     Answer,
     FakeFleet,
@@ -33,6 +32,7 @@ from unit.router.router_doubles import (
     memory_router,
     model_files,
 )
+from tokenizers import Tokenizer
 
 from penstock_common.child_process.framing import HEADER_BYTES, decode_header
 from penstock_router import errors

@@ -7,7 +7,7 @@ import random
 import re
 import time
 
-from unit.router.router_doubles import FakeFleet, MemoryRouter, memory_router
+from support.router_doubles import FakeFleet, MemoryRouter, memory_router
 
 from penstock_router.observe.loop_lag import RecentMaximum, watch_loop
 

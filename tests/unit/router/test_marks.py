@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from support.budget import budget, seeded
+from support.router_doubles import byte_level_tokenizer, id_of, model_files
 from tokenizers import AddedToken, Tokenizer
-from unit.router.router_doubles import byte_level_tokenizer, id_of, model_files
 
 from penstock_router.text.marks import NO_MARKS, TOKEN, MarkingDetokenizer, Marks, plain
 from penstock_router.text.tokenizer import Tokenizer as RouterTokenizer

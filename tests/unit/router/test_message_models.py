@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from unit.router.router_doubles import INFO, FakeFleet, MemoryRouter, memory_router
+from support.router_doubles import INFO, FakeFleet, MemoryRouter, memory_router
 
 from penstock_router.apis.messages.models import message_model, page_of
 from penstock_router.errors import BadRequest

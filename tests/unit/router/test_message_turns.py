@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from unit.router.router_doubles import FakeFleet, MemoryRouter
+from support.router_doubles import FakeFleet, MemoryRouter
 
 from penstock_proto.types import ConstraintKind
 from penstock_router.apis.messages.requests import parse, parse_count

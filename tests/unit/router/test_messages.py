@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from support.router_doubles import FakeFleet, MemoryRouter, id_of, memory_router, model_files
 from tokenizers import Tokenizer
-from unit.router.router_doubles import FakeFleet, MemoryRouter, id_of, memory_router, model_files
 
 from penstock_proto.errors import ShardFailed
 from penstock_router.apis.chat_messages import MAX_PIECES

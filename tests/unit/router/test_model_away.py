@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from tokenizers import Tokenizer
-from unit.router.router_doubles import (
+from support.router_doubles import (
     INFO,
     FakeFleet,
     FakeShard,
@@ -16,6 +15,7 @@ from unit.router.router_doubles import (
     memory_router,
     model_files,
 )
+from tokenizers import Tokenizer
 
 from penstock_proto.facts import Adapter
 

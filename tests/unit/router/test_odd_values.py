@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from support.budget import budget, seeded
+from support.checked_fleet import CheckedFleet
+from support.router_doubles import INFO, Answer, memory_router, model_files
 from tokenizers import Tokenizer
-from unit.router.checked_fleet import CheckedFleet
-from unit.router.router_doubles import INFO, Answer, memory_router, model_files
 
 from penstock_router.json_fields import JsonObject
 from penstock_router.routes.base import Route

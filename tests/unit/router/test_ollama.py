@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.answer_pieces import cut, envelope_of, job_of, random_pieces
 from support.budget import budget, seeded
-from unit.router.router_doubles import MemoryRouter
+from support.router_doubles import MemoryRouter
 
 from penstock_proto.types import ConstraintKind
 from penstock_router.apis.ollama import requests as ollama

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from support.budget import budget, seeded
+from support.router_doubles import INFO, model_files
 from tokenizers import Tokenizer
-from unit.router.router_doubles import INFO, model_files
 
 from penstock_router.apis.ollama import prompts
 from penstock_router.apis.ollama import requests as ollama

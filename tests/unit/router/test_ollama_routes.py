@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from unit.router.router_doubles import INFO, Answer, FakeFleet, MemoryRouter, memory_router
+from support.router_doubles import INFO, Answer, FakeFleet, MemoryRouter, memory_router
 
 from penstock_proto.facts import ModelShape
 from penstock_proto.types import SamplingParams

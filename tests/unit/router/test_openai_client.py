@@ -9,8 +9,7 @@ import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI
-from tokenizers import Tokenizer
-from unit.router.router_doubles import (
+from support.router_doubles import (
     INFO,
     Connection,
     FakeFleet,
@@ -20,6 +19,7 @@ from unit.router.router_doubles import (
     memory_router,
     model_files,
 )
+from tokenizers import Tokenizer
 
 from penstock_proto.errors import ShardUnavailable
 

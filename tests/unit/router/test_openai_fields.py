@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import pytest
 from support.budget import budget, seeded
-from unit.router.router_doubles import random_text
+from support.router_doubles import random_text
 
 from penstock_router.apis.chat_messages import FunctionCall, assistant_message, tool_message
 from penstock_router.apis.openai.fields import CHAT_FIELDS, COMPLETION_FIELDS

@@ -11,7 +11,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 import msgspec
 import pytest
-from unit.router.router_doubles import FakeFleet, MemoryRouter, memory_router
+from support.router_doubles import FakeFleet, MemoryRouter, memory_router
 
 from penstock_router.apis.base import LINES, ErrorForm
 from penstock_router.errors import ApiError

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from support.budget import budget, seeded
-from tokenizers import AddedToken, Tokenizer
-from unit.router.router_doubles import (
+from support.router_doubles import (
     INFO,
     CachingFleet,
     FakeFleet,
@@ -20,6 +19,7 @@ from unit.router.router_doubles import (
     memory_router,
     model_files,
 )
+from tokenizers import AddedToken, Tokenizer
 
 from penstock_proto.types import FinishReason, GenerationRequest, Output
 from penstock_router.generation.choice import Choice, Delta, DeltaBuffer

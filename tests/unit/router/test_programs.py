@@ -7,7 +7,7 @@ import itertools
 import json
 
 import pytest
-from unit.router.router_doubles import Answer, Connection, FakeFleet, MemoryRouter, memory_router
+from support.router_doubles import Answer, Connection, FakeFleet, MemoryRouter, memory_router
 
 from penstock_router.errors import TimedOut, TooManyRequests
 from penstock_router.observe.metrics import Metrics

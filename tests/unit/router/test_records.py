@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from unit.router.router_doubles import MemoryRouter
+from support.router_doubles import MemoryRouter
 
 from penstock_proto.errors import (
     DeadlineExceeded,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from unit.router.router_doubles import FakeFleet, memory_router
+from support.router_doubles import FakeFleet, memory_router
 
 from penstock_common.logs import JsonFormatter, TextFormatter
 from penstock_proto.facts import Adapter

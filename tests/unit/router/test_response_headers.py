@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+from support.router_doubles import FakeFleet, MemoryRouter, memory_router, model_files
 from tokenizers import Tokenizer
-from unit.router.router_doubles import FakeFleet, MemoryRouter, memory_router, model_files
 
 from penstock_router.routes.table import ROUTES
 

@@ -12,8 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.budget import budget, seeded
-from tokenizers import Tokenizer
-from unit.router.router_doubles import (
+from support.router_doubles import (
     INFO,
     Answer,
     FakeFleet,
@@ -22,6 +21,7 @@ from unit.router.router_doubles import (
     memory_router,
     model_files,
 )
+from tokenizers import Tokenizer
 
 from penstock_proto.errors import NoShardAvailable, RequestRefused, ShardFailed
 from penstock_proto.types import GenerationRequest

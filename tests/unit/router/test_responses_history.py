@@ -15,8 +15,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 from support.budget import budget, seeded
-from tokenizers import Tokenizer
-from unit.router.router_doubles import (
+from support.router_doubles import (
     INFO,
     Answer,
     FakeFleet,
@@ -24,6 +23,7 @@ from unit.router.router_doubles import (
     memory_router,
     model_files,
 )
+from tokenizers import Tokenizer
 
 from penstock_router.apis.responses.errors import error_object
 from penstock_router.apis.responses.items.encrypted_reasoning import seal, unseal

@@ -9,8 +9,8 @@ import pytest
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 from support.budget import budget, seeded
+from support.router_doubles import Answer, FakeFleet, MemoryRouter, memory_router, model_files
 from tokenizers import Tokenizer
-from unit.router.router_doubles import Answer, FakeFleet, MemoryRouter, memory_router, model_files
 
 from penstock_proto.types import Constraint, ConstraintKind
 from penstock_router.apis import chat_messages

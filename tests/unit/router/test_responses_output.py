@@ -15,7 +15,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from support.answer_pieces import delta_of, envelope_of, random_deltas, random_pieces
 from support.budget import budget, seeded
-from unit.router.router_doubles import INFO, fake_logprobs
+from support.router_doubles import INFO, fake_logprobs
 
 from penstock_router.apis.base import call_id
 from penstock_router.apis.responses.answers import ResponseShape

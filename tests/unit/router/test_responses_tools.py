@@ -13,8 +13,8 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from support.budget import budget, seeded
+from support.router_doubles import INFO, Answer, FakeFleet, memory_router, model_files
 from tokenizers import Tokenizer
-from unit.router.router_doubles import INFO, Answer, FakeFleet, memory_router, model_files
 
 from penstock_router.apis.responses.output.encoded_text import EncodedText
 from penstock_router.apis.responses.requests import parse_response

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.budget import budget, seeded
-from unit.router.router_doubles import (
+from support.router_doubles import (
     CachingFleet,
     Connection,
     FakeFleet,

@@ -9,8 +9,7 @@ import logging
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
-from unit.router.router_doubles import (
+from support.router_doubles import (
     CHATML,
     INFO,
     FakeFleet,
@@ -18,6 +17,7 @@ from unit.router.router_doubles import (
     memory_router,
     model_files,
 )
+from tokenizers import Tokenizer
 
 from penstock_router.routes.warnings import HEADER
 

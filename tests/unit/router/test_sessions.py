@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from unit.router.router_doubles import (
+from support.router_doubles import (
     INFO,
     FakeFleet,
     byte_level_tokenizer,

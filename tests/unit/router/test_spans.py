@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from unit.router.router_doubles import FakeFleet, memory_router
+from support.router_doubles import FakeFleet, memory_router
 from unit.router.test_request_log import failed_over, record_of
 
 from penstock_common.tracing.spans import Span, SpanContext

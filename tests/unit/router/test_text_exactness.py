@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 from support.budget import budget, seeded
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from unit.router.router_doubles import (
+from support.router_doubles import (
     CHATML,
     CORPUS,
     INFO,
@@ -31,6 +30,7 @@ from unit.router.router_doubles import (
     random_text,
     sentencepiece_tokenizer,
 )
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from penstock_proto.types import GenerationRequest
 from penstock_router.generation.job import choice_seed

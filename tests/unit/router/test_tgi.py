@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from support.budget import budget, seeded
-from tokenizers import Tokenizer
-from unit.router.router_doubles import (
+from support.router_doubles import (
     INFO,
     Answer,
     FakeFleet,
@@ -20,6 +19,7 @@ from unit.router.router_doubles import (
     model_files,
     random_text,
 )
+from tokenizers import Tokenizer
 
 from penstock_proto.errors import (
     NoShardAvailable,

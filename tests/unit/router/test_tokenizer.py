@@ -8,9 +8,9 @@ import json
 
 import pytest
 from support.budget import budget, seeded
+from support.router_doubles import random_text
 from tokenizers import Regex, normalizers
 from tokenizers import Tokenizer as FastTokenizer
-from unit.router.router_doubles import random_text
 
 from penstock_router.errors import BadRequest
 from penstock_router.text.tokenizer import (

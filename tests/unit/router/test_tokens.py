@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from support.router_doubles import INFO, FakeFleet, MemoryRouter, memory_router, model_files
 from tokenizers import Tokenizer
-from unit.router.router_doubles import INFO, FakeFleet, MemoryRouter, memory_router, model_files
 
 from penstock_router.apis import tokenize
 from penstock_router.offload import body_kinds, dispatch

@@ -10,9 +10,9 @@ import httpx2
 import pytest
 from openai import AsyncOpenAI
 from support.budget import budget, seeded
+from support.router_doubles import FakeFleet, MemoryRouter, memory_router, model_files
 from tokenizers import Tokenizer
 from unit.router.chat_template_styles import STYLES
-from unit.router.router_doubles import FakeFleet, MemoryRouter, memory_router, model_files
 from unit.router.test_message_blocks import events_of, message_of
 from unit.router.test_openai_client import MemoryHttp
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from unit.router.router_doubles import (
+from support.router_doubles import (
     INFO,
     FakeFleet,
     byte_level_tokenizer,

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from support.budget import budget, seeded
-from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
-from unit.router.router_doubles import (
+from support.router_doubles import (
     CHATML,
     INFO,
     FakeFleet,
@@ -23,6 +22,7 @@ from unit.router.router_doubles import (
     sentencepiece_tokenizer,
     wordpiece_tokenizer,
 )
+from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, processors
 
 from penstock_router.errors import BadRequest
 from penstock_router.text import text_parts

@@ -6,8 +6,8 @@ import copy
 from typing import Any
 
 import pytest
+from support.router_doubles import MemoryRouter
 from tokenizers import Tokenizer
-from unit.router.router_doubles import MemoryRouter
 
 _PIXEL = "data:image/png;base64,iVBORw0KGgo="
 _CALL = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}

@@ -6,14 +6,14 @@ import logging
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
-from unit.router.router_doubles import (
+from support.router_doubles import (
     INFO,
     FakeFleet,
     MemoryRouter,
     memory_router,
     model_files,
 )
+from tokenizers import Tokenizer
 
 from penstock_router.routes.warnings import HEADER
 

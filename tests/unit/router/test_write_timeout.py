@@ -19,14 +19,14 @@ import uvloop
 from aiohttp import web
 from support.budget import in_soak
 from support.certificates import Authority
-from tokenizers import Tokenizer
-from unit.router.router_doubles import (
+from support.router_doubles import (
     Connection,
     FakeFleet,
     MemoryRouter,
     memory_router,
     model_files,
 )
+from tokenizers import Tokenizer
 
 from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
 from penstock_router.errors import SlowClient

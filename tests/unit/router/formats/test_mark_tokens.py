@@ -33,8 +33,8 @@ from support.random_calls import (
     text_of,
     token_marks,
 )
+from support.router_doubles import INFO, byte_level_tokenizer, model_files
 from tokenizers import AddedToken, Tokenizer
-from unit.router.router_doubles import INFO, byte_level_tokenizer, model_files
 from unit.router.test_parsed_answers import EOS, choice_of, deltas_of, whole
 
 from penstock_proto.types import FinishReason

@@ -9,7 +9,7 @@ import pytest
 from support.families import FAMILIES
 from support.families.family import Call
 from support.families.templates import TEMPLATES
-from unit.router.router_doubles import byte_level_tokenizer, model_files
+from support.router_doubles import byte_level_tokenizer, model_files
 
 from penstock_router.apis.chat_messages import MESSAGES
 from penstock_router.request import ChatRequest, Tool, ToolChoice

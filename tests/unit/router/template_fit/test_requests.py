@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from unit.router.router_doubles import INFO, byte_level_tokenizer, model_files
+from support.router_doubles import INFO, byte_level_tokenizer, model_files
 from unit.router.template_fit.fitted import refusing, template
 
 from penstock_router.apis.messages import requests as messages_api

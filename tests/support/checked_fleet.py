@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 
-from support.engines import runner_info
-from unit.router.router_doubles import INFO, FakeFleet
-
 from penstock_client import FleetStream
 from penstock_proto import codec
 from penstock_proto import shard_pb2 as pb
@@ -16,6 +13,8 @@ from penstock_proto.errors import PenstockError
 from penstock_proto.types import GenerationRequest, RequestOutput
 from penstock_shard.config import ShardConfig
 from penstock_shard.server.validation import Refusal, check
+from support.engines import runner_info
+from support.router_doubles import INFO, FakeFleet
 
 RUNNER_INFO = dataclasses.replace(
     runner_info(max_model_len=INFO.max_model_len),
