@@ -52,23 +52,13 @@ from penstock_router.offload.request_templates import Programs
 from penstock_router.offload.text_pool import TextPool
 from penstock_router.openapi import document as openapi
 from penstock_router.routes import admin, console, docs, response_headers, warnings
-from penstock_router.routes.base import (
-    ERROR_FORM,
-    KEY,
-    RECORD,
-    REQUEST_ID,
-    ROUTER,
-    WRONG_KEY,
-    Handler,
-    Route,
-    Router,
-    json_response,
-    read_api_key,
-    send,
-    usable_request_id,
-)
+from penstock_router.routes.base import Handler, Route
 from penstock_router.routes.table import ROUTES, errors_of
 from penstock_router.served_models import Models
+from penstock_router.server.caller import WRONG_KEY
+from penstock_router.server.parts import ERROR_FORM, KEY, RECORD, REQUEST_ID, ROUTER, Router
+from penstock_router.server.request_headers import read_api_key, usable_request_id
+from penstock_router.server.send import json_response, send
 from penstock_router.store.background_responses import Background
 from penstock_router.store.response_store import ResponseStore
 from penstock_router.thread_pool import Threads
@@ -252,7 +242,7 @@ async def _end_requests(app: web.Application) -> None:
 
 
 async def _expect(request: web.Request) -> None:
-    """Ignore `Expect` here: the reader of the body sends 100 Continue (`routes/base.py`)."""
+    """Ignore `Expect` here: the reader of the body sends 100 Continue (`server/read_body.py`)."""
 
 
 # Set globally, because aiohttp uses a separate handler for unknown paths.

@@ -177,8 +177,8 @@ async def serve(
     # no HTTP.
     from penstock_router.app import build_app, error_of_http
     from penstock_router.observe.metrics import Metrics
-    from penstock_router.routes.base import ROUTER
     from penstock_router.server.connections import Runner
+    from penstock_router.server.parts import ROUTER
 
     metrics = Metrics()
     dates = CertificateDates(metrics.set_certificate_expiry)

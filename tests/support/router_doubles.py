@@ -46,8 +46,8 @@ from penstock_proto.types import (
 from penstock_router.app import build_app, error_of_http
 from penstock_router.config import RouterConfig
 from penstock_router.observe.metrics import Metrics
-from penstock_router.routes.base import ROUTER
 from penstock_router.server.connections import Runner
+from penstock_router.server.parts import ROUTER
 from penstock_router.store.response_store import store_file
 
 # ---- Tokenizers --------------------------------------------------------------------------------

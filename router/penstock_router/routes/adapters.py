@@ -23,7 +23,9 @@ from penstock_router.json_fields import (
     string,
     table,
 )
-from penstock_router.routes.base import ROUTER, check_admin, read_object
+from penstock_router.server.caller import check_admin
+from penstock_router.server.parts import ROUTER
+from penstock_router.server.read_body import read_object
 
 _NAME = Field(
     "lora_name",

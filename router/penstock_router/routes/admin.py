@@ -22,13 +22,10 @@ from penstock_client.fleet.allowed_networks import Ip, locate
 from penstock_client.fleet.discovery import check_address
 from penstock_proto.errors import PenstockError
 from penstock_router.errors import BadRequest, NotFound, Unavailable
-from penstock_router.routes.base import (
-    ROUTER,
-    check_admin,
-    encoded_response,
-    json_response,
-    read_object,
-)
+from penstock_router.server.caller import check_admin
+from penstock_router.server.parts import ROUTER
+from penstock_router.server.read_body import read_object
+from penstock_router.server.send import encoded_response, json_response
 from penstock_router.shard_states import describe_shard
 
 _POLL_S = 0.25

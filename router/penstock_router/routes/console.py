@@ -19,7 +19,9 @@ from penstock_router.apis.base import EVENTS
 from penstock_router.console.feed import Console
 from penstock_router.errors import NotFound
 from penstock_router.routes import info
-from penstock_router.routes.base import ROUTER, check_admin, read_api_key
+from penstock_router.server.caller import check_admin
+from penstock_router.server.parts import ROUTER
+from penstock_router.server.request_headers import read_api_key
 from penstock_router.server.sse import EventStream
 
 CONSOLE = web.AppKey("console", Console)

@@ -14,17 +14,11 @@ from penstock_router.apis.embeddings import EmbedRequest
 from penstock_router.errors import BadRequest
 from penstock_router.observe.request_record import Usage
 from penstock_router.offload.dispatch import Body
-from penstock_router.routes.base import (
-    RECORD,
-    REQUEST_ID,
-    ROUTER,
-    Router,
-    admit_request,
-    client_of,
-    encoded_response,
-    send,
-)
+from penstock_router.routes.base import admit_request
 from penstock_router.served_models import ServedModel
+from penstock_router.server.caller import client_of
+from penstock_router.server.parts import RECORD, REQUEST_ID, ROUTER, Router
+from penstock_router.server.send import encoded_response, send
 from penstock_router.text.prompts import PreparedPrompts
 
 # Most bytes that one number of a vector takes in an answer.

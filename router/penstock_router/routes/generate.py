@@ -33,27 +33,14 @@ from penstock_router.observe import endpoint_load
 from penstock_router.observe.request_record import Usage
 from penstock_router.offload.dispatch import Body
 from penstock_router.request import MAX_SESSION_CHARS, Options, Sender
-from penstock_router.routes import base
-from penstock_router.routes.base import (
-    LONG_ANSWER_BYTES,
-    RECORD,
-    REQUEST_ID,
-    ROUTER,
-    Handler,
-    admit_request,
-    caller_of,
-    check_admin,
-    client_of,
-    encoded_response,
-    flag_header,
-    send,
-    too_much_unread,
-    usable_request_id,
-    with_body,
-)
+from penstock_router.routes.base import Handler, admit_request, with_body
 from penstock_router.routes.warnings import warn
 from penstock_router.served_models import ServedModel
-from penstock_router.server import sse
+from penstock_router.server import request_headers, sse
+from penstock_router.server.caller import caller_of, check_admin, client_of
+from penstock_router.server.parts import RECORD, REQUEST_ID, ROUTER
+from penstock_router.server.request_headers import flag_header, usable_request_id
+from penstock_router.server.send import LONG_ANSWER_BYTES, encoded_response, send, too_much_unread
 from penstock_router.text.prompts import PreparedPrompts
 from penstock_router.text.stop_strings import compile_stops
 
@@ -70,7 +57,7 @@ _SHARD = "x-penstock-shard"
 # Headers of each route that generates: described here, read below.
 HEADERS = table(
     [
-        *base.HEADERS.values(),
+        *request_headers.HEADERS.values(),
         Field(
             "x-penstock-exact",
             one_of("0", "1"),

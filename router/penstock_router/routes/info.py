@@ -14,8 +14,10 @@ from penstock_router.apis.responses.models import catalogue
 from penstock_router.apis.tgi import requests as tgi
 from penstock_router.errors import Unavailable, UnknownModel
 from penstock_router.observe.exposition import CONTENT_TYPE
-from penstock_router.routes.base import ROUTER, is_anthropics, json_response
 from penstock_router.served_models import Models
+from penstock_router.server.parts import ROUTER
+from penstock_router.server.request_headers import is_anthropics
+from penstock_router.server.send import json_response
 
 
 class ModelCard(TypedDict):

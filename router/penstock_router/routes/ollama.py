@@ -40,11 +40,14 @@ from penstock_router.json_fields import (
 )
 from penstock_router.offload.dispatch import Body
 from penstock_router.routes import generate
-from penstock_router.routes.base import ROUTER, admit_request, json_response, read_object
+from penstock_router.routes.base import admit_request
 from penstock_router.routes.embeddings import Render, embed
 from penstock_router.routes.generate import Call
 from penstock_router.routes.warnings import warn
 from penstock_router.served_models import ServedModel
+from penstock_router.server.parts import ROUTER
+from penstock_router.server.read_body import read_object
+from penstock_router.server.send import json_response
 
 # Whose API this is: clients decide by it what they may ask for.
 API_VERSION = "0.12.11"

@@ -13,8 +13,9 @@ from collections.abc import MutableMapping
 from aiohttp import web, web_response
 
 from penstock_router.routes import warnings
-from penstock_router.routes.base import ERROR_FORM, KEY, REQUEST_ID, ROUTER, Handler
+from penstock_router.routes.base import Handler
 from penstock_router.routes.table import ROUTES
+from penstock_router.server.parts import ERROR_FORM, KEY, REQUEST_ID, ROUTER
 
 # Set globally: what aiohttp refuses by itself runs no hook. The header must not tell versions.
 web_response.SERVER_SOFTWARE = "penstock"  # type: ignore[attr-defined]

@@ -34,15 +34,6 @@ from penstock_router.errors import BadRequest, NotFound, PreviousNotFound, Unava
 from penstock_router.generation.deltas import Hold, bound, for_each
 from penstock_router.generation.generation import Generation
 from penstock_router.json_fields import STRING, Field, integer, one_of, shorten, table
-from penstock_router.routes.base import (
-    KEY,
-    REQUEST_ID,
-    ROUTER,
-    client_of,
-    encoded_response,
-    json_response,
-    too_much_unread,
-)
 from penstock_router.routes.generate import (
     Call,
     admit,
@@ -54,6 +45,9 @@ from penstock_router.routes.generate import (
     run_work,
     take_places,
 )
+from penstock_router.server.caller import client_of
+from penstock_router.server.parts import KEY, REQUEST_ID, ROUTER
+from penstock_router.server.send import encoded_response, json_response, too_much_unread
 from penstock_router.store.response_store import (
     FAILED,
     UNFINISHED,

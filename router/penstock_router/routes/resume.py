@@ -22,7 +22,6 @@ from penstock_router.generation.generation import Generation
 from penstock_router.generation.job import Job
 from penstock_router.generation.resumable_streams import Event, LiveStream
 from penstock_router.json_fields import STRING, Field, one_of, table
-from penstock_router.routes.base import KEY, RECORD, REQUEST_ID, ROUTER, client_of, flag_header
 from penstock_router.routes.generate import (
     Call,
     admit,
@@ -33,6 +32,9 @@ from penstock_router.routes.generate import (
     take_places,
 )
 from penstock_router.server import sse
+from penstock_router.server.caller import client_of
+from penstock_router.server.parts import KEY, RECORD, REQUEST_ID, ROUTER
+from penstock_router.server.request_headers import flag_header
 from penstock_router.thread_pool import Threads
 
 HEADERS = table(

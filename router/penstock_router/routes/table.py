@@ -31,10 +31,11 @@ from penstock_router.routes import (
 )
 from penstock_router.routes import ollama as ollama_routes
 from penstock_router.routes import tokenize as token_routes
-from penstock_router.routes.base import HEADERS, Route, is_anthropics, with_body
+from penstock_router.routes.base import Route, with_body
 from penstock_router.routes.embeddings import embed
 from penstock_router.routes.generate import Answerer, make_handler
 from penstock_router.routes.resume import answer_resumable
+from penstock_router.server.request_headers import HEADERS, is_anthropics
 
 
 def _generation(

@@ -7,7 +7,9 @@ from typing import Any
 from aiohttp import web
 
 from penstock_router.offload.dispatch import Body
-from penstock_router.routes.base import ROUTER, admit_request, encoded_response, json_response, send
+from penstock_router.routes.base import admit_request
+from penstock_router.server.parts import ROUTER
+from penstock_router.server.send import encoded_response, json_response, send
 from penstock_router.text.prompts import PreparedPrompts
 
 

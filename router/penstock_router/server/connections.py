@@ -4,7 +4,7 @@ arrives.
 
 aiohttp bounds headers (128 lines of 8 kB) and idle time, but not the time of headers: a client that
 sends one byte at a time could hold a connection for an hour. aiohttp would also keep all trailers
-and further headers that arrive during an answer. Bodies have their own timeouts (`routes/base.py`).
+and further headers that arrive during an answer. Bodies have their own timeouts (`read_body.py`).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _HTTP: dict[str, Any] = {
     # aiohttp buffers this much of a body before the handler reads. A small buffer bounds the work
     # in one turn of the event loop, and reading is no slower.
     "read_bufsize": 32 * 1024,
-    # Handlers inflate bodies while they read (`routes/base.py`); aiohttp would inflate every body.
+    # Handlers inflate bodies while they read (`read_body.py`); aiohttp would inflate every body.
     "auto_decompress": False,
     # aiohttp would read the rest of an unread body; `Connection` closes instead.
     "lingering_time": 0.0,

@@ -25,8 +25,8 @@ from penstock_proto.types import AttemptRecord
 from penstock_router.console import feed as console
 from penstock_router.console.feed import StepRates, describe_request
 from penstock_router.observe.request_record import RequestRecord
-from penstock_router.routes.base import ROUTER
 from penstock_router.routes.console import CONSOLE
+from penstock_router.server.parts import ROUTER
 
 SECRET = "the weather in Atlantis"
 

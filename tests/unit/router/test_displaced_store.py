@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.router_doubles import FakeFleet, memory_router
 
-from penstock_router.routes.base import ROUTER
+from penstock_router.server.parts import ROUTER
 from penstock_router.store.response_store import (
     MIN_BYTES,
     ResponseStore,

@@ -15,8 +15,8 @@ import pytest
 from support.router_doubles import Answer, FakeFleet, MemoryRouter, memory_router, model_files
 from tokenizers import Tokenizer
 
-from penstock_router.routes import base
 from penstock_router.routes.table import ROUTES
+from penstock_router.server import read_body
 from penstock_router.server.content_coding import Inflater
 
 MAX_BODY_BYTES = 1_000_000
@@ -382,7 +382,7 @@ async def test_a_packed_body_that_nobody_asked_for_is_not_unpacked(
 async def test_a_body_that_trickles_in_is_ended_whatever_came_of_it_in_time(
     router: MemoryRouter, monkeypatch: pytest.MonkeyPatch, first_bytes: int
 ) -> None:
-    monkeypatch.setattr(base, "_MAX_PAUSE_S", 0.3)
+    monkeypatch.setattr(read_body, "_MAX_PAUSE_S", 0.3)
     connection = router.connect()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 900000\r\n\r\n"
     connection.send_raw(head + b" " * first_bytes)
@@ -400,7 +400,7 @@ async def test_a_body_that_trickles_in_is_ended_whatever_came_of_it_in_time(
 async def test_a_body_over_a_slow_line_arrives(
     router: MemoryRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "_MAX_PAUSE_S", 0.3)
+    monkeypatch.setattr(read_body, "_MAX_PAUSE_S", 0.3)
     connection = router.connect()
     size, body = 16_000, BODY.ljust(16_000)
     connection.send_raw(

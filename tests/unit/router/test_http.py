@@ -50,8 +50,8 @@ from penstock_proto.types import GenerationRequest
 from penstock_router.apis.base import EVENTS
 from penstock_router.apis.logprobs import CompletionLogprobs
 from penstock_router.offload.dispatch import LONG_BYTES
-from penstock_router.routes.base import ROUTER
 from penstock_router.server import sse
+from penstock_router.server.parts import ROUTER
 from penstock_router.server.sse import EventStream
 from penstock_router.server.write_timeout import WriteTimeout
 from penstock_router.text.tokenizer import Tokenizer as RouterTokenizer

@@ -23,7 +23,8 @@ from penstock_router.admission import api_keys as keys_module
 from penstock_router.admission import rate_limits
 from penstock_router.admission.api_keys import Keys
 from penstock_router.config import RouterConfig
-from penstock_router.routes.base import ROUTER, WRONG_KEY
+from penstock_router.server.caller import WRONG_KEY
+from penstock_router.server.parts import ROUTER
 
 ALICE, BOB, ROOT, OLD = (f"psk-{name}-0123456789abcdef" for name in ("alice", "bob", "root", "old"))
 

@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 from penstock_common import key_file_format
 from penstock_proto.facts import ShardInfo
 from penstock_router.generation import resumable_streams
-from penstock_router.routes.base import ROUTER
 from penstock_router.served_models import Models
+from penstock_router.server.parts import ROUTER
 
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 # By name: the path, and a body that asks for one sequence.

@@ -69,8 +69,9 @@ from penstock_router.offload.text_messages import (
 )
 from penstock_router.offload.text_pool import SECONDS_A_BYTE, Parts, TextPool
 from penstock_router.offload.text_process import TextWorker
-from penstock_router.routes import base
 from penstock_router.served_models import Models, ServedModel
+from penstock_router.server import read_body
+from penstock_router.server.parts import ROUTER
 from penstock_router.text.prompts import PreparedPrompts, Prompt, pack_ids
 from penstock_router.thread_pool import Threads
 
@@ -347,7 +348,7 @@ async def test_what_a_client_is_shown_does_not_depend_on_the_length_of_its_body(
             short = await _shown(router, path, body)
             monkeypatch.setattr(dispatch, "LONG_BYTES", 0)
             assert await _shown(router, path, body) == short, (path, body)
-        assert len(pids(router.app[base.ROUTER].bodies.pool)) == 1
+        assert len(pids(router.app[ROUTER].bodies.pool)) == 1
 
 
 async def test_of_a_long_body_no_text_and_no_list_of_ids_comes_back(
@@ -964,7 +965,7 @@ async def test_the_time_of_a_request_counts_while_its_body_comes(
     async with memory_router(fleet) as router:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: memory\r\nContent-Length: 99\r\n"
         for header, pause_s in ((b"x-penstock-timeout-s: 0.05\r\n", 60), (b"", 0.05)):
-            monkeypatch.setattr(base, "_MAX_PAUSE_S", pause_s)
+            monkeypatch.setattr(read_body, "_MAX_PAUSE_S", pause_s)
             connection = router.connect()
             connection.send_raw(head + header + b"\r\n{")
             async with asyncio.timeout(30):

@@ -34,8 +34,8 @@ from penstock_router.generation.deltas import Deltas
 from penstock_router.generation.job import Job
 from penstock_router.observe.request_record import Usage
 from penstock_router.request import ChatRequest, CompletionRequest, Tool, ToolChoice
-from penstock_router.routes.base import ROUTER
 from penstock_router.served_models import ServedModel
+from penstock_router.server.parts import ROUTER
 from penstock_router.text.answer_pieces import PieceKind
 from penstock_router.text.formats.json_formats.hermes import HERMES
 from penstock_router.text.model_conventions import Conventions

@@ -15,7 +15,7 @@ from penstock_router.offload import request_templates
 from penstock_router.offload.request_templates import MAX_PROGRAMS, Programs
 from penstock_router.offload.text_messages import Show
 from penstock_router.offload.text_pool import Parts, TextPool, TextProcess
-from penstock_router.routes.base import ROUTER
+from penstock_router.server.parts import ROUTER
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 LONG = "the fox " * 9000

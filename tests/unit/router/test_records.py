@@ -17,7 +17,7 @@ from penstock_proto.errors import (
 )
 from penstock_proto.types import AttemptRecord
 from penstock_router.observe.request_record import Records, RequestRecord
-from penstock_router.routes.base import ROUTER
+from penstock_router.server.parts import ROUTER
 
 
 def new_record(request_id: str = "r") -> RequestRecord:

@@ -21,7 +21,7 @@ from penstock_proto.facts import Adapter
 from penstock_proto.types import AttemptRecord
 from penstock_router.observe.request_log_line import fields_of, log_request
 from penstock_router.observe.request_record import RequestRecord, Usage
-from penstock_router.routes.base import ROUTER
+from penstock_router.server.parts import ROUTER
 
 # How long examples take says more of the machine than of the code.
 ANY_PACE = settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)

@@ -31,7 +31,7 @@ from penstock_router.apis.responses.answers import ResponseShape
 from penstock_router.apis.responses.request_type import ResponsesRequest
 from penstock_router.generation.job import Job
 from penstock_router.offload import dispatch
-from penstock_router.routes.base import ROUTER
+from penstock_router.server.parts import ROUTER
 from penstock_router.store.response_store import ResponseStore, ResponseTooLarge, StoreUnavailable
 
 LOGPROBS = "message.output_text.logprobs"

@@ -39,8 +39,8 @@ from penstock_router.generation.resumable_streams import (
     LiveStreams,
 )
 from penstock_router.observe.request_record import Usage
-from penstock_router.routes.base import ROUTER
 from penstock_router.routes.resume import EventMaker
+from penstock_router.server.parts import ROUTER
 from penstock_router.server.sse import send_each
 from penstock_router.thread_pool import Threads
 

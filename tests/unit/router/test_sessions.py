@@ -15,7 +15,7 @@ from support.router_doubles import (
 )
 
 from penstock_router.errors import BadRequest
-from penstock_router.routes.base import ROUTER
+from penstock_router.server.parts import ROUTER
 from penstock_router.sessions import CLIENTS_HEADERS, session_of, session_of_metadata
 
 ID = "57a121ec-f78c-48c3-a745-e3036a3ecc33"

@@ -16,7 +16,7 @@ from support.router_doubles import (
 from penstock_client import Retain
 from penstock_router.generation import tool_pauses
 from penstock_router.generation.tool_pauses import ToolPauses
-from penstock_router.routes.base import ROUTER
+from penstock_router.server.parts import ROUTER
 
 HINT = {"action_id": "a", "action_type": "retain", "action_version": "1"}
 

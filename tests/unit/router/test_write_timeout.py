@@ -30,8 +30,9 @@ from tokenizers import Tokenizer
 
 from penstock_router.admission.shared_budget import MEMORY_BYTES, SharedBudget
 from penstock_router.errors import SlowClient
-from penstock_router.routes.base import LONG_ANSWER_BYTES, ROUTER, _divide, encoded_response
 from penstock_router.server.connections import Runner
+from penstock_router.server.parts import ROUTER
+from penstock_router.server.send import LONG_ANSWER_BYTES, _divide, encoded_response
 from penstock_router.server.write_timeout import WriteTimeout
 
 
