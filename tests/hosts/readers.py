@@ -36,7 +36,7 @@ _AT_ONCE_S = 2.0
 
 
 class How(Enum):
-    """How an answer is read."""
+    """The ways to read an answer."""
 
     STREAMED = auto()
     WHOLE = auto()
@@ -66,7 +66,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Reading:
-    """One answer, whole."""
+    """One whole answer, and how long the client waited for it."""
 
     job: int
     answer: Any
@@ -91,12 +91,12 @@ def jobs(seed: int) -> list[Job]:
 
 
 def read(url: str, shards: Sequence[str], seed: int, for_s: float) -> list[Reading]:
-    """Each job again and again for so long, and once at least."""
+    """Repeat each job for `for_s` seconds, and at least once; return the readings."""
     return asyncio.run(_Readers(url, shards, jobs(seed)).read(for_s))
 
 
 class _Pace:
-    """How long a client waits."""
+    """The time that a client waits for an answer: in all, and at most between two events."""
 
     def __init__(self) -> None:
         self._begun_s = self._last_s = time.monotonic()

@@ -46,7 +46,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Trouble:
-    """What happens to a network, and how long clients wait then at most."""
+    """A trouble of the network, and the longest time that clients may wait then."""
 
     name: str
     begin: Callable[[Site], None]
@@ -62,7 +62,7 @@ class Trouble:
 
 @dataclass
 class Table:
-    """What was measured."""
+    """The measurements, one row for each trouble."""
 
     rows: list[str] = field(default_factory=list)
 
@@ -79,7 +79,7 @@ class Table:
 
 
 def _back_s(lasts_s: float) -> float:
-    """How long after the end of a cut something comes through again, at most."""
+    """Return how long after the end of a cut something comes through again, at most."""
     if lasts_s < _UNACKNOWLEDGED_S:
         # TCP sends again after twice the time each time: so after as long as it was cut.
         return lasts_s
@@ -194,7 +194,7 @@ class Lab:
         return max(each.gap_s for each in readings if each.job in self.streams)
 
     def late_s(self, readings: list[Reading]) -> float:
-        """How much longer an answer in one piece took at most."""
+        """Return the longest delay of an answer in one piece, compared with when all was calm."""
         pieces = (each for each in readings if each.job not in self.streams)
         return max(each.took_s - self.calm[each.job].took_s for each in pieces)
 

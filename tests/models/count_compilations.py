@@ -55,7 +55,9 @@ def main() -> int:
 
 
 def _listen() -> _Found:
-    """From here on nothing is compiled or launched; a kernel is listed with what it would be."""
+    """Keep each kernel from now on from being compiled and launched. Return the kernels, each with
+    what it would have been compiled for.
+    """
     found: _Found = defaultdict(set)
 
     def note(*, fn: Any, compile: Any, **_: Any) -> bool:
@@ -78,7 +80,9 @@ def _launch(rows: int, ops: TritonOps) -> None:
 
 
 def _slice(rows: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Of a step's inputs, which lie one behind the other: of any alignment."""
+    """Return a slice of a larger tensor, so that it may have any alignment: a step's inputs lie one
+    behind the other.
+    """
     return torch.zeros(3 * rows, dtype=dtype)[rows : 2 * rows]
 
 

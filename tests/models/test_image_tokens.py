@@ -97,7 +97,9 @@ def image_tokens_of(model: ImageModel) -> tuple[ImageTokens, Tokenizer]:
 
 
 def random_size(rng: random.Random) -> Size:
-    """Of any proportions, most of them near those of photos; often exactly on a boundary."""
+    """Return a random size. Most have the proportions of photos, some have any; many are exactly on
+    a boundary.
+    """
     kind = rng.random()
     if kind < 0.5:
         side = round(2 ** rng.uniform(0, 12.5))
@@ -117,7 +119,7 @@ def refused_or(count: Callable[[int, int], int], size: Size) -> int:
 
 
 def check_counts(family: str, model: ImageModel, sizes: Iterable[Size]) -> None:
-    """All counts are those of the family's processor with the model's settings."""
+    """Check that all counts are those of the family's processor with the model's settings."""
     processor, (tokens, _) = make_processor(family, model), image_tokens_of(model)
 
     def theirs(width: int, height: int) -> int:
@@ -219,7 +221,9 @@ def pixtral_tokens(processor: Any, width: int, height: int) -> int:
 
 
 def idefics_tokens(processor: Any, width: int, height: int) -> int:
-    """As it processes images, without pixels: its count is another for some proportions."""
+    """Count tokens as the processor does when it processes an image, but without pixels. Its own
+    count differs for some proportions.
+    """
 
     def resize(self: Any, image: Any, size: Any, **more: Any) -> Any:
         return np.broadcast_to(np.uint8(0), (3, size.height, size.width))

@@ -1,4 +1,6 @@
-"""How many launches a step takes on a device: what `docs/models.md` and `docs/gpu.md` say."""
+"""The number of launches that a step takes on a device, as `docs/models.md` and `docs/gpu.md` say
+it.
+"""
 
 from __future__ import annotations
 

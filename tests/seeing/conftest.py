@@ -16,7 +16,7 @@ IMAGE_BYTES = 3 * SIDE**2
 def shards(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SeeingShards]:
-    """Each test leaves both serving, perhaps with other engines."""
+    """Two shards that see images. Each test leaves both serving, perhaps with other engines."""
     pytest.importorskip("torch")
     # Small steps, so that a prompt takes several, but an image of Gemma one; and room for one large
     # image.
