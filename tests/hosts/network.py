@@ -122,7 +122,7 @@ class Wire:
     delay_s: float = 0.0
     # The share of frames that is lost.
     loss: float = 0.0
-    # Whether all of them are.
+    # True if all frames are lost.
     down: bool = False
     num_frames: int = 0
     num_losses: int = 0

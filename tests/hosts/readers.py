@@ -71,14 +71,15 @@ class Reading:
     job: int
     answer: Any
     took_s: float
-    # The longest time without an event, from the request on; of an answer in one piece, all of it.
+    # The longest time without an event, from the request on. For an answer in one piece it is
+    # the whole time.
     gap_s: float
-    # How many times it was refused before, as no shard was there.
+    # How many times the request was refused before, because no shard was there.
     num_refused: int
 
 
 def jobs(seed: int) -> list[Job]:
-    """The same for the same seed."""
+    """Return the jobs of the readers, the same for the same seed."""
     rng = random.Random(seed)
     kinds = [(How.STREAMED, KINDS + OTHER_KINDS), (How.RESUMABLE, KINDS[::3])]
     kinds += [(How.WHOLE, KINDS + OTHER_KINDS + WHOLE_ONLY + EMBEDDINGS)]
@@ -107,7 +108,7 @@ class _Pace:
         return self._last_s - self._begun_s
 
     def mark(self) -> None:
-        """Something came."""
+        """Note that an event came."""
         now_s = time.monotonic()
         self.gap_s, self._last_s = max(self.gap_s, now_s - self._last_s), now_s
 

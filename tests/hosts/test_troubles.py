@@ -53,7 +53,7 @@ class Trouble:
     lasts_s: float
     bound_s: float
     why: str
-    # Whether requests go on at another shard; None where either may be.
+    # Whether requests go on at another shard; None if they may or may not.
     continues: bool | None
     end: Callable[[Site], None] = lambda site: site.network.calm()
     # Whether all clients can reach some shard all the time.
@@ -81,7 +81,8 @@ class Table:
 def _back_s(lasts_s: float) -> float:
     """Return how long after the end of a cut something comes through again, at most."""
     if lasts_s < _UNACKNOWLEDGED_S:
-        # TCP sends again after twice the time each time: so after as long as it was cut.
+        # TCP doubles its waits between attempts. So the next attempt comes, at most, as long after
+        # the end of the cut as the cut lasted.
         return lasts_s
     return _CONNECT_S + _BACK_OFF_S
 
@@ -190,7 +191,7 @@ class Lab:
     table: Table
 
     def gap_s(self, readings: list[Reading]) -> float:
-        """The longest of a stream."""
+        """Return the longest time without an event in a stream."""
         return max(each.gap_s for each in readings if each.job in self.streams)
 
     def late_s(self, readings: list[Reading]) -> float:

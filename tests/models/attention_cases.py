@@ -156,8 +156,7 @@ TOLERANCE = {F32: 2e-5, F16: 3e-3, BF16: 2e-2}
 
 @dataclass(frozen=True)
 class Expected:
-    """The query, key and value of each sequence as they are given, and attention by its definition.
-    """
+    """Query, key and value of each sequence as they are given, and attention by its definition."""
 
     sequences: tuple[tuple[Tensor, Tensor, Tensor], ...]
     sinks: Tensor | None

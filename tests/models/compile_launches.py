@@ -50,9 +50,7 @@ Launch = tuple[str, Callable[[], object]]
 
 
 class Card:
-    """A stand-in for the driver of a card and for the driver's `utils`, with as much as compiling
-    asks for.
-    """
+    """A stand-in for a card's driver and its `utils`, with as much as compiling asks for."""
 
     def __init__(self, capability: int) -> None:
         self.utils = self

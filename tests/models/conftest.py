@@ -57,8 +57,7 @@ def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def whole_check() -> None:
-    """The whole check of batch invariance, for tests that ask whether results depend on the batch.
-    """
+    """The whole check of batch invariance, for tests of whether results depend on the batch."""
 
 
 @pytest.fixture(autouse=True)

@@ -64,7 +64,7 @@ def _listen() -> _Found:
         constants, signature = compile["constants"], compile["signature"]
         declared = [param.num for param in fn.jit_function.params if param.is_constexpr]
         fixed = tuple((place, constants[(place,)]) for place in declared if (place,) in constants)
-        # Not numbers: one of 1 is a constant, others are not.
+        # Numbers are left out: a 1 is a constant, any other number is not.
         pointers = tuple(kind for kind in signature.values() if kind.startswith("*"))
         what = (fn.name, compile["num_warps"], fixed, pointers)
         found[what].add(f"{compile['configs'][0]} {sorted(map(str, constants.items()))}")

@@ -300,8 +300,7 @@ def attend(
     window_size: tuple[int, int],
     softcap: float,
 ) -> Tensor:
-    """Return attention of one row: q [n, Hq, D] is the end of `length` keys (bottom-right aligned).
-    """
+    """Return attention of a row. q [n, Hq, D] belongs to the last n of `length` keys."""
     assert isinstance(scale, float)
     left, right = window_size
     keys = k[table.long()].flatten(0, 1)[:length].float()

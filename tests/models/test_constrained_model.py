@@ -175,7 +175,7 @@ def test_what_a_model_writes_for_random_schemas_is_valid_and_nearly_all_of_it_en
         for (temperature, schema), outputs in zip(asked, said.values(), strict=True):
             ended[temperature] += _ends_well(schema, outputs)
     print(f"of {count} each, by temperature, ended within {max_tokens} tokens: {ended}")
-    # Within 500 tokens 177 of 200 ended, and 147. Of few schemas some more may be among the others.
+    # Within 500 tokens 177 of 200 ended, and 147. Among few schemas, more may not end.
     assert 100 * ended[100.0] >= budget(35, 95) * count
     assert 100 * ended[1.0] >= budget(15, 50) * count
 

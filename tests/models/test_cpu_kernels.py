@@ -115,8 +115,7 @@ def int4_stored(weight: Tensor) -> Tensor:
 
 
 def int8_reference(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the product as the kernels define it: integers are summed exactly, then scaled once.
-    """
+    """Return the product as the kernels define it: integers summed exactly, then scaled once."""
     x_scale, w_scale = x.abs().amax(1) / 127, weight.abs().amax(1) / 127
     sums = (x / x_scale[:, None]).round().long() @ (weight / w_scale[:, None]).round().long().T
     return sums.float() * (x_scale[:, None] * w_scale)

@@ -174,7 +174,7 @@ def attention_backends(dtype: torch.dtype) -> dict[str, AttentionBackend]:
         except Unusable as error:
             print(f"{candidate.name}: {error}")
     if importlib.util.find_spec("triton") is not None:
-        # Here and not above: needs Triton.
+        # Imported here and not above, because it needs Triton.
         from penstock_shard.attention.triton import TritonBackend
 
         made["triton, exact"] = TritonBackend(exact=True)

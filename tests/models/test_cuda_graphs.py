@@ -160,7 +160,7 @@ def test_inputs_from_elsewhere_are_copied_to_where_the_graph_reads(model_dir: Di
     allocate(loaded.model)
     pool = Pool()
     graphs = graphed(loaded.model, pool)
-    # Steps without rows of nobody, over tables as wide as they are here.
+    # The graph has no rows beyond the steps', and its tables are as wide as theirs.
     graphs.capture([GraphShape(3, 2)], 16, pad_blocks=[NUM_BLOCKS])
     steps = RandomSteps(loaded.model, 384, 16, NUM_BLOCKS)
     others = RandomSteps(graphs, 384, 16, NUM_BLOCKS)

@@ -1,5 +1,4 @@
-"""The memory of a GPU: what is asked about it, with a stand-in for torch's count and the driver's.
-"""
+"""Questions about a GPU's memory, with a stand-in for torch's count and the driver's."""
 
 from __future__ import annotations
 

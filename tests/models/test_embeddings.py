@@ -191,8 +191,7 @@ def test_a_mean_that_begins_anew_forgets_what_it_had(model_dir: Directory) -> No
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_step_of_single_tokens_gives_each_its_own(family: str, model_dir: Directory) -> None:
-    """Each token of the step is wanted: the first and last for a vector, the other for its logits.
-    """
+    """Each token of the step is wanted: two for their vectors, the one between for its logits."""
     runner = load(model_dir(family), embeddings="last")
     driver = Driver(runner)
     first, last = (pooled([token], Pooling.LAST) for token in (7, 9))

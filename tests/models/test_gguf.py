@@ -54,8 +54,7 @@ def rounded(directory: Path, target: Path, kind: str) -> Path:
 
 
 def logprobs(directory: Path) -> Any:
-    """Return the log-probabilities of a prompt's tokens, and the tokens that follow it with theirs.
-    """
+    """Return the log-probabilities of a prompt, and the tokens that follow it with theirs."""
     loaded = load(directory, max_model_len=128)
     assert isinstance(loaded.model, Decoder)
     driver = Driver(make_runner(loaded.model, loaded.info))

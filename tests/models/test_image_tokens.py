@@ -126,13 +126,13 @@ def check_counts(family: str, model: ImageModel, sizes: Iterable[Size]) -> None:
         if PROCESSORS[family][1] == "pixtral":
             count = pixtral_tokens(processor, width, height)
             if height in (1, 3) or not count:
-                # Its count would take the height for the channels, or count the ends of rows
-                # without patches, which cannot be resized to.
+                # Pixtral's own count takes a height of 1 or 3 for the channels. It also counts the
+                # ends of rows without patches, but no image can be resized to such rows.
                 return count
         if PROCESSORS[family][0] in ("idefics3", "smolvlm"):
             return idefics_tokens(processor, width, height)
         counted = processor._get_num_multimodal_tokens([(height, width)])
-        # InternVL's counts the tokens around those of the image, too.
+        # InternVL's count includes the two tokens around those of the image.
         return int(counted["num_image_tokens"][0]) - (2 if family == "internvl" else 0)
 
     def ours(width: int, height: int) -> int:

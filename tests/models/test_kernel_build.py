@@ -237,8 +237,7 @@ def test_where_nothing_may_be_executed_a_temporary_directory_serves(
 
 
 def copying_compiler(tmp_path: Path, library: Path) -> str:
-    """Return the path of a compiler that takes no time: whatever it compiles becomes this library.
-    """
+    """Return the path of a compiler that takes no time: all that it compiles is this library."""
     kept, compiler = tmp_path / "kept.so", tmp_path / "copying-cc"
     shutil.copy(library, kept)
     compiler.write_text(f"""#!/bin/sh

@@ -220,7 +220,7 @@ def test_the_library_gets_what_it_demands(monkeypatch: pytest.MonkeyPatch) -> No
     for bias in (None, torch.randn(48, dtype=torch.bfloat16)):
         x = torch.randn(3, 32, dtype=torch.bfloat16)
         assert torch.equal(matrix.linear(x, bias), emulated.linear(x, bias))
-    # Of a view, as the rows that give logits are.
+    # The rows are a view, like those that give logits.
     matrix.linear(torch.randn(6, 32, dtype=torch.bfloat16)[::2])
     assert calls == [(3, 32)] * 3
 
@@ -514,8 +514,7 @@ def dense(values: Tensor, scales: Tensor) -> Tensor:
 def root_mean_square_error(
     runner: ModelRunner, directory: Path, reference: Callable[..., Tensor] = own_logits
 ) -> float:
-    """Return the error of logits in chunks and decodes, in standard deviations of the reference's.
-    """
+    """Return the error of logits in chunks and decodes, in deviations of the reference's logits."""
     info = runner.info
     cached = {"float32": torch.float32, "float8_e4m3fn": FP8}[info.kv_dtype]
     with random_steps(runner.model, info.vocab_size, info.block_size, 16, cached) as steps:

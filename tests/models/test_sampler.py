@@ -120,8 +120,7 @@ def _random_fields(rng: random.Random, vocabulary: int) -> dict[str, Any]:
 
 
 def test_each_token_is_the_inverse_of_its_own_distribution() -> None:
-    """The rows have any mix of parameters, in any vocabulary, within and beyond the first window.
-    """
+    """Rows have any mix of parameters, in any vocabulary, within and beyond the first window."""
     rng = seeded("inverse")
     generator = torch.Generator().manual_seed(rng.randrange(2**32))
     for vocabulary in rng.choices([5, 33, 700, 1024, 1025, 3001], k=budget(20, 600)):

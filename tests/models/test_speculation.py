@@ -83,8 +83,7 @@ def _request(sampling: dict[str, Any], seed: int, **changes: Any) -> Sequence:
 
 
 def _one_by_one(sequence: Sequence, logits: torch.Tensor) -> list[RowResult]:
-    """Return what a sampler draws from the logits, position by position, until the sequence ends.
-    """
+    """Return what a sampler draws from the logits, one by one, until the sequence ends."""
     sampler = Drawer(MaskFiller(logits.shape[1]))
     results: list[RowResult] = []
     for position, row in enumerate(logits):

@@ -66,7 +66,7 @@ def test_by_rank_the_kernel_draws_what_sorting_draws(monkeypatch: pytest.MonkeyP
     for vocabulary in rng.choices([2, 63, 64, 257, 300], k=budget(4, 20)):
         logits = random_logits(rng, 5, vocabulary)
         columns = random_columns(rng, 5, vocabulary)
-        # Of the rows without top-k and top-p, another kernel draws, and not to the last bit.
+        # Another kernel draws from rows without top-k and top-p, and not to the last bit.
         columns.top_p[columns.top_k == 0] *= 0.999
         best, index = logits.amax(dim=1), np.arange(5)
         expected = draw(logits, best, index, columns)

@@ -59,7 +59,7 @@ def _in_tiles(processor: Any) -> _Family:
     """
     side = 4 * _PATCH
     return (
-        # The last is the processor's, not the model's.
+        # `image_seq_len` is the processor's, not the model's.
         {"image_token_id": IMAGE_ID, "image_seq_len": 4},
         {"image_size": side, "patch_size": _PATCH},
         processor(size={"longest_edge": 3 * side}, max_image_size={"longest_edge": side}),
