@@ -143,8 +143,8 @@ def _of_layers(ops: TritonOps, how: str) -> Iterator[Launch]:
 
 
 def _of_states(ops: TritonOps, how: str, *, few: bool) -> Iterator[Launch]:
-    """Yield launches of layers with states: convolutions, the delta rule of Qwen3-Next and by
-    channel of Kimi Linear, and the scan of Mamba-2 and, unless `few`, by column of Mamba.
+    """Yield launches of layers with states: convolutions; the delta rule of Qwen3-Next, and of Kimi
+    Linear by channel; the scan of Mamba-2, and unless `few`, of Mamba by column.
     """
     for counts in ([1, 1, 1], [1, 50]):
         batch, total = batch_of(counts), sum(counts)

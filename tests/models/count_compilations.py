@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def _listen() -> _Found:
-    """Keep each kernel from now on from being compiled and launched. Return the kernels, each with
+    """Prevent all compilations and launches from now on. Return a dict that gets each kernel and
     what it would have been compiled for.
     """
     found: _Found = defaultdict(set)

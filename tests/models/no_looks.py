@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class NoLooks(TorchDispatchMode):
-    """A mode in which it is an error to ask for a value, or for a size that depends on values: on a
-    device that waits.
+    """A mode in which it is an error to ask for a value, or for a size that depends on values. On a
+    device each of these waits.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

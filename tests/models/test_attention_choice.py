@@ -317,7 +317,7 @@ def test_a_named_backend_that_is_wrong_is_an_error(monkeypatch: pytest.MonkeyPat
 
 
 def exact_ops(backend: AttentionBackend) -> TorchOps:
-    """Return ops with this backend that are exact in all that they compute beside attention."""
+    """Return ops with this backend that count as exact in all that they compute beside it."""
     ops = make_ops(backend=backend)
     ops.exact = True
     return ops

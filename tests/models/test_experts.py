@@ -174,7 +174,7 @@ def test_bits_of_a_token_do_not_depend_on_the_others(weights: str) -> None:
 
 
 def test_the_same_logit_chooses_the_same_experts_in_any_batch() -> None:
-    """Torch decides which of several equal experts are taken; the other rows must not."""
+    """Torch decides which of several equal experts are taken; other rows must not matter."""
     rng = seeded("experts that are equal")
     ops = all_ops()["cpu"]
     for count in (4, 8, 60, 128):
@@ -192,7 +192,7 @@ def experts_of(routing: object, token: int) -> Tensor:
 
 
 def test_experts_are_packed_one_at_a_time() -> None:
-    """The pages of a checkpoint are given back before those of the next expert are read."""
+    """The checkpoint's pages of one expert are given back before the next expert's are read."""
     events = []
 
     def parts() -> Iterator[Sequence[Tensor]]:

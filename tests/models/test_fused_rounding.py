@@ -176,7 +176,7 @@ def test_nothing_is_carried_that_no_product_takes_or_that_may_be_changed() -> No
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_rounding_apart(family: str, tmp_path: Path) -> None:
-    """So no tensor that carries its rounding is changed before its products."""
+    """Equal logits show that no tensor that carries its rounding is changed before products."""
     layers = 4 if family == "qwen3_next" else 1
     directory = make_model(tmp_path, family, num_hidden_layers=layers, vocab_size=VOCABULARY)
     tokens, logits = generated(make_decoder(directory, fp8_ops(dtype=F32)), 5)

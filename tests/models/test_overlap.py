@@ -84,8 +84,8 @@ UNSETTLED = {"typical_p", "filters", "everything"}
 def test_nothing_that_the_device_computes_is_looked_at(
     vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Filters that may need more than the first window are left out. Rows that are enqueued as on a
-    device give what is sampled here.
+    """Filters that may need more than the first window are left out for the large vocabulary. Rows
+    that are enqueued as on a device give what is sampled here.
     """
     kinds = {
         name: fields for name, fields in KINDS.items() if vocabulary == 24 or name not in UNSETTLED
@@ -207,7 +207,7 @@ def test_steps_behind_one_that_failed_are_void_and_later_ones_run(model_dir: Dir
 def test_a_step_is_void_whose_predecessor_fails_when_it_is_collected(
     model_dir: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The failure is only found when the step's results are taken, as where drafts are verified one
+    """The failure shows only when the step's results are taken, as where drafts are verified one
     after the other.
     """
     runner = _ahead(load(model_dir("llama")))

@@ -96,7 +96,9 @@ def test_each_kind_changes_the_distribution() -> None:
 
 
 def _random_fields(rng: random.Random, vocabulary: int) -> dict[str, Any]:
-    """Return random fields of a request. Each parameter is left alone more often than not."""
+    """Return random fields of a request: a seed, stop ids, and each other parameter less often than
+    not.
+    """
 
     def ids(most: int) -> tuple[int, ...]:
         return tuple(rng.randrange(vocabulary) for _ in range(rng.randint(1, most)))

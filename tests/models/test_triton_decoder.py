@@ -218,7 +218,7 @@ def without_gate(gate_up: Tensor, **options: Any) -> Tensor:
 
 @pytest.fixture
 def verdict() -> Iterator[None]:
-    """The verdict of a test on Triton here, which is forgotten after the test."""
+    """A test's verdict on Triton here; it is forgotten after the test."""
     yield
     triton_support.remember("cpu", None)
 
@@ -260,9 +260,7 @@ def test_kernels_that_do_not_work_here_are_left_out_with_one_line(
 
 
 def product_wrong_in(heights: range) -> Callable[..., Tensor]:
-    """Return a product that takes a row's columns of K from 64 on for zeros, if `heights` has the
-    number of rows.
-    """
+    """Return a product that leaves out columns of K from 64 on if `heights` has its row count."""
 
     def product(x: Tensor, weight: Tensor, *others: Any, **options: Any) -> Tensor:
         if len(x) in heights:
@@ -419,7 +417,7 @@ def test_code_of_transformers_is_refused_where_its_products_would_not_be_exact(
 def test_latents_are_kept_where_attention_is_triton(
     family: str, model_dir: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both our decoder and the code of transformers keep them."""
+    """Both our decoder and the code of transformers keep latents."""
     # The check at load takes seconds in the interpreter.
     monkeypatch.setattr(choose_attention, "_tried", lambda *arguments: None)
     directory = model_dir(family)

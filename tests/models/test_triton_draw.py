@@ -59,9 +59,7 @@ def random_columns(rng: random.Random, count: int, vocabulary: int) -> Columns:
 
 
 def test_by_rank_the_kernel_draws_what_sorting_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draws agree to the last token, however many tokens a program lists, for several rows and
-    one.
-    """
+    """Draws agree to the last token, for one row or several, and for lists of any length."""
     rng = seeded("draws by rank")
     for vocabulary in rng.choices([2, 63, 64, 257, 300], k=budget(4, 20)):
         logits = random_logits(rng, 5, vocabulary)

@@ -1,6 +1,4 @@
-"""The number of launches that a step takes on a device, as `docs/models.md` and `docs/gpu.md` say
-it.
-"""
+"""Launches that a step takes on a device: their number in `docs/models.md` and `docs/gpu.md`."""
 
 from __future__ import annotations
 

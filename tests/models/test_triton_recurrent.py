@@ -30,8 +30,8 @@ _LONG = 35
 
 
 class _Ops(TritonOps):
-    """Triton's kernels of a state, beside cpu kernels for all else. Torch's results on a processor
-    would depend on the number of tokens.
+    """Triton's ops, with decays and softplus of the cpu kernels. What torch computes of these on a
+    processor depends on the number of tokens.
     """
 
     def __init__(self) -> None:

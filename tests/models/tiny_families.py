@@ -264,9 +264,7 @@ def turn_stacks(directory: Path) -> None:
 
 
 def _makers(config: PreTrainedConfig) -> list[Any]:
-    """Return the classes that may know the model, the first to try first. A composite comes with
-    its towers, as on the hub.
-    """
+    """Return the auto classes to try in turn. A composite comes with its towers, as on the hub."""
     makers: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
     return makers[::-1] if config.sub_configs else makers
 
