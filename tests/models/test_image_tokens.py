@@ -97,8 +97,8 @@ def image_tokens_of(model: ImageModel) -> tuple[ImageTokens, Tokenizer]:
 
 
 def random_size(rng: random.Random) -> Size:
-    """Return a random size. Half of them have proportions near those of photos, the others any; many
-    are exactly on a boundary.
+    """Return a random size. Half have proportions near those of photos, the others any; many are
+    exactly on a boundary.
     """
     kind = rng.random()
     if kind < 0.5:
