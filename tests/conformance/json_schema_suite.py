@@ -147,7 +147,7 @@ NARROWED = (
 
 @dataclass(slots=True)
 class Result:
-    """What became of the tests of one keyword."""
+    """The outcomes of the tests of one keyword."""
 
     counts: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -155,7 +155,7 @@ class Result:
 
 
 def compiler() -> Compiler:
-    """With the built-in tokenizer, whose vocabulary has every byte."""
+    """Return a compiler with the built-in tokenizer, whose vocabulary has every byte."""
     raw = (_MODEL / "tokenizer.json").read_bytes()
     return Compiler(raw, _VOCAB_SIZE, [2], ShardConfig().constraint_limits)
 
@@ -186,8 +186,8 @@ def result_of(path: Path, draft: str, compiler: Compiler) -> Result:
 
 
 def allows(matcher: LLMatcher, compiler: Compiler, constraint: Constraint, instance: Any) -> bool:
-    """Whether the constraint takes the instance as a whole, byte by byte; `matcher` is its matcher,
-    which stays as it is.
+    """True if the constraint takes the whole instance. `matcher` is the constraint's; it stays as
+    it is.
     """
     text = json.dumps(instance, ensure_ascii=False).encode()
     matcher, distinct = matcher.deep_copy(), compiler.distinct(constraint, matcher)

@@ -53,9 +53,9 @@ def geojson() -> dict[str, Any]:
 
 @cache
 def catalogue() -> dict[str, Any]:
-    """Those of the catalogue's schemas that stand by themselves, by their keys.
+    """Return the catalogue's schemas that stand by themselves, by their keys.
 
-    They are schemas by their own draft, refer to no other document, and are not too long.
+    Each is valid by its own draft, refers to no other document, and is not too long.
     """
     return {key: schema for key, schema in _answers() if _stands_alone(schema)}
 
@@ -98,5 +98,5 @@ def _references(schema: Any) -> Iterator[str]:
 
 
 def sample(rng: random.Random) -> dict[str, Any]:
-    """Some of the catalogue's schemas, by their keys."""
+    """Return a random sample of the catalogue's schemas, by their keys."""
     return dict(rng.sample(sorted(catalogue().items()), SAMPLE_SIZE))

@@ -1,4 +1,6 @@
-"""What the official test suite says of constraints: nothing wrong, most accepted."""
+"""Constraints against the official test suite: no forbidden instance is allowed, and most schemas
+are accepted.
+"""
 
 from __future__ import annotations
 

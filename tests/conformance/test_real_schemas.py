@@ -73,7 +73,7 @@ def _check(schema: Any, text: str) -> None:
 
 
 def _checked(schema: Any) -> bool:
-    """Whether another library can judge it: some patterns are none to that one."""
+    """True if `jsonschema_rs` can check values by the schema: it refuses some patterns."""
     try:
         jsonschema_rs.validator_for(schema)
     except ValueError:

@@ -117,12 +117,12 @@ class Host:
 
 @dataclass(slots=True)
 class Wire:
-    """What happens to frames from one host to another."""
+    """One direction between two hosts: what happens to its frames."""
 
     delay_s: float = 0.0
     # The share of frames that is lost.
     loss: float = 0.0
-    # Whether all of them are.
+    # True if all frames are lost.
     down: bool = False
     num_frames: int = 0
     num_losses: int = 0
@@ -149,7 +149,7 @@ class Network:
         self._thread.start()
 
     def wires(self, sender: str = "", receiver: str = "") -> list[Wire]:
-        """From this host to that one; from any, or to any, without a name."""
+        """Return the wires from `sender` to `receiver`. An empty name stands for any host."""
         return [
             wire
             for (a, b), wire in self._wires.items()
@@ -158,7 +158,7 @@ class Network:
         ]
 
     def calm(self) -> None:
-        """From now on nothing is delayed, lost or stopped."""
+        """Stop all delays, losses and cuts."""
         for wire in self._wires.values():
             wire.delay_s, wire.loss, wire.down = 0.0, 0.0, False
 

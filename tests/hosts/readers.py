@@ -36,7 +36,7 @@ _AT_ONCE_S = 2.0
 
 
 class How(Enum):
-    """How an answer is read."""
+    """The ways to read an answer."""
 
     STREAMED = auto()
     WHOLE = auto()
@@ -66,19 +66,20 @@ class Job:
 
 @dataclass(frozen=True)
 class Reading:
-    """One answer, whole."""
+    """One whole answer, and how long the client waited for it."""
 
     job: int
     answer: Any
     took_s: float
-    # The longest time without an event, from the request on; of an answer in one piece, all of it.
+    # The longest time without an event, from the request on. For an answer in one piece it is
+    # the whole time.
     gap_s: float
-    # How many times it was refused before, as no shard was there.
+    # How many times the request was refused before, because no shard was there.
     num_refused: int
 
 
 def jobs(seed: int) -> list[Job]:
-    """The same for the same seed."""
+    """Return the jobs of the readers, the same for the same seed."""
     rng = random.Random(seed)
     kinds = [(How.STREAMED, KINDS + OTHER_KINDS), (How.RESUMABLE, KINDS[::3])]
     kinds += [(How.WHOLE, KINDS + OTHER_KINDS + WHOLE_ONLY + EMBEDDINGS)]
@@ -91,12 +92,12 @@ def jobs(seed: int) -> list[Job]:
 
 
 def read(url: str, shards: Sequence[str], seed: int, for_s: float) -> list[Reading]:
-    """Each job again and again for so long, and once at least."""
+    """Repeat each job for `for_s` seconds, and at least once; return the readings."""
     return asyncio.run(_Readers(url, shards, jobs(seed)).read(for_s))
 
 
 class _Pace:
-    """How long a client waits."""
+    """The time that a client waits for an answer: in all, and at most between two events."""
 
     def __init__(self) -> None:
         self._begun_s = self._last_s = time.monotonic()
@@ -107,7 +108,7 @@ class _Pace:
         return self._last_s - self._begun_s
 
     def mark(self) -> None:
-        """Something came."""
+        """Note that an event came."""
         now_s = time.monotonic()
         self.gap_s, self._last_s = max(self.gap_s, now_s - self._last_s), now_s
 

@@ -70,7 +70,7 @@ class Site:
         self._shards[name].close()
 
     def power_on(self, name: str) -> None:
-        """With a new shard."""
+        """Start a new shard on the host, and calm the network."""
         self._start_shard(name)
         self.network.calm()
 
@@ -85,7 +85,9 @@ class Site:
     # ---- what is seen of it ----
 
     def read(self, for_s: float) -> Future[list[Reading]]:
-        """What the clients read, in so long and until the answers of then are over."""
+        """Let the clients begin answers for `for_s` seconds, and return the future of what they
+        read. It is done when the last of these answers is.
+        """
         host, url = self.network.hosts["clients"], self.router.url
         # A process each time: gRPC keeps to the event loop that it met first.
         pool = host.run(ProcessPoolExecutor, 1, multiprocessing.get_context("spawn"))
@@ -94,13 +96,13 @@ class Site:
         return reading
 
     def num_continued(self) -> int:
-        """How many times a request of the router went on at another shard."""
+        """Return how many times a request of the router went on at another shard."""
         _, text = self.network.hosts["router"].run(self.router.ask, "/metrics")
         found = re.findall(r'fleet_events_total\{event="continued".*\} (\S+)', text)
         return int(sum(map(float, found)))
 
     def wait_ready(self) -> float:
-        """Until the router can use both shards; how long that took."""
+        """Wait until the router can use both shards; return how long that took."""
         return wait_until(
             lambda: all(shard["ready"] for shard in self._states()),
             timeout_s=60,
@@ -108,7 +110,7 @@ class Site:
         )
 
     def wait_busy(self) -> None:
-        """Until shards have most of the requests."""
+        """Wait until the shards have more than half of the readers' requests."""
 
         def busy() -> bool:
             in_flight = sum(int(shard["in_flight_from_here"]) for shard in self._states())
@@ -136,7 +138,7 @@ class Site:
 
 @contextmanager
 def site(folder: Path, seed: int, stall_timeout_s: float) -> Iterator[Site]:
-    """All of it, ready. Raises `HostsUnavailable`."""
+    """Yield a site that is ready. Raises `HostsUnavailable`."""
     with network(seed, "clients", "router", "one", "other", spare="spare") as hosts:
         made = Site(hosts, folder, seed, stall_timeout_s)
         try:

@@ -46,14 +46,14 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Trouble:
-    """What happens to a network, and how long clients wait then at most."""
+    """A trouble of the network, and the longest time that clients may wait then."""
 
     name: str
     begin: Callable[[Site], None]
     lasts_s: float
     bound_s: float
     why: str
-    # Whether requests go on at another shard; None where either may be.
+    # Whether requests go on at another shard; None if they may or may not.
     continues: bool | None
     end: Callable[[Site], None] = lambda site: site.network.calm()
     # Whether all clients can reach some shard all the time.
@@ -62,7 +62,7 @@ class Trouble:
 
 @dataclass
 class Table:
-    """What was measured."""
+    """The measurements, one row for each trouble."""
 
     rows: list[str] = field(default_factory=list)
 
@@ -79,9 +79,10 @@ class Table:
 
 
 def _back_s(lasts_s: float) -> float:
-    """How long after the end of a cut something comes through again, at most."""
+    """Return how long after the end of a cut something comes through again, at most."""
     if lasts_s < _UNACKNOWLEDGED_S:
-        # TCP sends again after twice the time each time: so after as long as it was cut.
+        # TCP doubles its waits between attempts. So the next attempt comes, at most, as long after
+        # the end of the cut as the cut lasted.
         return lasts_s
     return _CONNECT_S + _BACK_OFF_S
 
@@ -190,11 +191,11 @@ class Lab:
     table: Table
 
     def gap_s(self, readings: list[Reading]) -> float:
-        """The longest of a stream."""
+        """Return the longest time without an event in a stream."""
         return max(each.gap_s for each in readings if each.job in self.streams)
 
     def late_s(self, readings: list[Reading]) -> float:
-        """How much longer an answer in one piece took at most."""
+        """Return the longest delay of an answer in one piece, compared with when all was calm."""
         pieces = (each for each in readings if each.job not in self.streams)
         return max(each.took_s - self.calm[each.job].took_s for each in pieces)
 

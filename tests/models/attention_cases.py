@@ -156,7 +156,7 @@ TOLERANCE = {F32: 2e-5, F16: 3e-3, BF16: 2e-2}
 
 @dataclass(frozen=True)
 class Expected:
-    """Of each sequence: query, key, value as they are given, and attention by its definition."""
+    """Query, key and value of each sequence as they are given, and attention by its definition."""
 
     sequences: tuple[tuple[Tensor, Tensor, Tensor], ...]
     sinks: Tensor | None
@@ -287,7 +287,9 @@ def check_case(backend: AttentionBackend, case: Case, device: torch.device = CPU
 
 
 def soil(cache: object, backend: AttentionBackend) -> None:
-    """What was never written must not matter. Libraries that read whole blocks begin with zeros."""
+    """Fill the cache with values that must not matter: NaN, or zeros for libraries that read whole
+    blocks. The cache of cpu stays as it is.
+    """
     if backend.name == "cpu":
         return
     for part in cache:  # type: ignore[attr-defined]

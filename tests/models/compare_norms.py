@@ -56,7 +56,9 @@ def main() -> int:
 
 
 def _only_compile() -> list[dict[str, str]]:
-    """From here on a launch is compiled and not run; what becomes of it is listed, by language."""
+    """Make each launch from now on compile its kernel and not run it. Return a list that gets the
+    code of each, by language.
+    """
     run: Any = jit.JITFunction.run
     compiled: list[dict[str, str]] = []
 
@@ -81,7 +83,7 @@ def _difference(plain: dict[str, str], rounding: dict[str, str]) -> str | None:
 
 
 def _layout_of_sum(text: str) -> str:
-    """That of the first sum, which is the norm's."""
+    """Return the layout of the first sum, which is the norm's."""
     found = _SUM.search(text)
     assert found is not None, text
     return dict(_LAYOUT.findall(text))[found[1]]

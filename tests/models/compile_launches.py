@@ -50,7 +50,7 @@ Launch = tuple[str, Callable[[], object]]
 
 
 class Card:
-    """As much of a driver as compiling asks for, and its `utils`."""
+    """A stand-in for a card's driver and its `utils`, with as much as compiling asks for."""
 
     def __init__(self, capability: int) -> None:
         self.utils = self
@@ -93,7 +93,9 @@ def main() -> int:
 
 
 def _only_compile(capability: int) -> list[tuple[str, int]]:
-    """From here on a launch is compiled and not run; its kernel and shared memory are listed."""
+    """Make each launch from now on compile its kernel for this capability and not run it. Return a
+    list that gets the name and the bytes of shared memory of each.
+    """
     driver.set_active(Card(capability))
     run: Any = jit.JITFunction.run
     compiled: list[tuple[str, int]] = []
@@ -141,7 +143,9 @@ def _of_layers(ops: TritonOps, how: str) -> Iterator[Launch]:
 
 
 def _of_states(ops: TritonOps, how: str, *, few: bool) -> Iterator[Launch]:
-    """Of Qwen3-Next, and by channel as of Kimi Linear; of Mamba-2, and by column as of Mamba."""
+    """Yield launches of layers with states: convolutions; the delta rule of Qwen3-Next, and of Kimi
+    Linear by channel; the scan of Mamba-2, and unless `few`, of Mamba by column.
+    """
     for counts in ([1, 1, 1], [1, 50]):
         batch, total = batch_of(counts), sum(counts)
         x, weight = torch.zeros(total, 8192, dtype=ops.dtype), torch.zeros(4, 8192)
@@ -212,7 +216,9 @@ def heads_of(
     how: str,
     cache_dtype: torch.dtype | None = None,
 ) -> Launch:
-    """With sinks where a row has several tokens, and a cap beside a window."""
+    """Return a launch of attention. It has sinks if a row has several tokens, and a cap if it has a
+    window.
+    """
     attend = partial(
         backend.attend,
         backend.make_cache(spec, 4, 16, cache_dtype or dtype, _HOST),
@@ -248,7 +254,7 @@ def _route_in_groups(ops: TritonOps) -> None:
 
 
 def _draw(dtype: torch.dtype) -> None:
-    """From several chunks of a vocabulary, and from one."""
+    """Draw tokens from a vocabulary of several chunks, and from one of a single chunk."""
     for vocabulary in (128_256, 5):
         logits = torch.zeros(2, vocabulary, dtype=dtype)
         draw_by_id(logits, logits[:, 0], torch.zeros(2, 4, dtype=torch.float64), 2.0**42)

@@ -1,4 +1,7 @@
-"""One compute thread, no downloads: set before torch and transformers are imported."""
+"""The setup of all tests with torch: one compute thread and no downloads.
+
+The environment is set before torch and transformers are imported.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each load is made anew: tests change what loads do, and names of kept ones do not tell."""
+    """Loads that are all made anew: tests change what loads do, and the names of kept loads do not
+    show it.
+    """
     if "torch" in sys.modules:
         from penstock_shard.model_loader import load_checked
 
@@ -52,13 +57,13 @@ def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def whole_check() -> None:
-    """For tests that ask whether results depend on the batch."""
+    """The whole check of batch invariance, for tests of whether results depend on the batch."""
 
 
 @pytest.fixture(autouse=True)
 def short_check(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For all others: what is found at load of that is found in a few small steps. The whole check
-    would be a quarter of their time.
+    """A check of batch invariance in a few small steps, for all other tests: the whole check at
+    each load would take a quarter of their time.
     """
     if "torch" not in sys.modules or "whole_check" in request.fixturenames:
         return

@@ -55,14 +55,16 @@ def main() -> int:
 
 
 def _listen() -> _Found:
-    """From here on nothing is compiled or launched; a kernel is listed with what it would be."""
+    """Prevent all compilations and launches from now on. Return a dict that gets each kernel and
+    what it would have been compiled for.
+    """
     found: _Found = defaultdict(set)
 
     def note(*, fn: Any, compile: Any, **_: Any) -> bool:
         constants, signature = compile["constants"], compile["signature"]
         declared = [param.num for param in fn.jit_function.params if param.is_constexpr]
         fixed = tuple((place, constants[(place,)]) for place in declared if (place,) in constants)
-        # Not numbers: one of 1 is a constant, others are not.
+        # Numbers are left out: a 1 is a constant, any other number is not.
         pointers = tuple(kind for kind in signature.values() if kind.startswith("*"))
         what = (fn.name, compile["num_warps"], fixed, pointers)
         found[what].add(f"{compile['configs'][0]} {sorted(map(str, constants.items()))}")
@@ -78,7 +80,9 @@ def _launch(rows: int, ops: TritonOps) -> None:
 
 
 def _slice(rows: int, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Of a step's inputs, which lie one behind the other: of any alignment."""
+    """Return a slice of a larger tensor, so that it may have any alignment: a step's inputs lie one
+    behind the other.
+    """
     return torch.zeros(3 * rows, dtype=dtype)[rows : 2 * rows]
 
 

@@ -146,7 +146,9 @@ class Driver:
             self.step([(s, self._chunk(s, max_chunk)) for s in chosen])
 
     def _chunk(self, sequence: Sequence, most: int) -> int:
-        """How many tokens to compute next, whole images where the model wants that."""
+        """Return a random number of tokens to compute next. Where the model needs whole images, the
+        chunk does not end within one.
+        """
         start = sequence.num_computed
         count = self.random.randint(1, min(most, sequence.num_uncomputed))
         if not any(group.bidirectional_images for group in self.groups):

@@ -1,6 +1,6 @@
-"""What becomes of each family of `tiny_families`: what computes it, or why it is refused.
+"""The outcome of each family of `tiny_families`: what computes it, or why it is refused.
 
-`test_every_family.py` holds each to it, and `docs/models.md` shows the same table
+`test_every_family.py` checks the outcomes, and `docs/models.md` shows the same table
 (`contract/models_page.py`).
 """
 

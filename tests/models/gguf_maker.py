@@ -78,7 +78,7 @@ def make_gguf(
 
 
 def dequantized(values: NDArray[np.float32], kind: str) -> NDArray[np.float32]:
-    """What values are once they were stored so."""
+    """Return the values as they are when they are stored in this way and read again."""
     of_kind = gguf.GGMLQuantizationType[kind]
     found: NDArray[np.float32] = gguf.dequantize(_stored(values, of_kind), of_kind)
     return found
@@ -155,8 +155,8 @@ def _add_tokenizer(writer: gguf.GGUFWriter, model_dir: Path, config: dict[str, A
 
 
 def _add_pieces(writer: gguf.GGUFWriter, pieces: Mapping[str, float], vocabulary: int) -> None:
-    """As of SentencePiece: unknown, begin and end, each byte, and pieces; unused ones up to the
-    size of the vocabulary.
+    """Add a vocabulary of SentencePiece: the unknown, begin and end tokens, each byte, the pieces,
+    and unused tokens up to the size of the vocabulary.
     """
     special = ["<unk>", "<s>", "</s>"]
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -190,7 +190,9 @@ def _tensors(
 def _laid_out(
     name: str, values: NDArray[np.float32], arch: str, config: dict[str, Any]
 ) -> NDArray[np.float32]:
-    """As llama.cpp has them: of Llama the halves of rotated heads in pairs."""
+    """Return a tensor as llama.cpp stores it: in Llama's query and key weights, the rows of a
+    head's two halves alternate.
+    """
     if arch == "llama" and (".attn_q." in name or ".attn_k." in name):
         heads = config["num_attention_heads" if ".attn_q." in name else "num_key_value_heads"]
         shape = (heads, 2, values.shape[0] // heads // 2, *values.shape[1:])

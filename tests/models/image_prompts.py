@@ -80,7 +80,9 @@ def ask(
 
 
 def together(inputs: Seq[Any]) -> dict[str, torch.Tensor]:
-    """What a processor gives for all images at once; tiles are padded to as many as one has."""
+    """Join the inputs of all images, as a processor gives them for all at once. Tiles are padded to
+    the size of the largest input.
+    """
     together = {}
     for name in inputs[0].keys() - _COUNTS:
         parts = [each[name] for each in inputs]

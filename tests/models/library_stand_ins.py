@@ -18,7 +18,7 @@ calls: list[str] = []
 
 
 def flash_attn_2(version: str = "2.8.3") -> types.ModuleType:
-    """What `import flash_attn` gives."""
+    """Return a stand-in for the module `flash_attn`."""
     return _module(
         "flash_attn",
         __version__=version,
@@ -28,7 +28,7 @@ def flash_attn_2(version: str = "2.8.3") -> types.ModuleType:
 
 
 def flash_attn_3() -> types.ModuleType:
-    """What `import flash_attn_interface` gives."""
+    """Return a stand-in for the module `flash_attn_interface`."""
     return _module("flash_attn_interface", flash_attn_with_kvcache=flash_attn_3_with_kvcache)
 
 
@@ -300,7 +300,7 @@ def attend(
     window_size: tuple[int, int],
     softcap: float,
 ) -> Tensor:
-    """One row: q [n, Hq, D] is the end of `length` keys (bottom-right aligned)."""
+    """Return attention of a row. q [n, Hq, D] belongs to the last n of `length` keys."""
     assert isinstance(scale, float)
     left, right = window_size
     keys = k[table.long()].flatten(0, 1)[:length].float()

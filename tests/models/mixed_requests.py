@@ -62,7 +62,9 @@ def serve(
     drafter: Drafter | None = None,
     adapter_indices: Sequence[int] = (),
 ) -> tuple[list[tuple[object, ...]], Scheduler]:
-    """All requests through an engine with so many blocks; of each all that came of it."""
+    """Run all requests through an engine with `num_blocks` blocks. Return all that came of each
+    request, and the scheduler.
+    """
     info = runner.info
     blocks = BlockManager.of(with_blocks(info, num_blocks), 32)
     limits = SchedulerLimits(max_num_seqs=max_num_seqs, max_num_batched_tokens=32)

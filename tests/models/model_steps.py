@@ -34,7 +34,9 @@ def cut_logits(runner: ModelRunner) -> tuple[list[list[int]], Tensor]:
 
 
 def own_logits(directory: Path, sequences: list[list[int]]) -> Tensor:
-    """What transformers computes for them in float32, with its own attention."""
+    """Return the logits that transformers computes for the sequences in float32, with its own
+    attention.
+    """
     model = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )

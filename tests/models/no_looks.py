@@ -1,4 +1,4 @@
-"""What would wait for a device is an error, where there is none."""
+"""An error for each operation that would wait for a device, where there is none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class NoLooks(TorchDispatchMode):
-    """As on a device: whoever asks for a value, or for a size that depends on values, waits."""
+    """A mode in which it is an error to ask for a value, or for a size that depends on values. On a
+    device each of these waits.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()

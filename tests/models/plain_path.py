@@ -1,7 +1,7 @@
-"""What an engine does by itself, without any part that plugs in.
+"""A check of what an engine does by itself, without any part that plugs in.
 
-`test_plain_path.py` runs this where those parts cannot be imported, so this imports none of them,
-and nothing of the tests that does.
+`test_plain_path.py` runs this file where those parts cannot be imported. So the file imports none
+of them, and nothing of the tests that imports one.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def make_request(name: str, prompt: abc.Sequence[int], **fields: Any) -> EngineR
 
 
 def expected_of(request: EngineRequest) -> list[int]:
-    """Its tokens, computed alone and one at a time."""
+    """Return the request's tokens, computed alone and one at a time."""
     sampler = Sampler()
     sequence = Sequence.of(request)
     sequence.slot = 0
@@ -161,7 +161,7 @@ def mixed_requests() -> list[EngineRequest]:
 
 
 def check(world: World, requests: abc.Sequence[EngineRequest]) -> None:
-    """Each has the tokens that it has alone, and one end."""
+    """Check that each request has the tokens that it has alone, and ends for the right reason."""
     for request in requests:
         expected = expected_of(request)
         assert world.tokens[request.request_id] == expected

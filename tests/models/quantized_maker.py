@@ -214,7 +214,7 @@ def _compressed(written: str, weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scales(random: np.random.Generator, shape: Any, bits: int) -> Tensor:
-    """In float16, so that weights have a spread of about 0.2."""
+    """Return random scales in float16, for weights with a spread of about 0.2."""
     values = random.uniform(0.5, 1.5, shape) * 0.6 / (1 << bits)
     return torch.from_numpy(values).to(torch.float16)
 

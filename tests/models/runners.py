@@ -18,7 +18,7 @@ def make_runner(
     masks: MaskFiller | None = None,
     graphs: Graphs | None = None,
 ) -> ModelRunner:
-    """Without `masks` no request may have a constraint."""
+    """Return a runner of the model. Without `masks` no request may have a constraint."""
     return ModelRunner(
         model, info, shaping=every_processor(masks), make_outputs=every_output, graphs=graphs
     )

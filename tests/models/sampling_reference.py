@@ -1,4 +1,4 @@
-"""What the sampler must do, written down token by token in float64, and requests to do it with."""
+"""A reference for the sampler, written token by token in float64, and requests to compare with."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def sampling_request(
 
 
 def distribution(logits: NDArray[np.float32], sequence: Sequence) -> dict[int, float]:
-    """Of the next token: its probabilities, in the order in which tokens are drawn."""
+    """Return the probabilities of the next token, in the order in which tokens are drawn."""
     params = sequence.request.sampling
     scores = adjusted_scores(logits, sequence)
     if params.temperature == 0.0:

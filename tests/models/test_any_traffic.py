@@ -1,8 +1,8 @@
-"""All at once: whatever goes on beside it, a request's tokens are those that it gets alone.
+"""Requests beside all kinds of others: a request's tokens are those that it gets alone.
 
-Every kind of sampling, constraints that wear out, budgets of reasoning, drafts right and wrong,
-steps launched ahead, too few blocks, memory that does not hold a step or a draw, aborts, attempts
-that take over, and outputs that are gone on with.
+The traffic has every kind of sampling, constraints that wear out, budgets of reasoning, drafts
+right and wrong, steps launched ahead, too few blocks, memory that does not hold a step or a draw,
+aborts, attempts that take over, and outputs that are continued.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _table() -> Tensor:
 
 
 class _Model:
-    """Its logits depend on the last token and its position; some steps find no memory."""
+    """A model whose logits depend on the last token and its position. Some steps find no memory."""
 
     device = torch.device("cpu")
     layers = ()
@@ -88,7 +88,7 @@ def _hold(fails: Callable[[], bool]) -> None:
 
 @dataclass(slots=True)
 class _Caller:
-    """One request, which its caller takes up again until it ends by itself."""
+    """One request. Its caller takes it up again until it ends by itself."""
 
     request: EngineRequest
     output: list[int] = field(default_factory=list)
@@ -125,7 +125,9 @@ class _Caller:
 
     @property
     def wore_out(self) -> bool:
-        """Its own text needs more of its constraint than there is."""
+        """True if the request ended because its text made the constraint's regular expressions take
+        too much work.
+        """
         error = None if self.ending is None else self.ending.error
         return (
             error is not None

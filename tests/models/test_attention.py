@@ -56,7 +56,7 @@ def make_backend(name: str) -> AttentionBackend:
 
 
 def serves(name: str, case: Case) -> bool:
-    """Whether a backend of this name is to run the case."""
+    """True if a backend of this name must run the case."""
     same = case.head_dim_v in (None, case.head_dim)
     sizes = (case.head_dim, case.head_dim_v or case.head_dim)
     if name == "sdpa":
@@ -73,7 +73,9 @@ def serves(name: str, case: Case) -> bool:
 
 
 def caches(name: str, case: Case) -> bool:
-    """Whether its cache may have the case's dtype. Others are never asked for it."""
+    """True if the backend's cache may have the case's dtype. A backend is never asked for another
+    one.
+    """
     if name == "cpu":
         return case.cached_as in (F32, F16)
     return case.cached_as == case.dtype or name in ("sdpa", "triton", "triton, exact")
@@ -131,7 +133,7 @@ _LATENTS = Case("latents", kv_heads=1, head_dim=24, head_dim_v=16, latent=True, 
     ids=str,
 )
 def test_decodes_that_are_captured_read_no_length_on_the_host(name: str, case: Case) -> None:
-    """As in a CUDA graph: what the host knows is that of the step that was captured."""
+    """The host knows only the lengths of the step that was captured, as in a CUDA graph."""
     backend = make_backend(name)
     assert backend.capturable
     block_size = case.blocks_for(backend)

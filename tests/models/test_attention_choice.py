@@ -1,4 +1,4 @@
-"""Which attention backend a model gets: by what is installed, what it serves, and a check."""
+"""The choice of a model's attention backend: by what is installed, what it serves, and a check."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def test_a_named_backend_that_is_wrong_is_an_error(monkeypatch: pytest.MonkeyPat
 
 
 def exact_ops(backend: AttentionBackend) -> TorchOps:
-    """As if what they compute beside attention were exact."""
+    """Return ops with this backend that count as exact in all that they compute beside it."""
     ops = make_ops(backend=backend)
     ops.exact = True
     return ops

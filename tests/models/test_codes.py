@@ -82,7 +82,7 @@ def wide(tmp_path: Path, **changes: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def wide_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that no test changes."""
+    """The model of `wide`; no test changes it."""
     return wide(tmp_path_factory.mktemp("wide"))
 
 

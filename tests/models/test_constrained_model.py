@@ -152,8 +152,9 @@ _BATCH = budget(12, 25)
 def test_what_a_model_writes_for_random_schemas_is_valid_and_nearly_all_of_it_ends(
     runner: Runner,
 ) -> None:
-    """As if its weights were random, all tokens are as likely. As it is it has habits (a row of
-    digits without end), which no schema forbids: then it is only looked at what ends.
+    """At temperature 100 all tokens are about equally likely, as if the model's weights were
+    random. At temperature 1 the model has habits that no schema forbids, such as a row of digits
+    without end. Only texts that end are checked.
     """
     rng = seeded("random schemas and a real model")
     count, max_tokens, ended = budget(12, 1000), budget(400, 1900), {1.0: 0, 100.0: 0}
@@ -174,13 +175,15 @@ def test_what_a_model_writes_for_random_schemas_is_valid_and_nearly_all_of_it_en
         for (temperature, schema), outputs in zip(asked, said.values(), strict=True):
             ended[temperature] += _ends_well(schema, outputs)
     print(f"of {count} each, by temperature, ended within {max_tokens} tokens: {ended}")
-    # Within 500 tokens 177 of 200 ended, and 147. Of few schemas some more may be among the others.
+    # Within 500 tokens 177 of 200 ended, and 147. Among few schemas, more may not end.
     assert 100 * ended[100.0] >= budget(35, 95) * count
     assert 100 * ended[1.0] >= budget(15, 50) * count
 
 
 def _ends_well(schema: dict[str, Any], outputs: list[RequestOutput]) -> bool:
-    """Whether it ended; what did is of the schema."""
+    """True if the text ended. Fails if the request has an error, or if the text ended and the
+    schema forbids it.
+    """
     assert outputs[-1].error is None, (schema, outputs[-1].error)
     if outputs[-1].finish_reason is not FinishReason.STOP:
         return False

@@ -103,7 +103,9 @@ def stored(weight: Tensor, kind: WeightKind) -> Tensor:
 
 
 def int4_stored(weight: Tensor) -> Tensor:
-    """Of each 32 columns the largest is 8 steps below zero; a step is a number in float16."""
+    """Return the weight as int4 stores it: of each 32 columns the largest is 8 steps below zero,
+    and a step is a number in float16.
+    """
     n, k = weight.shape
     groups = functional.pad(weight.float(), (0, -k % 32)).view(n, -1, 32)
     largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
@@ -113,7 +115,7 @@ def int4_stored(weight: Tensor) -> Tensor:
 
 
 def int8_reference(x: Tensor, weight: Tensor) -> Tensor:
-    """As the kernels define it: integers are summed exactly, then scaled once."""
+    """Return the product as the kernels define it: integers summed exactly, then scaled once."""
     x_scale, w_scale = x.abs().amax(1) / 127, weight.abs().amax(1) / 127
     sums = (x / x_scale[:, None]).round().long() @ (weight / w_scale[:, None]).round().long().T
     return sums.float() * (x_scale[:, None] * w_scale)
@@ -513,7 +515,7 @@ def test_a_cache_states_its_bounds() -> None:
 
 
 class Case:
-    """One kind of layer with the whole of some sequences in its cache, blocks shuffled."""
+    """One kind of layer, and some sequences that are wholly in its cache, in shuffled blocks."""
 
     def __init__(
         self,
@@ -540,7 +542,9 @@ class Case:
         self.tables = order[:-1].view(len(lengths), blocks).int()
 
     def filled(self, kernels: CpuKernels) -> KvCache:
-        """All that is not written is not a number: whoever reads it shows."""
+        """Return a cache with all sequences. The rest of it is NaN, so that a read of the rest
+        shows.
+        """
         _, kv_heads, dim = self.key[0].shape
         blocks = self.tables.numel() + 1
         cache = make_cache(
@@ -571,7 +575,7 @@ class Case:
         )
 
     def expected(self, i: int) -> Tensor:
-        """Of sequence i, in float64."""
+        """Return attention of sequence i, computed in float64."""
         length, heads, _ = self.query[i].shape
         group = heads // self.key[i].shape[1]
         key = self.key[i].to(self.dtype).double().repeat_interleave(group, 1)

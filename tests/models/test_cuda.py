@@ -1,4 +1,4 @@
-"""What runs on a CUDA device gives what it gives on cpu, and by whichever way it is computed there.
+"""Results on a CUDA device: they are those on cpu, whichever way they are computed there.
 
 Skipped without a device.
 """
@@ -86,7 +86,9 @@ def test_tokens_drawn_on_cuda_do_not_depend_on_the_batch() -> None:
 
 
 def on_device(directory: Path, **settings: object) -> ModelRunner:
-    """With few rows and short contexts, so that few graphs are recorded."""
+    """Load a model on the device, with few rows and short contexts, so that few graphs are
+    recorded.
+    """
     limits = {"max_num_seqs": 8, "max_model_len": 128}
     return load(directory, **{"device": "cuda", **limits, **settings})
 
@@ -164,7 +166,7 @@ def test_exact_bits_are_the_same_alone_and_in_a_batch(
 
 
 def attention_backends(dtype: torch.dtype) -> dict[str, AttentionBackend]:
-    """Those that can be had here, and Triton's in its exact form."""
+    """Return the backends that can be made here, and Triton's in its exact form."""
     made = {}
     for number, candidate in enumerate(candidates("auto", CUDA)):
         try:
@@ -172,7 +174,7 @@ def attention_backends(dtype: torch.dtype) -> dict[str, AttentionBackend]:
         except Unusable as error:
             print(f"{candidate.name}: {error}")
     if importlib.util.find_spec("triton") is not None:
-        # Here and not above: needs Triton.
+        # Imported here and not above, because it needs Triton.
         from penstock_shard.attention.triton import TritonBackend
 
         made["triton, exact"] = TritonBackend(exact=True)

@@ -42,7 +42,7 @@ def _whole_float32() -> Iterator[None]:
 
 
 def on_device(directory: Path, **settings: object) -> ModelRunner:
-    """With room for little, so that several fit beside each other."""
+    """Load a model on the device with few rows and blocks, so that several models fit."""
     limits = {"max_num_seqs": 8, "max_model_len": 512, "kv_blocks": 200, "state_spacing": 32}
     return load(directory, **{"device": DEVICE, **limits, **settings})
 

@@ -155,12 +155,12 @@ def test_no_step_of_decodes_is_beyond_what_is_recorded_nor_smaller_than_it_says(
 
 
 def test_inputs_from_elsewhere_are_copied_to_where_the_graph_reads(model_dir: Directory) -> None:
-    """As those of a rank that is told a step."""
+    """The inputs are not where the graph reads, like those of a rank that is told a step."""
     loaded = load(model_dir("llama"), max_model_len=120)
     allocate(loaded.model)
     pool = Pool()
     graphs = graphed(loaded.model, pool)
-    # Steps without rows of nobody, over tables as wide as they are here.
+    # The graph has no rows beyond the steps', and its tables are as wide as theirs.
     graphs.capture([GraphShape(3, 2)], 16, pad_blocks=[NUM_BLOCKS])
     steps = RandomSteps(loaded.model, 384, 16, NUM_BLOCKS)
     others = RandomSteps(graphs, 384, 16, NUM_BLOCKS)
@@ -229,7 +229,9 @@ def test_where_results_are_exact_a_replay_must_be(is_exact: bool, model_dir: Dir
 
 
 class _Cuda:
-    """What recording asks of torch; it ends badly, as torch does where the work did."""
+    """A stand-in for torch's recording, whose end raises an error, as torch's does after failed
+    work.
+    """
 
     def __init__(self) -> None:
         self.calls: list[object] = []

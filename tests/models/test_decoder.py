@@ -271,7 +271,7 @@ def test_known_leftovers_of_other_releases_are_ignored(family: str, tmp_path: Pa
 
 
 def test_tensors_of_other_parts_are_left_out(tmp_path: Path) -> None:
-    """As of a model that also sees: its text is served."""
+    """The model also sees, and its text is served."""
     tower = {"vision_tower.layers.0.mlp.weight": torch.ones(4, 4)}
     runner = load(change_weights(make_model(tmp_path, "llama"), **tower))
     assert isinstance(runner.model, TransformersModel)

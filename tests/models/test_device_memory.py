@@ -1,4 +1,4 @@
-"""What a GPU is asked about its memory, with a stand-in for torch's count and the driver's."""
+"""Questions about a GPU's memory, with a stand-in for torch's count and the driver's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 class Gpu:
-    """Of 100 bytes: what tensors take, what they took at most, and what torch keeps for later."""
+    """A GPU of 100 bytes: what tensors take, what they took at most, what torch keeps for later,
+    and what others take.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.taken, self.peak, self.kept, self.others = 20, 60, 30, 10

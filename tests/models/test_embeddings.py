@@ -51,7 +51,7 @@ def vector(data: bytes | None) -> Tensor:
 
 
 def in_chunks(driver: Driver, sequence: Sequence, size: int) -> Tensor:
-    """Its vector, computed alone."""
+    """Return the sequence's vector, computed alone in chunks of `size` tokens."""
     while True:
         count = min(size, sequence.num_uncomputed)
         is_last = count == sequence.num_uncomputed
@@ -69,7 +69,7 @@ def _as_transformers_has_it(directory: Path) -> Any:
 
 
 def own(directory: Path, prompt: list[int], pooling: Pooling) -> Tensor:
-    """What transformers gives."""
+    """Return the vector that transformers computes for the prompt."""
     model = _as_transformers_has_it(directory)
     with torch.inference_mode():
         hidden: Tensor = model(torch.tensor([prompt])).last_hidden_state[0]
@@ -191,7 +191,7 @@ def test_a_mean_that_begins_anew_forgets_what_it_had(model_dir: Directory) -> No
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_step_of_single_tokens_gives_each_its_own(family: str, model_dir: Directory) -> None:
-    """Each token of the step is wanted, but not in the order of the step."""
+    """Each token of the step is wanted: two for their vectors, the one between for its logits."""
     runner = load(model_dir(family), embeddings="last")
     driver = Driver(runner)
     first, last = (pooled([token], Pooling.LAST) for token in (7, 9))

@@ -78,7 +78,7 @@ PREEMPTING_STEPS = {5, 10, 20}
 
 
 def prompts() -> list[list[int]]:
-    """All but one need another block after the first tokens that they generate."""
+    """Return prompts. All but one need another block after the first tokens that they generate."""
     rng = random.Random(5)
 
     def text(length: int) -> list[int]:

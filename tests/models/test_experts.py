@@ -50,7 +50,7 @@ def all_ops() -> dict[str, Ops]:
 
 
 def test_a_model_whose_experts_look_at_their_rows_is_not_recorded() -> None:
-    """In a CUDA graph the host cannot look."""
+    """The host cannot look in a CUDA graph."""
     ops = torch_ops()
     experts = ops.pack_experts(([torch.ones(8, 8)] for _ in range(2)), 2)
     router = ops.pack([torch.ones(2, 8)])
@@ -99,7 +99,7 @@ def test_rows_of_each_expert_are_multiplied_with_its_own_weight(name: str) -> No
 def reference(
     hidden: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normalised: bool
 ) -> Tensor:
-    """One token after the other, in float64."""
+    """Return what the experts compute, one token after the other, in float64."""
     result = torch.zeros_like(hidden, dtype=torch.float64)
     for token, x in enumerate(hidden.double()):
         chances = torch.softmax(router.double() @ x, dim=0)
@@ -174,7 +174,7 @@ def test_bits_of_a_token_do_not_depend_on_the_others(weights: str) -> None:
 
 
 def test_the_same_logit_chooses_the_same_experts_in_any_batch() -> None:
-    """Which of several equal experts are taken is up to torch, and not to what else is there."""
+    """Torch decides which of several equal experts are taken; other rows must not matter."""
     rng = seeded("experts that are equal")
     ops = all_ops()["cpu"]
     for count in (4, 8, 60, 128):
@@ -192,7 +192,7 @@ def experts_of(routing: object, token: int) -> Tensor:
 
 
 def test_experts_are_packed_one_at_a_time() -> None:
-    """So that a checkpoint's pages are given back before the next expert's are read."""
+    """The checkpoint's pages of one expert are given back before the next expert's are read."""
     events = []
 
     def parts() -> Iterator[Sequence[Tensor]]:

@@ -1,6 +1,7 @@
-"""What the numerics fingerprint covers: all that a result's bits come from.
+"""The numerics fingerprint: it covers all that a result's bits come from.
 
-What torch computes here: `test_invariance.py`; what Triton does: `test_triton_decoder.py`.
+`test_invariance.py` tests it for what torch computes here, `test_triton_decoder.py` for what Triton
+does.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def importers(wanted: Collection[str], imported: Mapping[str, Collection[str]]) 
 
 
 def defines_kernels(module: Module) -> bool:
-    """Whether a function of it is compiled by Triton."""
+    """True if Triton compiles a function of the module."""
     if "triton." not in module.source:
         return False
     functions = [node for node in ast.walk(module.tree()) if isinstance(node, ast.FunctionDef)]

@@ -115,7 +115,7 @@ def test_each_set_is_computed_once_a_step(
 
 
 class Attention(nn.Module):
-    """As modelling code asks for its projections."""
+    """A layer that asks for its projections as modelling code does."""
 
     q_proj: nn.Linear
     k_proj: nn.Linear

@@ -56,7 +56,9 @@ def same(found: Tensor, expected: Tensor) -> None:
 
 
 def rows(size: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Of all magnitudes; one of zeros, one of one value, and with infinities and NaN."""
+    """Return 12 rows of all magnitudes: among them one of zeros, one of a single value, and some
+    with infinities or NaN.
+    """
     generator = torch.Generator().manual_seed(seed)
     wide = torch.randn(12, size, generator=generator)
     wide *= torch.logspace(-44, 38, 12).unsqueeze(1)
@@ -104,7 +106,7 @@ def test_a_norm_rounds_as_a_launch_after_it(
 def test_an_activation_rounds_as_a_launch_after_it(
     gelu: bool, size: int, block: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one piece, and in several."""
+    """A row is computed in one piece, or in several."""
     monkeypatch.setattr(triton_layers, "_ROUNDED_BLOCK", block)
     gate_up = rows(2 * size, dtype, 1)
     want = triton_layers.gated_activation(gate_up, gelu=gelu)
@@ -174,7 +176,7 @@ def test_nothing_is_carried_that_no_product_takes_or_that_may_be_changed() -> No
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_rounding_apart(family: str, tmp_path: Path) -> None:
-    """So nothing that carries its rounding is changed before its products."""
+    """Equal logits show that no tensor that carries its rounding is changed before products."""
     layers = 4 if family == "qwen3_next" else 1
     directory = make_model(tmp_path, family, num_hidden_layers=layers, vocab_size=VOCABULARY)
     tokens, logits = generated(make_decoder(directory, fp8_ops(dtype=F32)), 5)

@@ -54,7 +54,7 @@ def rounded(directory: Path, target: Path, kind: str) -> Path:
 
 
 def logprobs(directory: Path) -> Any:
-    """Of a prompt's tokens and what follows them."""
+    """Return the log-probabilities of a prompt, and the tokens that follow it with theirs."""
     loaded = load(directory, max_model_len=128)
     assert isinstance(loaded.model, Decoder)
     driver = Driver(make_runner(loaded.model, loaded.info))

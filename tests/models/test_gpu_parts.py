@@ -1,4 +1,6 @@
-"""What parts of the GPU benchmark ask for can be had, of the shape that stands in on cpu too."""
+"""The parts of the GPU benchmark: what they ask for can be had, also of the shape that stands in on
+cpu.
+"""
 
 from __future__ import annotations
 

@@ -58,7 +58,9 @@ _REQUESTS = budget(16, 24)
 
 @contextmanager
 def _drafts_replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Whether each pass with drafts was computed token by token, as only graphs do."""
+    """Yield a list that gets an entry for each pass with drafts: True if it was computed token by
+    token, as only graphs do.
+    """
     seen: list[bool] = []
     begin = Drafts.begin
 
@@ -117,7 +119,7 @@ def test_replayed_drafts_give_what_the_model_gives(
 def test_tokens_that_are_drawn_after_the_next_forward_are_of_their_own_logits(
     model_dir: Directory,
 ) -> None:
-    """Those of a request whose draws depend on the tokens before, while another's step runs."""
+    """The request's draws depend on the tokens before, and are made while another's step runs."""
     loaded = load(model_dir("llama"), kv_blocks=NUM_BLOCKS, max_model_len=120)
     info = dataclasses.replace(loaded.info, max_steps_ahead=1)
     sampling = EngineSampling(temperature=0.0, repetition_penalty=1.3)
@@ -142,7 +144,7 @@ def test_tokens_that_are_drawn_after_the_next_forward_are_of_their_own_logits(
 
 
 def _drafted_batch(graphs: GraphedModel | None) -> Inputs:
-    """Of a decode whose token is not known yet, and of two rows with drafts."""
+    """Return the inputs of a decode whose token is not known yet, and of two rows with drafts."""
     sequences = [make_sequence([1] * length) for length in (20, 33, 40)]
     for slot, sequence in enumerate(sequences):
         sequence.slot = slot
@@ -311,7 +313,7 @@ def test_graphs_with_adapters_are_fewer_and_only_where_some_are_served(max_rows:
 def test_a_step_with_adapters_as_devices_compute_them_waits_for_nothing(
     family: str, model_dir: Directory
 ) -> None:
-    """As what is recorded must not."""
+    """A recorded step must not wait."""
     loaded = load(model_dir(family), attention_backend="sdpa")
     assert isinstance(loaded.model, Decoder | TransformersModel)
     ops = TorchOps(torch.device("cpu"), torch.float32, "float32", SdpaBackend())

@@ -763,7 +763,9 @@ def test_mixtures_with_latents_chunks_or_other_routers_go_to_our_decoder(tmp_pat
 
 @pytest.mark.parametrize("name", ["SmolLM2-135M", "Phi-3-mini-4k", "gemma-3-1b"])
 def test_a_small_one_computes_as_transformers_does(name: str, tmp_path: Path) -> None:
-    """With the hub's own config.json beside the weights, not what transformers saves."""
+    """The model has the hub's own config.json beside its weights, not the one that transformers
+    saves.
+    """
     config = {name: value for name, value in CONFIGS[name].items() if name != "torch_dtype"}
     small = {key: value for key, value in _SMALL.items() if key in config}
     family = {"llama": "llama", "phi3": "phi3", "gemma3_text": "gemma3"}[config["model_type"]]

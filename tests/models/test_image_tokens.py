@@ -97,7 +97,9 @@ def image_tokens_of(model: ImageModel) -> tuple[ImageTokens, Tokenizer]:
 
 
 def random_size(rng: random.Random) -> Size:
-    """Of any proportions, most of them near those of photos; often exactly on a boundary."""
+    """Return a random size. Half have proportions near those of photos, the others any; many are
+    exactly on a boundary.
+    """
     kind = rng.random()
     if kind < 0.5:
         side = round(2 ** rng.uniform(0, 12.5))
@@ -117,20 +119,20 @@ def refused_or(count: Callable[[int, int], int], size: Size) -> int:
 
 
 def check_counts(family: str, model: ImageModel, sizes: Iterable[Size]) -> None:
-    """All counts are those of the family's processor with the model's settings."""
+    """Check that all counts are those of the family's processor with the model's settings."""
     processor, (tokens, _) = make_processor(family, model), image_tokens_of(model)
 
     def theirs(width: int, height: int) -> int:
         if PROCESSORS[family][1] == "pixtral":
             count = pixtral_tokens(processor, width, height)
             if height in (1, 3) or not count:
-                # Its count would take the height for the channels, or count the ends of rows
-                # without patches, which cannot be resized to.
+                # Pixtral's own count takes a height of 1 or 3 for the channels. It also counts the
+                # ends of rows without patches, but no image can be resized to such rows.
                 return count
         if PROCESSORS[family][0] in ("idefics3", "smolvlm"):
             return idefics_tokens(processor, width, height)
         counted = processor._get_num_multimodal_tokens([(height, width)])
-        # InternVL's counts the tokens around those of the image, too.
+        # InternVL's count includes the two tokens around those of the image.
         return int(counted["num_image_tokens"][0]) - (2 if family == "internvl" else 0)
 
     def ours(width: int, height: int) -> int:
@@ -219,7 +221,9 @@ def pixtral_tokens(processor: Any, width: int, height: int) -> int:
 
 
 def idefics_tokens(processor: Any, width: int, height: int) -> int:
-    """As it processes images, without pixels: its count is another for some proportions."""
+    """Count tokens as the processor does when it processes an image, but without pixels. Its own
+    count differs for some proportions.
+    """
 
     def resize(self: Any, image: Any, size: Any, **more: Any) -> Any:
         return np.broadcast_to(np.uint8(0), (3, size.height, size.width))

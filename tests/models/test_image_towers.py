@@ -1,4 +1,4 @@
-"""What is loaded beside a text model encodes images as the whole model does."""
+"""Towers that are loaded beside a text model: they encode images as the whole model does."""
 
 from __future__ import annotations
 

@@ -169,7 +169,9 @@ def test_an_engine_encodes_each_image_once_and_finds_what_it_computed(
 
 
 def _most_cached(runner: ModelRunner, asked: Asked) -> int:
-    """How many of its tokens may be found: whole blocks, and whole images where they have to be."""
+    """Return how many of the prompt's tokens may be found: whole blocks, and where the model needs
+    whole images, no part of one.
+    """
     sequence, size = asked.sequence(), runner.info.block_size
     end = (len(asked.token_ids) - 1) // size * size
     if not any(group.bidirectional_images for group in runner.info.cache_groups):

@@ -239,7 +239,9 @@ def test_torch_bits_do_not_depend_on_threads() -> None:
 
 @pytest.mark.soak
 def test_other_instructions_of_torch_have_another_fingerprint() -> None:
-    """Where torch's library is told to compute as on another processor, and its results differ."""
+    """Torch's library is told to compute as on another processor. Where its results differ, so must
+    the fingerprint.
+    """
     code = (
         "import torch\n"
         "from penstock_shard.model_loader.fingerprint import torch_bits\n"

@@ -26,18 +26,18 @@ def small_source(tmp_path: Path, monkeypatch) -> None:
 
 @pytest.fixture
 def none_loaded(monkeypatch) -> None:
-    """As at the start of a process."""
+    """A process that has loaded no kernels yet."""
     monkeypatch.setattr(cpu, "_loaded", {})
 
 
 @pytest.fixture
 def lines() -> list[str]:
-    """Of progress."""
+    """The lines of progress."""
     return []
 
 
 def first_library(level: str) -> Path:
-    """What a shard loads; fails if it would say anything."""
+    """Return the library that a shard tries first. Fails if there is anything to report."""
     return next(build_cpu.libraries(level, pytest.fail))
 
 
@@ -237,7 +237,7 @@ def test_where_nothing_may_be_executed_a_temporary_directory_serves(
 
 
 def copying_compiler(tmp_path: Path, library: Path) -> str:
-    """One that takes no time: what it compiles is this library."""
+    """Return the path of a compiler that takes no time: all that it compiles is this library."""
     kept, compiler = tmp_path / "kept.so", tmp_path / "copying-cc"
     shutil.copy(library, kept)
     compiler.write_text(f"""#!/bin/sh

@@ -43,13 +43,13 @@ class _Served:
         self.engine = Engine(self.runner, scheduler, self.blocks, moves=self.moves)
 
     def ask(self, prompt: Sequence[int]) -> tuple[list[int], int]:
-        """Its tokens, and how many of the prompt's were cached."""
+        """Return the tokens that follow the prompt, and how many of the prompt's were cached."""
         sequence = make_sequence(prompt, max_tokens=6)
         self.engine.submit(sequence.request)
         return self.outputs(), self._cached
 
     def outputs(self) -> list[int]:
-        """All tokens of what was submitted."""
+        """Run the engine until its work is done; return all tokens."""
         tokens: list[int] = []
         self._cached = 0
         while self.engine.has_work:
@@ -60,7 +60,7 @@ class _Served:
         return tokens
 
     def cached_bytes(self) -> dict[tuple[bytes, int], bytes]:
-        """What the device has, by prefix and cache group."""
+        """Return the bytes of the device's cached blocks, by prefix and cache group."""
         found = {}
         for pool in self.blocks._pools:
             for block_id, (prefix, group, _) in pool.cached.items():
@@ -124,7 +124,7 @@ _PROMPT = list(range(3, 3 + _LENGTH))
 
 
 def _lie(arena: Arena, record: bytearray) -> None:
-    """One bit of a block is another, and its checksums are of that."""
+    """Change one bit of a block, and make its checksums fit."""
     record[arena.header_bytes + 100] ^= 4
     struct.pack_into("<I", record, 8, zlib.crc32(record[arena.header_bytes :]))
     struct.pack_into("<I", record, 4, zlib.crc32(record[8 : arena.header_bytes]))

@@ -1,4 +1,4 @@
-"""Which layers share block tables and memory."""
+"""Groups of layers: which layers share block tables and memory."""
 
 from __future__ import annotations
 

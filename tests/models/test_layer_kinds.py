@@ -1,5 +1,5 @@
-"""What layers keep that see windows, chunks, latents or the keys of others; and where such models
-are refused.
+"""Layers that see windows, chunks, latents or the keys of others, or have states: what they keep,
+and where such models are refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a load made of a model's files, kept for the next start: the same bits, or none of it."""
+"""Loads that are kept for the next start: they give the same bits, or are made anew."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_a_failed_load_does_not_wait_for_the_hash(
     started, waited = threading.Event(), threading.Event()
 
     class SlowDigest:
-        """Of a file that takes a minute."""
+        """The digest of a file that takes a minute."""
 
         def update(self, data: bytes) -> None:
             started.set()
@@ -279,7 +279,7 @@ def test_what_needs_kernels_is_refused_without_them(
 
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine without a compiler."""
+    """A machine without a compiler."""
     from penstock_shard.kernels.build_cpu import KernelBuildError
     from penstock_shard.model_loader.choices import choose_ops
 

@@ -117,8 +117,8 @@ class Adapted:
         return sequence
 
     def logits(self, *rows: tuple[int, int]) -> list[tuple[list[int], Tensor]]:
-        """Of sequences of so many tokens, each with the adapter of an index, in two steps; their
-        token ids.
+        """Return the token ids and the logits of a sequence for each row, computed in two steps. A
+        row is the number of tokens and the index of the adapter.
         """
         info = self.runner.info
         kv_dtype = getattr(torch, info.kv_dtype)

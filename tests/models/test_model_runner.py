@@ -1,4 +1,4 @@
-"""What a runner says of its model, and what it gives beside greedy tokens."""
+"""The runner: what it says of its model, and what it gives beside greedy tokens."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def model(model_dir: Callable[[str], Path], tmp_path: Path) -> Path:
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Each holder of a value within, with the value's key or index."""
+    """Yield the value and each dict or list within it, once with each of its keys or indices."""
     for key in list(value) if isinstance(value, dict) else range(len(value)):
         yield value, key
         if isinstance(value[key], dict | list):

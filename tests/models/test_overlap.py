@@ -52,7 +52,7 @@ def test_requests_of_every_kind_get_the_tokens_they_get_step_by_step(
 
 @contextmanager
 def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is done on a device is done here, and a look fails."""
+    """Compute here as on a device, and fail where the host looks at a value."""
 
     def look(*_: object, **__: object) -> None:
         raise AssertionError("a look waits for the device")
@@ -84,8 +84,8 @@ UNSETTLED = {"typical_p", "filters", "everything"}
 def test_nothing_that_the_device_computes_is_looked_at(
     vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for filters that may need more than the first window; and what is enqueued as on a device
-    gives what is sampled here.
+    """Filters that may need more than the first window are left out for the large vocabulary. Rows
+    that are enqueued as on a device give what is sampled here.
     """
     kinds = {
         name: fields for name, fields in KINDS.items() if vocabulary == 24 or name not in UNSETTLED
@@ -116,7 +116,7 @@ def test_a_look_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_launch_looks_at_nothing(model_dir: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step whose tokens are still to be sampled."""
+    """The second launch is of a step whose tokens are still to be sampled."""
     runner = _ahead(load(model_dir("llama")), _Shapes())
     sequence, other = make_sequence([5, 6, 7], max_tokens=9), make_sequence([9], max_tokens=9)
     driver = Driver(runner)
@@ -207,7 +207,9 @@ def test_steps_behind_one_that_failed_are_void_and_later_ones_run(model_dir: Dir
 def test_a_step_is_void_whose_predecessor_fails_when_it_is_collected(
     model_dir: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where drafts are verified one after the other."""
+    """The failure shows only when the step's results are taken, as where drafts are verified one
+    after the other.
+    """
     runner = _ahead(load(model_dir("llama")))
     sequence = make_sequence([5, 6, 7], EngineSampling(presence_penalty=0.5), max_tokens=9)
     driver = Driver(runner)

@@ -73,7 +73,7 @@ MORE = ["phi3", "glm4", "granite", "cohere2", "gpt_neox", "starcoder2", "qwen2_m
 
 
 class TwoRanks:
-    """This process and another, which load models together."""
+    """Two processes, this one and another, that load models together."""
 
     def __init__(self) -> None:
         self._meeting_point = RankRendezvous(2, alone=True)
@@ -120,7 +120,7 @@ def config_of(**settings: Any) -> ShardConfig:
 
 
 def cut_logits(model: CausalModel, vocab_size: int, adapters: tuple[int, int] = (0, 0)) -> Tensor:
-    """Of two random sequences in chunks beside decodes, over shuffled blocks."""
+    """Return the logits of two random sequences, in chunks beside decodes, over shuffled blocks."""
     with random_steps(model, vocab_size, BLOCK, NUM_BLOCKS, torch.float32) as steps:
         long, short = steps.sequence(70), steps.sequence(33)
         long.adapter_index, short.adapter_index = adapters
@@ -181,7 +181,7 @@ def test_heads_of_keys_that_are_fewer_than_ranks_are_kept_by_several(
 def test_parts_are_packed_as_the_whole_is(
     two_ranks: TwoRanks, model_dir: Callable[[str], Path]
 ) -> None:
-    """In float16, where sums of halves are rounded otherwise than those of the whole."""
+    """The dtype is float16, where sums of halves are rounded otherwise than those of the whole."""
     for family in ("llama", "olmo2"):
         settings: dict[str, Any] = {"dtype": "float16"}
         whole = load_part(config_of(**settings), model_dir(family), None, lambda text: None).part
@@ -207,7 +207,7 @@ def test_final_hidden_states_are_those_of_one(
 
 
 def _hidden(model: CausalModel) -> Tensor:
-    """Of two tokens of a sequence of 40."""
+    """Return the hidden states of two tokens of a sequence of 40."""
     recorder = WithHidden(model)
     with random_steps(recorder, 384, BLOCK, NUM_BLOCKS, torch.float32) as steps:
         steps.run([(steps.sequence(40), 0, 40)])
@@ -285,7 +285,9 @@ class Adapted:
             store.drop(index)
 
     def equal_logits(self, first: int, second: int) -> Tensor:
-        """Of two sequences in one batch, with adapters of these indices."""
+        """Return the divided model's logits of two sequences in one batch, with the adapters of
+        these indices. Fails if the whole model's differ.
+        """
         architecture = type(getattr(self.models[0], "module", None)).__name__
         tolerance = TOLERANCE * (3 if architecture in ROUNDED_MORE else 1)
         expected, found = (
@@ -345,7 +347,7 @@ def test_adapters_add_the_same_over_two_ranks(
 def test_an_adapter_that_fits_one_rank_only_is_refused(
     two_ranks: TwoRanks, model_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Its shapes are those of the whole model."""
+    """The adapter's shapes must be those of the whole model."""
     loaded, divided = two_ranks.load(model_dir("llama"), enable_lora=True)
     store = adapter_store(config_of(enable_lora=True), loaded.bank, divided)
     assert store is not None
@@ -424,7 +426,7 @@ def test_sizes_that_differ_from_layer_to_layer_are_looked_at_where_weights_are_c
 
 
 def test_a_number_for_each_head_is_divided_like_the_heads() -> None:
-    """As attention sinks are, where a plan names them."""
+    """Attention sinks are such numbers, where a plan names them."""
     module: Any = nn.Module()
     module.sinks = nn.Parameter(torch.arange(4.0), requires_grad=False)
     divide_module._divide("sinks", module, "colwise", Ranks(1, 2))
@@ -456,7 +458,7 @@ def test_parts_together_are_the_whole(
 
 
 def _joined(name: str, parts: list[Tensor], stored: Tensor) -> bool:
-    """Whether every number of the whole is in some part, and none besides."""
+    """True if every number of the whole is in some part, and no other number is."""
     if parts[0].shape == stored.shape:
         return all(torch.equal(part, stored) for part in parts)
     found = torch.cat([part.flatten() for part in parts])
@@ -472,7 +474,7 @@ def test_sums_in_order_are_those_of_the_ranks_in_order(monkeypatch: pytest.Monke
 
 
 def test_the_division_is_the_one_that_transformers_plans() -> None:
-    """Where its plan divides a weight of these families, so do we, along the same side."""
+    """Where the plan divides a weight of these families, we divide it along the same side."""
     for config in (LlamaConfig, Qwen2Config, Qwen3Config, MistralConfig, Gemma2Config):
         for path, style in config.base_model_tp_plan.items():
             leaf = path.rpartition(".")[2]

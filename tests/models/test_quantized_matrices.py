@@ -187,7 +187,9 @@ def test_the_library_gets_what_it_demands(monkeypatch: pytest.MonkeyPatch) -> No
         out_dtype: torch.dtype | None = None,
         use_fast_accum: bool = False,
     ) -> Tensor:
-        """As `torch._scaled_mm` with scales for rows: its own checks, and those of an H100."""
+        """Compute `torch._scaled_mm` with scales for rows, after its own checks and those of an
+        H100.
+        """
         library(
             *(part.to("meta") for part in (a, b, scale_a, scale_b)),
             bias=None if bias is None else bias.to("meta"),
@@ -218,7 +220,7 @@ def test_the_library_gets_what_it_demands(monkeypatch: pytest.MonkeyPatch) -> No
     for bias in (None, torch.randn(48, dtype=torch.bfloat16)):
         x = torch.randn(3, 32, dtype=torch.bfloat16)
         assert torch.equal(matrix.linear(x, bias), emulated.linear(x, bias))
-    # Of a view, as the rows that give logits are.
+    # The rows are a view, like those that give logits.
     matrix.linear(torch.randn(6, 32, dtype=torch.bfloat16)[::2])
     assert calls == [(3, 32)] * 3
 
@@ -230,7 +232,7 @@ def test_experts_are_one_product_where_the_library_has_it(monkeypatch: pytest.Mo
     def scaled_grouped_mm(
         a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **settings: Any
     ) -> Tensor:
-        """What torch checks of the arguments, by its own description; then expert by expert."""
+        """Check the arguments by torch's own description, then multiply expert by expert."""
         shapes = [part.to("meta") for part in (a, b, scale_a, scale_b)]
         offs = settings.pop("offs")
         found = library(*shapes, offs=offs.to("meta"), **settings)
@@ -388,7 +390,9 @@ def test_emulation_is_said() -> None:
 
 
 class StandInWeight:
-    """What torchao puts in the place of a weight: here the numbers it would round to."""
+    """A stand-in for what torchao puts in the place of a weight: the numbers to which it would
+    round.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         groups = weight.float().unflatten(1, (-1, 128))
@@ -476,7 +480,7 @@ def test_the_cpu_kernels_keep_no_fp8(model_dir: Directory) -> None:
 
 
 def rounded_logits(directory: Path, sequences: list[list[int]]) -> Tensor:
-    """What transformers computes with the numbers that products in fp8 have."""
+    """Return the logits that transformers computes with the numbers that products in fp8 have."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
@@ -510,7 +514,7 @@ def dense(values: Tensor, scales: Tensor) -> Tensor:
 def root_mean_square_error(
     runner: ModelRunner, directory: Path, reference: Callable[..., Tensor] = own_logits
 ) -> float:
-    """Of logits in chunks and decodes against the reference's, in deviations of these."""
+    """Return the error of logits in chunks and decodes, in deviations of the reference's logits."""
     info = runner.info
     cached = {"float32": torch.float32, "float8_e4m3fn": FP8}[info.kv_dtype]
     with random_steps(runner.model, info.vocab_size, info.block_size, 16, cached) as steps:
@@ -522,7 +526,7 @@ def root_mean_square_error(
 
 
 def fp8_matrices(runner: ModelRunner) -> list[Fp8Matrix]:
-    """Of a decoder: those of each layer, query to down projection."""
+    """Return the fp8 matrices of a decoder, layer by layer, from query to down projection."""
     model: Any = runner.model
     found = []
     for layer in model._weights.layers:

@@ -1,4 +1,4 @@
-"""How ranks meet, hear of each other, and end."""
+"""Ranks: how they meet, hear of each other, and end."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_end_of_a_rank_is_noticed_unless_it_has_said_why(fails: bool) -> Non
 def test_rank_0_does_not_wait_for_one_that_cannot_come(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As on another machine that has too few devices, or not the model."""
+    """The other rank may be on a machine that has too few devices, or not the model."""
     ours, theirs = _connected()
     line: MessageSocket[FromRank] = MessageSocket(ours, FROM_RANK)
     lines = {1: (Hello(REVISION, 1, 2, 4711, "there"), line)}
@@ -80,7 +80,7 @@ def test_rank_0_does_not_wait_for_one_that_cannot_come(
 def test_a_rank_that_fails_in_a_step_does_not_look_as_if_it_could_not_load(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nobody asks for its answer then, so that only its end is noticed."""
+    """Nobody asks for the rank's answer then, so that only its end is noticed."""
     ours, theirs = _connected()
 
     def fail(*_: object) -> None:
@@ -158,7 +158,7 @@ class WithoutMemory(GraphedModel):
 
 
 def refused(*words: str) -> Any:
-    """One line with these words."""
+    """Expect a ModelError of one line that has these words in this order."""
     return pytest.raises(ModelError, match=r"^(?!.*\n)" + ".*".join(words))
 
 

@@ -96,7 +96,9 @@ def test_each_kind_changes_the_distribution() -> None:
 
 
 def _random_fields(rng: random.Random, vocabulary: int) -> dict[str, Any]:
-    """Some of all parameters; each is left alone more often than not."""
+    """Return random fields of a request: a seed, stop ids, and each other parameter less often than
+    not.
+    """
 
     def ids(most: int) -> tuple[int, ...]:
         return tuple(rng.randrange(vocabulary) for _ in range(rng.randint(1, most)))
@@ -120,7 +122,7 @@ def _random_fields(rng: random.Random, vocabulary: int) -> dict[str, Any]:
 
 
 def test_each_token_is_the_inverse_of_its_own_distribution() -> None:
-    """Of any mix of parameters, in any vocabulary, within and beyond the first window."""
+    """Rows have any mix of parameters, in any vocabulary, within and beyond the first window."""
     rng = seeded("inverse")
     generator = torch.Generator().manual_seed(rng.randrange(2**32))
     for vocabulary in rng.choices([5, 33, 700, 1024, 1025, 3001], k=budget(20, 600)):

@@ -135,8 +135,8 @@ def test_a_step_ranks_as_many_tokens_as_its_largest_top_k(
 
 @pytest.mark.parametrize("vocabulary", [13, 999, 32_001, 150_001])
 def test_weights_are_the_same_to_the_last_bit(vocabulary: int) -> None:
-    """All that a token depends on beside whole numbers. A bit that differs in a weight seldom
-    changes a token, so tokens alone would not show it.
+    """Weights are all that a token depends on beside whole numbers. A bit that differs in a weight
+    seldom changes a token, so tokens alone would not show it.
     """
     rng = seeded("weights")
     generator = torch.Generator().manual_seed(rng.randrange(2**32))

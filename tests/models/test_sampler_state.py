@@ -1,4 +1,4 @@
-"""What the sampler remembers equals what it would read: a request goes on anywhere."""
+"""The sampler's memory: it equals what the sampler would read, so a request goes on anywhere."""
 
 from __future__ import annotations
 

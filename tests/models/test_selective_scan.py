@@ -53,7 +53,7 @@ class Scan:
         return run_in_steps(self.lengths, cuts, compute)
 
     def expected(self) -> list[Tensor]:
-        """By transformers, sequence by sequence."""
+        """Return what transformers computes, sequence by sequence."""
         outputs, start = [], 0
         for length in self.lengths:
             own = slice(start, start + length)

@@ -83,7 +83,7 @@ def _request(sampling: dict[str, Any], seed: int, **changes: Any) -> Sequence:
 
 
 def _one_by_one(sequence: Sequence, logits: torch.Tensor) -> list[RowResult]:
-    """What a sampler draws from these, position by position, until the sequence ends."""
+    """Return what a sampler draws from the logits, one by one, until the sequence ends."""
     sampler = Drawer(MaskFiller(logits.shape[1]))
     results: list[RowResult] = []
     for position, row in enumerate(logits):
@@ -138,7 +138,9 @@ def _ending(rng: random.Random) -> dict[str, Any]:
 
 
 def _is_beginning(draft: Draft, result: RowResult, expected: abc.Sequence[RowResult]) -> None:
-    """As many tokens as there were right drafts and one; no more than there are, nor less."""
+    """Check that the result has the right drafts and one token more, or all expected tokens if
+    there are no more.
+    """
     if expected[0].token_id is None:
         assert result == expected[0]
         return

@@ -1,4 +1,4 @@
-"""How many compute threads a shard starts where no flag says so."""
+"""The number of compute threads that a shard starts where no flag says it."""
 
 from __future__ import annotations
 

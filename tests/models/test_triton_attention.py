@@ -1,6 +1,7 @@
-"""What only our own backend promises: bits that are a query's own, and splits of any number.
+"""The promises of our own backend alone: bits that depend on the query alone, and splits of any
+number.
 
-That its results are right is part of the table of cases.
+The table of cases tests that its results are right.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ WINDOWS = (700, None)[: budget(1, 2)]
 
 
 class Sequences:
-    """Some sequences in one cache, of which pieces can be computed beside each other."""
+    """Some sequences in one cache. Pieces of them can be computed beside each other."""
 
     def __init__(self, spec: LayerSpec, lengths: list[int], dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -69,7 +70,7 @@ class Sequences:
     def attend(
         self, backend: TritonBackend | SdpaBackend, rows: list[tuple[int, int, int]]
     ) -> list[Tensor]:
-        """Of each row (sequence, first query, count)."""
+        """Return attention of each row (sequence, first query, count)."""
         counts = [count for _, _, count in rows]
         ends = [start + count for _, start, count in rows]
         tables = self.tables[[sequence for sequence, _, _ in rows]]

@@ -47,7 +47,7 @@ def test_a_norm_that_rounds_is_computed_as_one_that_does_not(capability: str) ->
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
 def test_arguments_of_kernels_have_no_types_that_triton_does_not_know(path: Path) -> None:
-    """It reads them as code, and finds no such name; the interpreter does not look."""
+    """Triton reads the types as code and finds no such name; the interpreter does not look."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and any(

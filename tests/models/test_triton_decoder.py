@@ -218,7 +218,7 @@ def without_gate(gate_up: Tensor, **options: Any) -> Tensor:
 
 @pytest.fixture
 def verdict() -> Iterator[None]:
-    """What a test makes known of Triton here is forgotten after it."""
+    """A test's verdict on Triton here; it is forgotten after the test."""
     yield
     triton_support.remember("cpu", None)
 
@@ -260,7 +260,7 @@ def test_kernels_that_do_not_work_here_are_left_out_with_one_line(
 
 
 def product_wrong_in(heights: range) -> Callable[..., Tensor]:
-    """Of a tile's last columns of K, in products of so many rows."""
+    """Return a product that leaves out columns of K from 64 on if `heights` has its row count."""
 
     def product(x: Tensor, weight: Tensor, *others: Any, **options: Any) -> Tensor:
         if len(x) in heights:
@@ -305,7 +305,7 @@ def twice(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounds_twice_as_far(kernel: Any) -> Any:
-    """That carries scales which are twice those of its result."""
+    """Return a kernel that carries scales which are twice those of its result."""
 
     def compute(*args: Any, rounded: Any, **named: Any) -> Tensor:
         result: Tensor = kernel(*args, rounded=rounded, **named)
@@ -317,7 +317,7 @@ def rounds_twice_as_far(kernel: Any) -> Any:
 
 
 def forgetful(kernel: Any) -> Any:
-    """That begins each sequence anew."""
+    """Return a kernel that begins each sequence anew."""
 
     def begin(*args: Any, **named: Any) -> Tensor:
         *rest, state, batch = args
@@ -327,7 +327,7 @@ def forgetful(kernel: Any) -> Any:
 
 
 def stateless(kernel: Any) -> Any:
-    """That does not keep what becomes of a state."""
+    """Return a kernel that does not keep the new state."""
 
     def compute(*args: Any, **named: Any) -> Tensor:
         *rest, state, batch = args
@@ -338,7 +338,7 @@ def stateless(kernel: Any) -> Any:
 
 @cache
 def _sound(*, exact: bool) -> bool:
-    """Whether the check finds nothing in the kernels as they are, with what its caller patched."""
+    """True if the check finds nothing wrong in the kernels, with what the caller patched."""
     return check.triton_fault(CPU, F32, "float32", exact=exact) is None
 
 
@@ -417,7 +417,7 @@ def test_code_of_transformers_is_refused_where_its_products_would_not_be_exact(
 def test_latents_are_kept_where_attention_is_triton(
     family: str, model_dir: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In our decoder, and in the code of transformers."""
+    """Both our decoder and the code of transformers keep latents."""
     # The check at load takes seconds in the interpreter.
     monkeypatch.setattr(choose_attention, "_tried", lambda *arguments: None)
     directory = model_dir(family)
@@ -431,7 +431,7 @@ def test_latents_are_kept_where_attention_is_triton(
 
 @pytest.mark.parametrize("weights", ["bfloat16", "fp8", "int4"])
 def test_heads_of_latents_are_multiplied_in_one_launch(weights: WeightKind) -> None:
-    """So a step of decodes can be recorded, and nothing of them is rounded to fewer bits."""
+    """A step of decodes can thus be recorded, and the heads are not rounded to fewer bits."""
     ops = TritonOps(CPU, torch.bfloat16, weights, TritonBackend())
     weight = torch.randn(4 * (16 + 8), 32).to(torch.bfloat16)
     heads = LatentHeads.of(weight, 4, 16, ops)

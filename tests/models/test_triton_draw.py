@@ -59,12 +59,12 @@ def random_columns(rng: random.Random, count: int, vocabulary: int) -> Columns:
 
 
 def test_by_rank_the_kernel_draws_what_sorting_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last token, whatever a program lists, and where several are drawn."""
+    """Draws agree to the last token, for one row or several, and for lists of any length."""
     rng = seeded("draws by rank")
     for vocabulary in rng.choices([2, 63, 64, 257, 300], k=budget(4, 20)):
         logits = random_logits(rng, 5, vocabulary)
         columns = random_columns(rng, 5, vocabulary)
-        # Of the rows without top-k and top-p, another kernel draws, and not to the last bit.
+        # Another kernel draws from rows without top-k and top-p, and not to the last bit.
         columns.top_p[columns.top_k == 0] *= 0.999
         best, index = logits.amax(dim=1), np.arange(5)
         expected = draw(logits, best, index, columns)
@@ -78,7 +78,7 @@ def test_by_rank_the_kernel_draws_what_sorting_draws(monkeypatch: pytest.MonkeyP
 def test_by_rank_a_whole_vocabulary_is_drawn_from_as_sorting_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In blocks and lists of the sizes that there are on a device."""
+    """The blocks and lists have the sizes that they have on a device."""
     rng = seeded("draws by rank from many")
     monkeypatch.setattr(triton_rank, "_BLOCK", 2048)
     for _ in range(budget(1, 10)):
@@ -96,7 +96,7 @@ def test_by_rank_a_whole_vocabulary_is_drawn_from_as_sorting_does(
 def test_a_row_with_a_few_likely_tokens_is_read_twice_and_a_flat_one_five_times(
     spread: float, lead: float, sums: int, lists: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To sum up, and to list: that is what a step with top-p costs a device."""
+    """A row is read to sum up, and to list: that is what a step with top-p costs a device."""
     rng = seeded("reads of a row")
     generator = torch.Generator().manual_seed(rng.randrange(2**32))
     logits = torch.randn(1, 128_256, generator=generator) * spread
@@ -132,7 +132,7 @@ def only_temperature(temperature: list[float], min_p: list[float], share: list[f
 def drawn_there(
     monkeypatch: pytest.MonkeyPatch, logits: torch.Tensor, index: list[int], columns: Columns
 ) -> torch.Tensor:
-    """By the kernels that are used on a device."""
+    """Draw tokens with the kernels that are used on a device."""
     with monkeypatch.context() as patch:
         patch.setattr(top_k_top_p, "is_host", lambda _: False)
         patch.setattr(drawing, "Rows", None)

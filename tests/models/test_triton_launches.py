@@ -1,4 +1,4 @@
-"""How many launches a step takes on a device: what `docs/models.md` and `docs/gpu.md` say."""
+"""Launches that a step takes on a device: their number in `docs/models.md` and `docs/gpu.md`."""
 
 from __future__ import annotations
 

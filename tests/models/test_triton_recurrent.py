@@ -30,7 +30,9 @@ _LONG = 35
 
 
 class _Ops(TritonOps):
-    """What torch computes besides, on a processor, depends on how many tokens there are."""
+    """Triton's ops, with decays and softplus of the cpu kernels. What torch computes of these on a
+    processor depends on the number of tokens.
+    """
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), torch.float32, "float32", SdpaBackend())

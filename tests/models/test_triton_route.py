@@ -71,7 +71,7 @@ def test_equal_scores_go_to_the_lower_expert() -> None:
 
 
 def test_a_token_whose_logits_are_no_numbers_goes_somewhere_and_has_no_numbers_as_weights() -> None:
-    """Its rows must be rows, and other tokens must not notice."""
+    """The token's rows must be rows, and other tokens must not change."""
     logits = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
     logits[1], logits[2] = torch.nan, -torch.inf
     routing = route_tokens(logits, RoutingRule(2))

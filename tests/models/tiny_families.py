@@ -264,7 +264,7 @@ def turn_stacks(directory: Path) -> None:
 
 
 def _makers(config: PreTrainedConfig) -> list[Any]:
-    """Where its class may be found. A composite comes with its towers, as on the hub."""
+    """Return the auto classes to try in turn. A composite comes with its towers, as on the hub."""
     makers: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
     return makers[::-1] if config.sub_configs else makers
 
@@ -303,7 +303,7 @@ def _draw(module: PreTrainedModel) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What `generate` appends to each prompt, and by how much the closest choice was made, in
+    """The tokens that `generate` appends to each prompt, and the margin of its closest choice, in
     standard deviations of the logits.
     """
 

@@ -40,7 +40,9 @@ _Family = tuple[dict[str, Any], dict[str, Any], Any]
 
 
 def _in_squares(processor: Any, patch: int, most: int, **vision: Any) -> _Family:
-    """Of images of any proportions: a token for each square of two by two patches."""
+    """Return the configuration and the processor of a family that takes images of any proportions.
+    Each square of two by two patches is a token.
+    """
     sizes = {"patch_size": patch, "merge_size": 2}
     square = (2 * patch) ** 2
     pixels = {"shortest_edge": 4 * square, "longest_edge": most * square}
@@ -52,10 +54,12 @@ def _in_squares(processor: Any, patch: int, most: int, **vision: Any) -> _Family
 
 
 def _in_tiles(processor: Any) -> _Family:
-    """Of images in tiles with names, each of four tokens."""
+    """Return the configuration and the processor of a family that cuts images into tiles with
+    names. Each tile has four tokens.
+    """
     side = 4 * _PATCH
     return (
-        # The last is the processor's, not the model's.
+        # `image_seq_len` is the processor's, not the model's.
         {"image_token_id": IMAGE_ID, "image_seq_len": 4},
         {"image_size": side, "patch_size": _PATCH},
         processor(size={"longest_edge": 3 * side}, max_image_size={"longest_edge": side}),

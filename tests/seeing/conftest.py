@@ -16,10 +16,10 @@ IMAGE_BYTES = 3 * SIDE**2
 def shards(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[SeeingShards]:
-    """Each test leaves both serving, perhaps with other engines."""
+    """Two shards that see images. Each test leaves both serving, perhaps with other engines."""
     pytest.importorskip("torch")
-    # Small steps, so that a prompt takes several, but an image of Gemma one; and room for one large
-    # image.
+    # Steps are small, so that a prompt takes several, but an image of Gemma takes one. The image
+    # cache has room for one large image.
     flags = (
         *("--max-num-batched-tokens", "44" if request.param == "gemma3" else "32"),
         *("--max-num-seqs", "8", "--image-cache-bytes", str(IMAGE_BYTES)),

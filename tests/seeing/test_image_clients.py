@@ -73,7 +73,7 @@ def client(site: ImageSite) -> Iterator[openai.OpenAI]:
 
 
 class Seen(BaseModel):
-    """As `SCHEMA`."""
+    """An answer with the fields of `SCHEMA`."""
 
     colour: Literal["red", "green"]
     sharp: bool

@@ -55,7 +55,7 @@ def site(shards: SeeingShards, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Where `_FILES` are, each under its index."""
+    """The URL of a host that has each of `_FILES` under its index."""
     folder = tmp_path_factory.mktemp("host")
     for index, file in enumerate(_FILES.values()):
         (folder / str(index)).write_bytes(file)
