@@ -1,4 +1,4 @@
-"""What anthropic makes of penstock's answers. Arguments: the URLs without and with a key."""
+"""Reports how anthropic reads penstock's answers. Arguments: the URLs without and with a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What langchain-openai and litellm make of embeddings. Argument: the URL."""
+"""Reports the embeddings that langchain-openai and litellm read. Argument: the URL."""
 
 from __future__ import annotations
 

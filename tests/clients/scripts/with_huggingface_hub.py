@@ -1,4 +1,6 @@
-"""What huggingface_hub's InferenceClient makes of penstock's answers. Arguments: the URLs."""
+"""Reports how huggingface_hub's InferenceClient reads penstock's answers. Arguments: the URLs
+without and with a key.
+"""
 
 from __future__ import annotations
 

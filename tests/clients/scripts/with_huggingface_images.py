@@ -1,5 +1,5 @@
-"""What huggingface_hub's client makes of answers about an image. Arguments: the URL, the model's
-name, the image's file, and a link to it.
+"""Reports how huggingface_hub's client reads answers about an image. Arguments: the URL, the
+model's name, the image's file, and a link to it.
 """
 
 from __future__ import annotations

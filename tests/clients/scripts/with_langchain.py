@@ -1,4 +1,6 @@
-"""What langchain-openai makes of penstock's answers. Arguments: the URLs without and with a key."""
+"""Reports how langchain-openai reads penstock's answers. Arguments: the URLs without and with a
+key.
+"""
 
 from __future__ import annotations
 

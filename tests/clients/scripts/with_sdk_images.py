@@ -1,5 +1,5 @@
-"""What langchain-openai and litellm make of answers about an image. Arguments: the URL, the model's
-name, the image's file, and a link to it.
+"""Reports how langchain-openai and litellm read answers about an image. Arguments: the URL, the
+model's name, the image's file, and a link to it.
 """
 
 from __future__ import annotations

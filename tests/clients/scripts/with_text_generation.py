@@ -1,4 +1,4 @@
-"""What text-generation, TGI's own client, makes of penstock's answers. Argument: the URL."""
+"""Reports how text-generation, TGI's own client, reads penstock's answers. Argument: the URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What every process of another project's tests runs first: nothing but this machine is reached."""
+"""Keeps every process of another project's tests from reaching other machines.
+
+Python imports this module at its start.
+"""
 
 import sys
 from typing import Any

@@ -1,6 +1,7 @@
-"""In place of vLLM: its tests' own server is the penstock that runs already, its package is a name.
+"""Puts the running penstock in place of vLLM's server, and a module of mocks in place of its
+package.
 
-Of what tests import from it, only what they use against a server is real.
+Tests import much from that package; only the names that they use against a server are real.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class Answer(SimpleNamespace):
 
 
 class VLLMValidationError(ValueError):
-    """What only tests without a server raise."""
+    """An error that is raised only in tests without a server."""
 
 
 _REAL: dict[str, dict[str, Any]] = {

@@ -1,5 +1,7 @@
-"""What pip imports where it would build a source distribution to learn its name and version, which
-stand in its PKG-INFO: vllm's would install torch for that, others compile Rust.
+"""Keeps pip from building a source distribution to learn its name and version.
+
+Both stand in its PKG-INFO. The build of vllm would install torch for them, others would compile
+Rust.
 """
 
 import os
