@@ -1,7 +1,7 @@
-"""Reads deploy/Dockerfile: its stages, and what a container of each image starts with.
+"""The contents of deploy/Dockerfile: its stages, and the start of each image's containers.
 
-Understands instructions as ours are written, and fails for any other. `test_container_images.py`
-builds the images, and so shows that a builder understands the instructions in the same way.
+This reader knows only instructions in the form that ours have, and fails for any other.
+`test_container_images.py` builds the images, and so shows that a builder understands them alike.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def host() -> Iterator[Host]:
 
 
 class Running:
-    """A container as `docker run IMAGE FLAGS` starts it, with the entry point of the built image."""
+    """A container as `docker run IMAGE FLAGS` starts it: with the built image's entry point."""
 
     def __init__(self, images: Builder, host: Host, target: str, log: Path, *flags: str) -> None:
         self._images, self._host, self._log = images, host, log

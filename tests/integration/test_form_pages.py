@@ -1,4 +1,4 @@
-"""Runs the commands in the pages on structured output and on tools as they stand.
+"""The commands in the pages on structured output and on tools, run as they stand.
 
 Most run against made-up tokens: each answer must have the right form, whatever text it has.
 """

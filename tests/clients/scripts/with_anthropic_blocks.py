@@ -1,4 +1,6 @@
-"""Reports how anthropic reads given answers. Argument: a file of [whole, stream] pairs.
+"""A script that reports how anthropic reads given answers.
+
+Argument: a file of [whole, stream] pairs.
 
 An HTTP server in this script sends the answers in their order, whatever is asked.
 """

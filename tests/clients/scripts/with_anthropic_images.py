@@ -1,5 +1,6 @@
-"""Reports how the clients of anthropic and ollama read answers about an image. Arguments: the URL,
-the model's name, the image's file, and a link to it.
+"""A script that reports how the clients of anthropic and ollama read answers about an image.
+
+Arguments: the URL, the model's name, the image's file, and a link to it.
 """
 
 from __future__ import annotations

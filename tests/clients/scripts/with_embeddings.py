@@ -1,4 +1,7 @@
-"""Reports the embeddings that langchain-openai and litellm read. Argument: the URL."""
+"""A script that reports the embeddings that langchain-openai and litellm read.
+
+Argument: the URL.
+"""
 
 from __future__ import annotations
 

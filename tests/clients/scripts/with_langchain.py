@@ -1,5 +1,6 @@
-"""Reports how langchain-openai reads penstock's answers. Arguments: the URLs without and with a
-key.
+"""A script that reports how langchain-openai reads penstock's answers.
+
+Arguments: the URLs without and with a key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Reports how text-generation, TGI's own client, reads penstock's answers. Argument: the URL."""
+"""A script that reports how text-generation, TGI's own client, reads penstock's answers.
+
+Argument: the URL.
+"""
 
 from __future__ import annotations
 

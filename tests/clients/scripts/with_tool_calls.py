@@ -1,4 +1,4 @@
-"""Reports how a released client reads answers that call tools, streamed and whole.
+"""A script that reports how a released client reads answers that call tools, streamed and whole.
 
 Arguments: `openai` or `anthropic`, and a file of {"tools": [name], "asked": [[url, text, how]]}.
 How: "whole", "events" as they come, or "helper", the client's own way to put a stream together.

@@ -1,4 +1,4 @@
-"""Puts the running penstock in place of llama-server, whatever the presets of its tests say.
+"""A stand-in for llama-server: the running penstock, whatever the presets of its tests say.
 
 A preset sets a seed, a temperature and the maximum number of tokens for every request: they are
 sent with each request instead. OpenAI's routes get their `/v1`, which llama-server does not need.

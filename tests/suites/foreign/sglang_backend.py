@@ -1,5 +1,5 @@
-"""Puts the running penstock in place of the workers and gateways that tests of SGLang's router
-start.
+"""A stand-in for the workers and gateways that tests of SGLang's router start: the running
+penstock.
 """
 
 from __future__ import annotations

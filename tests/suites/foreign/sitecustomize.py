@@ -1,4 +1,4 @@
-"""Keeps every process of another project's tests from reaching other machines.
+"""A block on connections to other machines, in every process of another project's tests.
 
 Python imports this module at its start.
 """

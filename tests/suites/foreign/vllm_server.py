@@ -1,5 +1,4 @@
-"""Puts the running penstock in place of vLLM's server, and a module of mocks in place of its
-package.
+"""A stand-in for vLLM: the running penstock for its server, and mocks for its package.
 
 Tests import much from that package; only the names that they use against a server are real.
 """

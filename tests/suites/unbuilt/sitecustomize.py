@@ -1,7 +1,7 @@
-"""Keeps pip from building a source distribution to learn its name and version.
+"""A stand-in for build backends: it tells pip a source distribution's name and version.
 
-Both stand in its PKG-INFO. The build of vllm would install torch for them, others would compile
-Rust.
+Both stand in its PKG-INFO. To learn them, a build of vllm would install torch, and builds of others
+would compile Rust.
 """
 
 import os
