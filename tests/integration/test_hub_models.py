@@ -282,7 +282,7 @@ def test_a_disk_that_fills_up_is_one_line(hub: Hub, tmp_path: Path) -> None:
 
 
 def gguf_files(*kinds: str) -> dict[str, bytes]:
-    """Return a README and a GGUF file of each kind. They are empty; test_gguf.py reads real ones."""
+    """Return a README and a GGUF file of each kind. test_gguf.py reads files with tensors."""
     return {"README.md": b"# files", **{f"Toy-4M-{kind}.gguf": b"GGUF" for kind in kinds}}
 
 
