@@ -31,7 +31,7 @@ _TOOL_SERVER = Path(__file__).parent / "scripts" / "adding_server.py"
 
 @dataclass(frozen=True)
 class Call:
-    """Of a tool, with its arguments."""
+    """A call of a tool, with its arguments."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -39,7 +39,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the model thinks, says and calls."""
+    """A turn of the model: its reasoning, its text and its calls."""
 
     thought: str = ""
     text: str = ""
@@ -47,7 +47,7 @@ class Turn:
 
 
 def as_json_calls(turn: Turn) -> str:
-    """As Qwen 3 writes, whose prompt ends before the reasoning."""
+    """Return the text that Qwen 3 writes for a turn. Its prompt ends before the reasoning."""
     calls = [
         "<tool_call>\n"
         + json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False)
@@ -58,7 +58,7 @@ def as_json_calls(turn: Turn) -> str:
 
 
 def as_xml_calls(turn: Turn) -> str:
-    """As Qwen 3.5 writes, whose prompt begins the reasoning."""
+    """Return the text that Qwen 3.5 writes for a turn. Its prompt begins the reasoning."""
     calls = [_xml_call(call) for call in turn.calls]
     answer = "\n\n".join(filter(None, [turn.text, "\n".join(calls)]))
     return f"{turn.thought}\n</think>\n\n{answer}"
@@ -94,7 +94,9 @@ WRITINGS = {
 
 @dataclass(frozen=True)
 class Ended:
-    """What it printed, an object a line, and how it exited."""
+    """The end of an agent's run: the JSON objects that it printed, one a line, its stderr and its
+    exit status.
+    """
 
     events: Sequence[Mapping[str, Any]]
     said: str
@@ -103,15 +105,15 @@ class Ended:
 
 @dataclass
 class Agent(ABC):
-    """At a router's address."""
+    """A coding agent that is set up to ask the router at an address."""
 
-    # What it asks.
+    # The path of the router's API that the agent uses.
     route: ClassVar[str]
 
     host: Host
     url: str
     folder: Path
-    # What it takes the context for where it does not ask, in tokens.
+    # The length of the context that the agent assumes if it does not ask the router, in tokens.
     context_tokens: int = 200_000
     home: Path = field(init=False)
     work: Path = field(init=False)
@@ -124,18 +126,18 @@ class Agent(ABC):
 
     @abstractmethod
     def set_up(self) -> None:
-        """Write what it reads as it starts."""
+        """Write the files that the agent reads at its start."""
 
     @abstractmethod
     def command(self, prompt: str, *, goes_on: bool) -> list[str]:
-        """Its arguments; `goes_on` has it take up the session before."""
+        """Return the agent's command line. With `goes_on` it continues the session before."""
 
     @abstractmethod
     def variables(self) -> dict[str, str]:
-        """Its environment beyond the usual."""
+        """Return the environment variables that the agent needs beside the usual ones."""
 
     def run(self, prompt: str, *, goes_on: bool = False) -> Ended:
-        """Have it do what the prompt asks for."""
+        """Run the agent with the prompt, and wait until it exits."""
         usual = {"PATH": os.environ["PATH"], "HOME": str(self.home), "TMPDIR": str(self.folder)}
         ended = self.host.run(
             subprocess.run,

@@ -1,6 +1,7 @@
-"""What every client asks, so that a plain HTTP request can ask the same.
+"""The prompts and limits that every client sends, so that a plain HTTP request can send the same.
 
-Read by the tests and by the scripts, which run in another environment: imports only Python's own.
+The tests and the scripts import this module. The scripts run in another environment, so the module
+imports only the standard library.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-# What computes: "" is penstock's own engine.
+# The engine that computes: "" is penstock's own.
 ENGINE = os.environ.get("PENSTOCK_CLIENTS_ENGINE", "")
 MODEL = "penstock-toy"
 NO_MODEL = "gpt-4"

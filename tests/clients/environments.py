@@ -1,7 +1,7 @@
-"""Where released clients are installed, and running a script or a program there.
+"""The environments in which released clients are installed; runs a script or a program there.
 
-The Makefile makes the environments. A script is a module of `clients.scripts`; what it observes
-comes back as JSON.
+The Makefile makes the environments. A script is a module of `clients.scripts`, which returns its
+observations as JSON.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _NO_DOWNLOADS = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 def python_of(environment: str) -> Path:
-    """`dev` is the environment that tests run in.
+    """Return the path of an environment's Python; `dev` is the environment that tests run in.
 
-    Skips the test without that environment, or fails it where all must run: CI sets CI.
+    If the environment does not exist, skip the test, or fail it where the variable CI is set.
     """
     if environment == "dev":
         return Path(sys.executable)
@@ -40,17 +40,20 @@ def python_of(environment: str) -> Path:
 
 
 def node_packages() -> Path:
-    """Where packages for Node and what is generated from the proto are; skips as `python_of`."""
+    """Return the folder of the packages for Node and of the code generated from the proto.
+
+    Skips as `python_of`.
+    """
     return made("node")
 
 
 def agent_packages() -> Path:
-    """Where coding agents are; skips as `python_of`."""
+    """Return the folder in which coding agents are installed; skips as `python_of`."""
     return made("agents")
 
 
 def made(environment: str) -> Path:
-    """Where it is; skips as `python_of`."""
+    """Return the folder of an environment; skips as `python_of`."""
     if environment in _OF_THE_SOAK and not os.environ.get("PENSTOCK_SOAK"):
         pytest.fail(f"{environment} is installed for the soak only: mark what needs it `soak`")
     if not (ENVIRONMENTS / environment / ".done").exists():
@@ -68,14 +71,17 @@ WITH_EMBEDDINGS = pytest.mark.skipif(ENGINE == "vllm", reason="this engine has n
 
 
 def observe(environment: str, script: str, *arguments: str) -> Any:
-    """What a script printed on its last line."""
+    """Run a script, and return the JSON that it printed on its last line."""
     module = f"clients.scripts.{script}"
     output = run(environment, "-m", module, *arguments, folder=TESTS)
     return json.loads(output.splitlines()[-1])
 
 
 def run(environment: str, *arguments: str, folder: Path, **variables: str) -> str:
-    """What Python with these arguments printed, knowing nothing of penstock."""
+    """Run Python with these arguments, and return its output.
+
+    The process does not get the variables of a test run that a user would not have set.
+    """
     known = {name: value for name, value in os.environ.items() if name not in _TELLTALE}
     ended = subprocess.run(
         [python_of(environment), *arguments],

@@ -1,5 +1,6 @@
-"""What every client asks about an image. Read by scripts in other environments: imports nothing of
-ours.
+"""The question that every client asks about an image, and its limits.
+
+Scripts in other environments import this module, so it imports nothing of penstock.
 """
 
 from __future__ import annotations

@@ -58,12 +58,12 @@ ADD = Turn("", "", [Call("mcp__adding__add", {"a": 2, "b": 3})])
 
 
 def command(text: str) -> Call:
-    """As Codex has it run."""
+    """Return the tool call by which Codex runs a command."""
     return Call("exec_command", {"cmd": text})
 
 
 def bash(text: str) -> Call:
-    """As Claude Code has it run."""
+    """Return the tool call by which Claude Code runs a command."""
     return Call("Bash", {"command": text, "description": "Run it"})
 
 
@@ -206,10 +206,10 @@ class Served:
 
     @property
     def answered(self) -> Counter[tuple[str, int]]:
-        """How many requests ended, by route and status."""
+        """The number of requests that ended, by route and status."""
         counts: Counter[tuple[str, int]] = Counter()
         for route, status, count in _REQUESTS.findall(self._metrics):
-            # Before the shard is there, health says so.
+            # Until the shard is there, requests for /health end with an error.
             if route != "/health":
                 counts[route, int(status)] += round(float(count))
         return counts
@@ -259,18 +259,19 @@ def files_of(agent: Agent) -> dict[str, str]:
 
 
 def num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many ids both begin with."""
+    """Return the length of the longest common prefix, in ids."""
     pairs = enumerate(zip(one, other, strict=False))
     differ = (index for index, (a, b) in pairs if a != b)
     return next(differ, min(len(one), len(other)))
 
 
 def blocks_of(earlier: Asked, later: Asked) -> tuple[int, int, int]:
-    """Of two turns: how many whole blocks the earlier prompt has; how many of those, and of the
-    answer's, the later prompt begins with; how many of these the engine found.
+    """Return three counts of whole blocks: those in the earlier turn's prompt; those at the
+    beginning of the later prompt that repeat the earlier prompt and answer; and those of the later
+    prompt that the engine had cached.
     """
     common = num_common([*earlier.prompt, *earlier.answer], later.prompt)
-    # The last token is computed whatever is there.
+    # The engine always computes the last token of a prompt.
     common = min(common, len(later.prompt) - 1)
     return (
         len(earlier.prompt) // BLOCK_TOKENS,

@@ -32,9 +32,10 @@ Score = Callable[[str, str], tuple[float, bool]]
 def samples(
     request, toy, toy_files, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Any]:
-    """What lm-eval wrote down of a task; it ran both, three prompts a request, four at once.
+    """A function that returns the samples that lm-eval logged for a task.
 
-    It tokenizes with the model's files, or by asking the router.
+    lm-eval has run both tasks, with 3 prompts a request and 4 requests at once. It tokenizes with
+    the model's files, or asks the router to.
     """
     output = tmp_path_factory.mktemp("lm_eval")
     model: dict[str, Any] = {
@@ -132,7 +133,7 @@ def _without_trailing_space(asked: dict[str, str]) -> tuple[str, str]:
 
 
 def _continued(reference: Any, context: str) -> str:
-    """What greedy search adds to a context, up to the first stop."""
+    """Return the text by which greedy search continues a context, up to the first stop."""
     import torch
 
     model, tokenizer = reference

@@ -33,7 +33,7 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Ended:
-    """What the example printed, and how it exited."""
+    """The token ids that the example printed, its stderr, and its exit status."""
 
     token_ids: list[int]
     said: str
@@ -91,7 +91,7 @@ def shard_with_key(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shard]:
 
 
 def requests_at(shard: Shard) -> int:
-    """How many the shard has, running or waiting."""
+    """Return the number of requests at the shard, running or waiting."""
     return asyncio.run(_requests_at(shard.address))
 
 
@@ -154,7 +154,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def shown(authority: Authority) -> Pair:
-    """What a caller shows to a shard that asks."""
+    """The certificate that a caller shows to a shard that asks for one."""
     return authority.issue("caller.example")
 
 

@@ -58,7 +58,7 @@ FAMILIES = sorted({each.name for each in FORMATS.values() if records_of(each.nam
 
 @dataclass(eq=False, repr=False)
 class _ReadStream(FleetStream):
-    """Knows when its reader has taken what there is, so that nothing is merged."""
+    """A stream that tells when its reader has taken an output, so that no outputs are merged."""
 
     taken: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -70,7 +70,9 @@ class _ReadStream(FleetStream):
 
 @dataclass
 class SayingFleet(doubles.FakeFleet):
-    """Says the record that the prompt names, in one delta, in two, or a token in each."""
+    """A fleet that answers with the record that the prompt names: in one delta, in two, or with
+    one token in each.
+    """
 
     tokenizer: Tokenizer | None = None
     records: Sequence[Recorded] = ()
@@ -97,7 +99,7 @@ class SayingFleet(doubles.FakeFleet):
 
 
 def ends_of(cut: str, length: int) -> Iterable[int]:
-    """Where each delta ends."""
+    """Return the position at which each delta ends, in tokens."""
     if cut == "none":
         return [length]
     return range(1, length + 1) if cut == "each" else [int(cut), length]
@@ -112,7 +114,7 @@ def tokenizer_of(family: str) -> Tokenizer:
 
 
 def tokens_of(tokenizer: Tokenizer, record: Recorded) -> list[int]:
-    """What its model wrote."""
+    """Return the tokens that the record's model wrote."""
     ids: list[int] = tokenizer.encode(record.text, add_special_tokens=False).ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == record.text
     return ids
@@ -151,7 +153,7 @@ async def served(name: str) -> AsyncIterator[Family]:
 
 @dataclass(frozen=True)
 class Asked:
-    """One answer: of which record, cut where, read how."""
+    """One answer to ask for: the record's number, where it is cut, and how it is read."""
 
     family: Family
     number: int
@@ -163,7 +165,9 @@ class Asked:
 
 
 def all_asked(family: Family, rng: random.Random) -> list[Asked]:
-    """Each record whole, and a token at a time; then in two, at all borders or a few."""
+    """Return each record whole and one token at a time; then in two parts, cut between any two
+    tokens. Outside the soak: one record in the first ways, and 3 random cuts of any record.
+    """
     asked = []
     for number, length in enumerate(family.lengths):
         asked += [
@@ -181,7 +185,7 @@ def all_asked(family: Family, rng: random.Random) -> list[Asked]:
 
 
 def read_by(client: str, environment: str, asked: list[Asked], path: Path) -> list[Any]:
-    """What the client read of each, by a program of its own."""
+    """Return the client's reading of each answer. The client runs in another process."""
     read: list[Any] = []
     for at in range(0, len(asked), AT_ONCE):
         some = [each.to_json() for each in asked[at : at + AT_ONCE]]
@@ -192,7 +196,7 @@ def read_by(client: str, environment: str, asked: list[Asked], path: Path) -> li
 
 
 def check(asked: Asked, read: Any, *, call_reason: str, plain_reason: str) -> None:
-    """What was read is what the model meant."""
+    """Assert that the client read the text and the calls that the model meant."""
     record = asked.family.records[asked.number]
     texts = [part for part in read["said"] if isinstance(part, str)]
     calls = [part for part in read["said"] if not isinstance(part, str)]

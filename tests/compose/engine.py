@@ -43,7 +43,7 @@ class Engine:
         wait_until(self._answers, timeout_s=60, what="dockerd answers")
 
     def docker(self, *words: str, **variables: str) -> str:
-        """What the client wrote. Raises `CommandFailed`."""
+        """Run Docker's client, and return its stdout. Raises `CommandFailed`."""
         return output_of(["docker", *words], {**self.env, **variables})
 
     def inspect(self, container: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class NotServed(Exception):
 
 
 def requests(num_requests: int, max_tokens: int) -> list[dict[str, Any]]:
-    """With seeds, so that each has one text."""
+    """Return the bodies of requests. Each has a seed, so that it always gets the same text."""
     starts = itertools.islice(itertools.cycle(_STARTS), num_requests)
     fields = {"max_tokens": max_tokens, "ignore_eos": True, "stream": True, "temperature": 0.8}
     return [{"prompt": start, "seed": seed, **fields} for seed, start in enumerate(starts, start=1)]
@@ -60,7 +60,7 @@ def _begin(
 
 
 def texts_of(port: int, bodies: Sequence[dict[str, Any]]) -> list[Future[str]]:
-    """All at once, under way."""
+    """Send all requests at once, and return the futures of their texts."""
     with_all = ThreadPoolExecutor(len(bodies))
     under_way = [with_all.submit(stream, port, body) for body in bodies]
     with_all.shutdown(wait=False)
@@ -69,8 +69,8 @@ def texts_of(port: int, bodies: Sequence[dict[str, Any]]) -> list[Future[str]]:
 
 @dataclass
 class Load:
-    """What became of requests that arrived one after another in some threads; `expected` has the
-    texts that each may get.
+    """A load of requests, and their outcomes. Each thread sends one after another until `over`;
+    `expected` has the texts that each request may get.
     """
 
     port: int
@@ -92,7 +92,7 @@ class Load:
             text = stream(self.port, self.bodies[index])
         except NotServed as error:
             self.not_served.append(str(error))
-            # As a client does that tries again.
+            # A client that tries again waits, too.
             time.sleep(0.2)
         except (AssertionError, OSError, http.client.HTTPException) as error:
             self.broken.append(repr(error))

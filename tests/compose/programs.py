@@ -31,7 +31,7 @@ _LINKS = {
 
 
 class CommandFailed(Exception):
-    """What a command said last."""
+    """A command failed; the message has its status and the end of its output."""
 
 
 def why_not() -> str:
@@ -58,7 +58,7 @@ def cache() -> Path:
 def output_of(
     command: Sequence[str], env: Mapping[str, str] | None = None, folder: Path | None = None
 ) -> str:
-    """What it wrote, in a folder. Raises `CommandFailed`."""
+    """Run a command in a folder, and return its stdout. Raises `CommandFailed`."""
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=env, cwd=folder
     )
@@ -79,7 +79,9 @@ class Programs:
 
     @property
     def env(self) -> dict[str, str]:
-        """This process's, in which they are found first, and with them their libraries."""
+        """The environment of this process, changed so that these programs and their libraries are
+        found first.
+        """
         libraries = self.root / "usr/lib/x86_64-linux-gnu"
         found = [str(self.root / "usr" / name) for name in ("sbin", "bin")]
         return {

@@ -29,8 +29,9 @@ class Project:
         self._root = root
 
     def run_documented(self, commands: Sequence[str]) -> str:
-        """What commands of a document wrote, in one shell at the root of the tree. Only the port is
-        another one, and the address for which a document has dots.
+        """Run commands of a document in one shell at the root of the tree, and return their stdout.
+
+        Only the port is replaced, and the address for which a document has dots.
         """
         script = "\n".join(commands).replace("127.0.0.1:8000", f"127.0.0.1:{self.port}")
         script = script.replace("TORCH_INDEX_URL=...", f"TORCH_INDEX_URL={TORCH_INDEX}")
@@ -38,7 +39,7 @@ class Project:
         return output_of(["bash", "-euo", "pipefail", "-c", script], env, self._root)
 
     def compose(self, *words: str, **variables: str) -> str:
-        """What it wrote. Raises `CommandFailed`."""
+        """Run `docker compose`, and return its stdout. Raises `CommandFailed`."""
         file = str(self._root / "deploy" / "compose.yaml")
         profiles = ["--profile", "cpu", "--profile", "monitoring"]
         command = ["compose", "-f", file, *profiles, *words]
@@ -57,7 +58,7 @@ class Project:
         self.compose("up", "--wait", *alone, **variables)
 
     def container(self, service: str) -> str:
-        """Its id."""
+        """Return the id of a service's container."""
         return self.compose("ps", "--all", "--quiet", service).strip()
 
     def inspect(self, service: str) -> dict[str, Any]:
@@ -72,12 +73,14 @@ class Project:
         return found
 
     def version(self, service: str) -> str:
-        """Of its image's tag."""
+        """Return the version that the tag of a service's image has, without "-cpu"."""
         image: str = self.inspect(service)["Config"]["Image"]
         return image.partition(":")[2].removesuffix("-cpu")
 
     def wait_healthy(self) -> None:
-        """By the images' own health checks: Docker's word on them is some seconds old."""
+        """Wait until every service is healthy. Runs the images' health checks, because the state
+        that Docker reports is some seconds old.
+        """
         for service in SERVICES:
             words = self.inspect(service)["Config"]["Healthcheck"]["Test"][1:]
             check = functools.partial(self._succeeds, "exec", service, *words)

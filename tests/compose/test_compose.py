@@ -68,7 +68,7 @@ def started(engine: Engine) -> Iterator[Project]:
 
 @pytest.fixture
 def project(started: Project) -> Project:
-    """All of it runs and is healthy."""
+    """The started project, in which every service runs and is healthy."""
     started.up()
     return started
 
@@ -254,7 +254,7 @@ def test_streams_go_on_when_a_shard_is_killed(
 
 
 def continued(port: int) -> int:
-    """How many sequences have gone on elsewhere."""
+    """Return the number of sequences that were continued on another shard."""
     _, text = ask(f"http://127.0.0.1:{port}/metrics")
     lines = [line for line in text.splitlines() if 'event="continued"' in line]
     return sum(int(float(line.rsplit(maxsplit=1)[1])) for line in lines)
@@ -351,7 +351,7 @@ def test_prometheus_sees_every_container_and_no_alert_fires(
     url = "http://127.0.0.1:9090/api/v1"
 
     def targets() -> dict[str, str]:
-        """How each is."""
+        """Return the health of each target that Prometheus scrapes, by its address."""
         found = json.loads(ask(f"{url}/targets")[1])["data"]["activeTargets"]
         return {target["labels"]["instance"]: target["health"] for target in found}
 

@@ -67,7 +67,7 @@ class Fleet:
         return next(shard for shard in self.shards if shard.address == address)
 
     def start_again(self, dead: Shard) -> None:
-        """On its port, as a supervisor would."""
+        """Start a new shard on the dead one's port, as a supervisor would."""
         port = int(dead.address.rpartition(":")[2])
         again = _shard(self.folder / f"again-{len(self.started)}.log", port)
         self.shards[self.shards.index(dead)] = again
@@ -94,14 +94,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 class Watched:
-    """What a page's browser had to say, and where the page's requests went."""
+    """The errors and warnings in a page's browser, and the URLs of the page's requests."""
 
     def __init__(self, page: Page, origin: str) -> None:
         self._page = page
         self.origin = origin
         self.problems: list[str] = []
         self.urls: list[str] = []
-        # Patterns of what a test provokes: a browser reports each refusal that a page gets.
+        # Patterns of the problems that a test causes: a browser reports each refusal of a request.
         self.expected: list[str] = []
         page.on("console", self._heard)
         page.on("pageerror", self._failed)
@@ -118,7 +118,7 @@ class Watched:
         self.urls.append(request.url)
 
     def close(self) -> None:
-        """Of this page no more is watched."""
+        """Stop watching the page."""
         self._page.remove_listener("console", self._heard)
         self._page.remove_listener("pageerror", self._failed)
         self._page.remove_listener("request", self._asked)
@@ -148,7 +148,7 @@ Opened = Callable[..., tuple["Page", Watched]]
 
 
 def _new_page(browser: Browser, **options: Any) -> Page:
-    """In a context of its own: nothing stored, nothing cached."""
+    """Return a page in a new context, in which nothing is stored and nothing cached."""
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
     context.set_default_timeout(15_000)
     return context.new_page()
@@ -176,8 +176,8 @@ def open_page(browser: Browser) -> Iterator[Opened]:
 
 @pytest.fixture(scope="package")
 def tab(browser: Browser) -> Iterator[Page]:
-    """Of the tests that need no browser of their own: a page in a new context is most of the work
-    of a test.
+    """The page that is shared by tests that need no context of their own. It saves time: a new
+    context with a page takes longer than most tests.
     """
     page = _new_page(browser)
     yield page

@@ -43,7 +43,7 @@ def bar(page: Page, request_id: str) -> Locator:
 
 
 def told_of(page: Page, request_id: str) -> str:
-    """What is said of a bar to who does not see it."""
+    """Return the text that a screen reader says for a request's bar."""
     return bar(page, request_id).get_attribute("aria-label") or ""
 
 

@@ -1,4 +1,4 @@
-"""What operators may want of the chart, by name, and how what it renders is looked at."""
+"""Values that operators may give the chart, by name, and functions to look at what it renders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What integration tests share: a router before a fake shard, and `penstock serve` of a model."""
+"""Fixtures for integration tests: a router with a fake shard, and `penstock serve` of a model."""
 
 from __future__ import annotations
 

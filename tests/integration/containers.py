@@ -38,7 +38,9 @@ ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """How a platform asks a container how it is: exactly one of the four is set."""
+    """The way in which a platform checks a container's health: a command, an HTTP GET or gRPC.
+    Exactly one of the three is set.
+    """
 
     command: tuple[str, ...] = ()
     http_path: str = ""
@@ -50,7 +52,7 @@ class Probe:
 class Workload:
     """One container of a compose file or a chart, as its platform would start it."""
 
-    # What others reach it by.
+    # The name by which other workloads reach it.
     host: str
     port: int
     image: Image
@@ -58,11 +60,11 @@ class Workload:
     environment: Mapping[str, str]
     probes: Mapping[str, Probe]
     grace_s: float
-    # Beside the one that it serves on.
+    # Ports beside the one that it serves on.
     more_ports: tuple[int, ...] = ()
     # A name that resolves to the addresses of all that have it.
     service: str = ""
-    # What is mounted, by path.
+    # The text of each mounted file, by path.
     files: Mapping[str, str] = field(default_factory=dict)
     https: bool = False
 
@@ -76,7 +78,7 @@ class Workload:
 
 @dataclass(slots=True)
 class Network:
-    """Which local port stands for which address, and which ones a service's name resolves to."""
+    """The local port for each address, and the local ports to which a service's name resolves."""
 
     ports: dict[str, int] = field(default_factory=dict)
     services: dict[str, list[int]] = field(default_factory=dict)
@@ -87,8 +89,8 @@ class Network:
             self.services.setdefault(f"{workload.service}:{port}", []).append(local)
 
     def local(self, text: str) -> str:
-        """The text with every known address replaced. A name of several addresses becomes several
-        names: on this machine addresses differ by their ports.
+        """Return the text with every known address replaced. A name with several addresses becomes
+        several names, because addresses on this machine differ by their ports.
         """
         text = re.sub(
             r"dns://([\w.-]+:\d+)",
@@ -129,7 +131,7 @@ class Container:
         self.process = self._start(self._argv)
 
     def kill(self) -> None:
-        """As `docker kill`: every process of it at once."""
+        """Kill all processes of the container at once, as `docker kill` does."""
         try:
             family = [
                 psutil.Process(self.process.pid),
@@ -144,12 +146,15 @@ class Container:
         wait_until(lambda: not any(map(is_alive, family)), timeout_s=30, what=gone)
 
     def stop(self) -> int:
-        """As `docker stop`: SIGTERM, and the exit status; an error where the grace period ends."""
+        """Send SIGTERM, as `docker stop` does, and return the exit status.
+
+        Raises `subprocess.TimeoutExpired` at the end of the grace period.
+        """
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(self.workload.grace_s)
 
     def listens(self) -> bool:
-        """Whether anything is at its port, which is cheaper to ask than any probe."""
+        """True if the container accepts connections at its port. It costs less than any probe."""
         assert self.process.poll() is None, f"it ended; its log:\n{self.log[-3000:]}"
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
             return True
@@ -166,7 +171,7 @@ class Container:
         return _grpc_serving(self.port, probe.grpc_service, probe.timeout_s)
 
     def status(self, path: str, timeout_s: float = 5.0) -> int:
-        """Of a GET; 0 without an answer."""
+        """Return the status of a GET; 0 without an answer."""
         try:
             with urllib.request.urlopen(
                 self.url + path, timeout=timeout_s, context=ANY_CERTIFICATE
@@ -206,7 +211,10 @@ class Container:
             )
 
     def execute(self, *words: str, without: str = "", timeout_s: float = 30.0) -> _Ended:
-        """As `docker exec`: a command of `penstock` beside it; `without` a variable."""
+        """Run a command of `penstock` in the container's environment, as `docker exec` does.
+
+        `without` names a variable to leave out.
+        """
         env = {name: value for name, value in self._env.items() if name != without}
         argv = self._localise(words)
         return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout_s)
@@ -222,7 +230,7 @@ class Container:
 
 
 def _grpc_serving(port: int, service: str, timeout_s: float) -> bool:
-    """As the kubelet asks: grpc.health.v1, and nothing but SERVING counts."""
+    """True if grpc.health.v1 answers SERVING, which is the kubelet's condition."""
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:

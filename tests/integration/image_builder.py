@@ -32,7 +32,7 @@ _PIP_OPTIONS = (
 
 
 class BuildFailed(Exception):
-    """What the builder said last."""
+    """A command failed; the message has the end of its output."""
 
 
 def why_not() -> str:
@@ -67,7 +67,7 @@ class Builder:
         shutil.rmtree(self._folder)
 
     def config(self, target: str) -> dict[str, Any]:
-        """What the image says of its containers. Raises `BuildFailed`."""
+        """Return the image's configuration of its containers. Raises `BuildFailed`."""
         found = json.loads(self.call("inspect", "--type", "image", self._image(target)))
         config: dict[str, Any] = found["Docker"]["config"]
         return config
@@ -77,11 +77,13 @@ class Builder:
         return self.call("from", self._image(target)).strip()
 
     def run_command(self, container: str, words: Sequence[str]) -> list[str]:
-        """What runs this in the container: as the image's user, in its environment, here."""
+        """Return the command line that runs these words in the container, with the user and the
+        environment of the image.
+        """
         return [*self._buildah(), "run", "--isolation", "chroot", container, "--", *words]
 
     def run(self, container: str, *words: str) -> str:
-        """What it wrote. Raises `BuildFailed`."""
+        """Run these words in the container, and return their output. Raises `BuildFailed`."""
         return _output(self.run_command(container, words))
 
     def call(self, *words: str) -> str:
@@ -92,7 +94,7 @@ class Builder:
         return ["buildah", *places, "--storage-driver", self._driver]
 
     def _image(self, target: str) -> str:
-        """Its name."""
+        """Return the name of a target's image. The first call builds the image."""
         name = f"localhost/penstock-{target}"
         if target not in self._built:
             began = time.monotonic()
@@ -138,7 +140,9 @@ class Builder:
 
 
 def pip_options() -> Iterator[tuple[str, str]]:
-    """In pip's own order: a variable counts for more than a file."""
+    """Yield the name and the value of pip's options. Variables come last, because pip prefers them
+    to files.
+    """
     listed = _output([sys.executable, "-m", "pip", "config", "list"]).splitlines()
     for line in sorted(listed, key=lambda line: line.startswith(":env:")):
         key, _, value = line.partition("=")

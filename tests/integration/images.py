@@ -1,7 +1,7 @@
-"""What deploy/Dockerfile says of its images: its stages, and what a container starts with.
+"""The contents of deploy/Dockerfile: its stages, and the start of each image's containers.
 
-Reads instructions as ours are written, and fails for any other. That they mean the same to what
-builds images is shown by `test_container_images.py`, which builds them.
+This reader knows only instructions in the form that ours have, and fails for any other.
+`test_container_images.py` builds the images, and so shows that a builder understands them alike.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Step = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """What a container of this image starts with."""
+    """The configuration with which a container of an image starts."""
 
     env: Mapping[str, str]
     user: str
@@ -36,7 +36,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One FROM and what follows. `base` is a stage above, or an image from outside."""
+    """One FROM and the steps after it. `base` is a stage above, or an image from outside."""
 
     base: str
     own_steps: list[Step] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Stage:
 
 @cache
 def stages() -> dict[str, Stage]:
-    """By name, in order."""
+    """Return the stages of the Dockerfile by name, in their order."""
     found: dict[str, Stage] = {}
     args: dict[str, str] = {}
     for line in DOCKERFILE.read_text().splitlines():
@@ -82,7 +82,7 @@ def of_kind(target: str, keyword: str) -> list[str]:
 
 
 def copies(target: str) -> list[tuple[str | None, list[str], str]]:
-    """Each COPY: the stage it is from (None: the build's context), its sources and destination."""
+    """Return each COPY: its stage (None: the build's context), its sources and its destination."""
     found = []
     for text in of_kind(target, "COPY"):
         *sources, destination = text.split()
@@ -92,7 +92,7 @@ def copies(target: str) -> list[tuple[str | None, list[str], str]]:
 
 
 def is_run(target: str) -> bool:
-    """Whether it is an image for use, and no stage on the way to one."""
+    """True if the target is an image for use, and not a stage on the way to one."""
     return bool(of_kind(target, "ENTRYPOINT") and of_kind(target, "COPY"))
 
 

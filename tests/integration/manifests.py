@@ -108,7 +108,7 @@ def _interpolate(node: Any, environment: Mapping[str, str]) -> Any:
 
 
 def compose_workloads(services: Mapping[str, Mapping[str, Any]], images: Images) -> list[Workload]:
-    """One workload a service; `images` by the name the compose file gives them."""
+    """Return a workload for each service; the keys of `images` are the compose file's names."""
     found = []
     for name, service in services.items():
         unknown = set(service) - _SERVICE_KEYS
@@ -144,7 +144,7 @@ def render(values: Mapping[str, Any], name: str) -> list[Resource]:
 
 
 def render_notes(values: Mapping[str, Any], name: str) -> str:
-    """What Helm prints after an installation."""
+    """Return the notes that Helm prints after an installation."""
     return _render(values, name)["penstock/templates/NOTES.txt"]
 
 
@@ -155,7 +155,7 @@ def _render(values: Mapping[str, Any], name: str) -> dict[str, str]:
 
 
 def pod_templates(resource: Resource) -> list[Resource]:
-    """Of what runs pods; none of anything else."""
+    """Return the pod templates of a resource; none if it runs no pods."""
     if resource["kind"] in ("Deployment", "StatefulSet"):
         return [resource["spec"]["template"]]
     if resource["kind"] == "LeaderWorkerSet":
@@ -175,7 +175,7 @@ def find(resources: Sequence[Resource], kind: str, ending: str) -> Resource:
 def chart_workloads(
     resources: Sequence[Mapping[str, Any]], images: Images, secrets: Secrets
 ) -> list[Workload]:
-    """One workload a pod; `images` by repository and tag."""
+    """Return a workload for each pod; the keys of `images` are repository and tag."""
     found = []
     for resource in resources:
         assert resource["kind"] != "LeaderWorkerSet", "several pods in one are not known here"
@@ -219,7 +219,7 @@ def _pod(host: str, service: str, spec: Resource, images: Images, secrets: Secre
 def _files(
     volumes: Sequence[Resource], mounts: Sequence[Resource], secrets: Secrets
 ) -> Iterator[tuple[str, str]]:
-    """What secrets hold, by the paths at which they are mounted."""
+    """Yield the path of each mounted secret file, and its content."""
     paths = {mount["name"]: mount["mountPath"] for mount in mounts}
     for volume in volumes:
         name, (kind,) = volume["name"], volume.keys() - {"name"}

@@ -218,7 +218,9 @@ async def _info(client: ShardClient) -> Any:
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory, adapters: Path) -> Iterator[list[Shard]]:
-    """One with an adapter; one that may get some; and one with another adapter of that name."""
+    """Three shards: one with an adapter, one that may load adapters, and one with another adapter
+    of the same name.
+    """
     folder = tmp_path_factory.mktemp("three")
 
     def shard(name: str, *flags: str) -> Shard:
@@ -235,7 +237,7 @@ def three(tmp_path_factory: pytest.TempPathFactory, adapters: Path) -> Iterator[
 
 @contextlib.asynccontextmanager
 async def fleet_of(*shards: Shard) -> AsyncIterator[Fleet]:
-    """One that is ready."""
+    """Yield a fleet of these shards that is ready."""
     async with Fleet([shard.address for shard in shards]) as fleet:
         async with asyncio.timeout(30):
             while not all(shard.ready for shard in fleet.shards):

@@ -100,7 +100,9 @@ RESTARTS = 'penstock_shard_engine_restarts_total{instance="s:2"}'
 def test_one_death_of_an_engine_fires_nothing_whenever_it_is_scraped_and_two_do(
     tmp_path: Path, deaths: str, firing: dict[str, int]
 ) -> None:
-    """Of samples 25 s apart Prometheus makes more than one of it, at most times."""
+    """Prometheus extrapolates: from samples 25 s apart it mostly computes more than 1 for one
+    death.
+    """
     series = {"penstock_router_shards_serving": "2x150", SERVING: "2x150", RESTARTS: deaths}
     minutes = [f"{minute}m" for minute in range(48, 56)]
     check_rules(tmp_path, [case(series, firing, every="25s", at=minute) for minute in minutes])
@@ -171,7 +173,7 @@ def test_an_alert_has_no_more_digits_than_anybody_reads(
 
 
 def said_of(rule: dict[str, Any], labels: dict[str, str]) -> dict[str, str]:
-    """All that it says, with labels put in."""
+    """Return the annotations of a rule except the summary, with the labels filled in."""
     return {
         name: re.sub(r"\{\{ \$labels\.(\w+) \}\}", lambda found: labels[found[1]], text)
         for name, text in rule["annotations"].items()

@@ -25,7 +25,7 @@ _START_S = 60.0
 
 
 class Fleet:
-    """Of the model `pair` two shards, of `single` one, with a router and who asks for both."""
+    """Two shards of the model `pair`, one of `single`, and a router. `ask_all` asks for both."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,13 +53,13 @@ class Fleet:
 
 
 class Watch:
-    """What fires, by a Prometheus for whose alerts a minute is half a second."""
+    """The alerts that fire in a Prometheus whose rules have half a second for each minute."""
 
     def __init__(self, prometheus: Prometheus) -> None:
         self._prometheus = prometheus
 
     def firing(self) -> set[tuple[str, str]]:
-        """Return what fires, except that the router is late: on a busy machine it is."""
+        """Return the alerts that fire, without PenstockRouterLate, which a busy machine causes."""
         return {each for each in self._prometheus.firing() if each[0] != "PenstockRouterLate"}
 
     def wait_for(self, what: str, *firing: tuple[str, str], timeout_s: float = 45) -> None:
@@ -71,8 +71,8 @@ class Watch:
     def fires(
         self, alert: tuple[str, str], cause: Callable[[], None], *, slowly: tuple[str, str]
     ) -> None:
-        """Let it happen again and again until the alert is there, and nothing but it comes, and
-        `slowly`: on a busy machine a restart takes as long as a quarter of an hour in these rules.
+        """Repeat `cause` until `alert` fires. No other alert may fire but `slowly`: on a busy
+        machine a restart takes as long as 15 minutes of these rules.
         """
         for _ in range(12):
             cause()

@@ -31,7 +31,7 @@ RUNNER = ("fake", "model")[budget(0, 1)]
 
 
 class Started:
-    """What `docker run IMAGE FLAGS` would run."""
+    """A process like the one that `docker run IMAGE FLAGS` would start."""
 
     def __init__(self, target: str, folder: Path, *flags: str, **variables: str) -> None:
         made = image(target)
@@ -65,7 +65,7 @@ class Started:
         return self.log_file.read_text()
 
     def health(self) -> int:
-        """The image's own HEALTHCHECK, in its environment."""
+        """Run the image's own HEALTHCHECK, and return its exit status."""
         check = image("cpu").healthcheck
         command = [sys.executable, "-m", "penstock_cli.main", *check[1:]]
         environment = {**os.environ, "PORT": str(self.port)}
@@ -106,7 +106,9 @@ def ask(url: str, body: Any = None, **headers: str) -> Any:
 
 @pytest.fixture(scope="module")
 def tgi(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
-    """As TGI is told: a flag, variables, and those that every container has."""
+    """A server that gets its settings as TGI does: by a flag and by variables. The environment also
+    has variables that every container has.
+    """
     variables = {
         "MAX_TOTAL_TOKENS": "512",
         "DTYPE": "float16",

@@ -1,4 +1,4 @@
-"""What a router asks of an answer is what a shard holds it to: both ends, without a wire."""
+"""A shard enforces the constraint that a router makes for an answer: both ends, without a wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What answers in channels are held to, by a shard whose tokenizer has the marks as tokens."""
+"""Constraints of answers in channels, at a shard whose tokenizer has the marks as tokens."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class _Everything(Service):
             return False
 
     def by_kind(self) -> dict[str, list[psutil.Process]]:
-        """All that it has started, by the module that each runs, or else by its program."""
+        """Return all processes below this one, by the module that each runs, or by its program."""
         found: dict[str, list[psutil.Process]] = {}
         for process in psutil.Process(self.process.pid).children(recursive=True):
             try:

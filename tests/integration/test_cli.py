@@ -38,7 +38,7 @@ def _run(
 
 
 def _loaded(*command: str) -> tuple[set[str], str]:
-    """What a Python that runs the command has imported at its end; and what it printed."""
+    """Run Python with this command, and return the modules that it imported, and its stdout."""
     run = subprocess.run(
         [sys.executable, "-X", "importtime", *command], capture_output=True, text=True, timeout=60
     )
@@ -48,7 +48,9 @@ def _loaded(*command: str) -> tuple[set[str], str]:
 
 
 def test_help_waits_for_no_library_and_names_every_command() -> None:
-    """It takes what starting Python takes, and a little: that is looked at in what it imports."""
+    """The command takes little longer than the start of Python. The test checks this by the modules
+    that it imports.
+    """
     loaded, text = _loaded(*PENSTOCK[1:], "--help")
     for command in ("serve", "router", "shard", "chat", "info", "health", "bench", "translate"):
         assert f"\n  {command} " in text
@@ -56,7 +58,7 @@ def test_help_waits_for_no_library_and_names_every_command() -> None:
     ours = {name for name in more if name.split(".")[0] not in sys.stdlib_module_names}
     assert ours == {"penstock_cli"}
     assert not more & {"asyncio", "argparse", "json", "socket", "ssl", "subprocess"}
-    # As many as a command without these has; asyncio alone brings more.
+    # A command without these modules imports fewer than 50; asyncio alone brings more.
     assert len(more) < 50
 
 
@@ -123,7 +125,7 @@ def test_info_and_health_of_a_shard(pair) -> None:
 
 
 def test_info_sends_a_shard_the_key_for_shards_and_a_router_the_other(tmp_path: Path) -> None:
-    """As the router that stands before them is told: by two variables."""
+    """The two keys are in two variables, as for the router in front of the shards."""
     keys = {"PENSTOCK_SHARD_API_KEY": "of-shards", "PENSTOCK_API_KEY": "of-clients"}
     shard = Shard(tmp_path / "shard", "--api-key", "of-shards")
     flags = ("--shard-api-key", "of-shards", "--api-key", "of-clients")
@@ -137,7 +139,7 @@ def test_info_sends_a_shard_the_key_for_shards_and_a_router_the_other(tmp_path: 
         assert run.returncode == 0, "where both are the same one is enough"
         run = _run("info", shard.address, "--api-key", "of-nobody", env=keys)
         assert "give the right one with --api-key or PENSTOCK_SHARD_API_KEY" in run.stderr
-        # What is for shards is not shown to a router, whoever that is.
+        # The key for shards is never sent to a router.
         del keys["PENSTOCK_API_KEY"]
         assert "missing or wrong API key" in _run("info", router.url, env=keys).stderr
 

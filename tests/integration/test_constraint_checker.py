@@ -38,7 +38,9 @@ _WORDS = "|".join(f"word{n}of" for n in range(80_000))
 
 
 def _doubling(count: int) -> Constraint:
-    """Each rule is two of the next: the library follows them, and the stack grows."""
+    """Return a grammar in which each rule is twice the next one: the library recurses into them,
+    and its stack grows.
+    """
     rules = [f"r{n}: r{n + 1} r{n + 1}" for n in range(count)]
     return Constraint("grammar", "\n".join(["start: r0", *rules, f'r{count}: "a"']))
 
@@ -77,7 +79,7 @@ def _lanes(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _forks(lanes: list[psutil.Process]) -> list[psutil.Process]:
-    """What checks a constraint now."""
+    """Return the processes that check a constraint now."""
     children = lanes[0].children(recursive=True)
     return [child for child in children if child not in lanes and is_alive(child)]
 
@@ -173,7 +175,7 @@ async def test_one_that_takes_too_long_is_refused_and_that_is_remembered() -> No
 
 @contextlib.asynccontextmanager
 async def _slow_checker(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ConstraintChecker]:
-    """One for which `_slow` are slow."""
+    """Yield a checker whose first attempt at a check has 0.01 s: too little for `_slow`."""
     monkeypatch.setattr(checker_module, "_FIRST_S", 0.01)
     async with _checker(constraint_timeout_s=5.0) as checker:
         await checker.check(_regex("a"))
@@ -186,8 +188,8 @@ def _slow(number: int) -> Constraint:
 
 
 class _Order:
-    """Which checks are begun, in a checker whose constraints are slow where their names say so:
-    each takes a few turns of the event loop, and no process needs any time for it.
+    """The order in which a checker begins its checks. No process computes: each check takes a few
+    turns of the event loop. A constraint is slow if its name contains "slow".
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +209,7 @@ class _Order:
         return Answer("", -signal.SIGPROF if "slow" in name and not is_long else 0)
 
     def before(self, name: str) -> list[str]:
-        """What was begun before this was."""
+        """Return the checks that were begun before this one."""
         return self.begun[: self.begun.index(name)]
 
 
@@ -378,7 +380,9 @@ async def test_one_that_takes_too_much_memory_is_refused() -> None:
 async def test_one_that_overflows_a_small_stack_costs_no_process_and_is_logged(
     count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where it would not overflow that of this process: a thread's may be smaller."""
+    """The check refuses it even if this process's stack is large enough, because a thread's stack
+    may be smaller.
+    """
     async with _checker() as checker:
         await checker.check(_regex("a"))
         [process] = _processes()

@@ -50,7 +50,7 @@ def host() -> Iterator[Host]:
 
 
 class Running:
-    """What `docker run IMAGE FLAGS` starts: the entry point that the image was built with."""
+    """A container as `docker run IMAGE FLAGS` starts it: with the built image's entry point."""
 
     def __init__(self, images: Builder, host: Host, target: str, log: Path, *flags: str) -> None:
         self._images, self._host, self._log = images, host, log
@@ -70,12 +70,12 @@ class Running:
         return self._log.read_text(errors="replace")
 
     def processes(self) -> list[psutil.Process]:
-        """The container's, the first one first."""
+        """Return the container's processes, the first one first."""
         below = psutil.Process(self._runner.pid).children(recursive=True)
         return [each for each in below if not each.cmdline()[:1][0].startswith("buildah")]
 
     def is_healthy(self) -> bool:
-        """By the image's own health check."""
+        """True if the image's own health check succeeds."""
         assert self._runner.poll() is None, self.log
         command = self._images.run_command(self._container, self._healthcheck)
         return self._host.run(subprocess.run, command, capture_output=True).returncode == 0
@@ -84,7 +84,7 @@ class Running:
         wait_until(self.is_healthy, timeout_s=120, what="it is healthy")
 
     def stop(self) -> int:
-        """As `docker stop`: SIGTERM to the first process, and its exit status."""
+        """Send SIGTERM to the first process, as `docker stop` does, and return its exit status."""
         self.processes()[0].terminate()
         return self._runner.wait(60)
 
@@ -215,7 +215,7 @@ def test_an_image_with_a_model_has_kernels_for_this_machine_that_everybody_may_r
 
 
 def _packages(images: Builder, target: str) -> str:
-    """Where the environment of an image has its packages."""
+    """Return the folder of the packages in an image's environment."""
     container = images.container(target)
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
     found = images.run(container, "python", "-c", code).strip()

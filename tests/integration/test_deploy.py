@@ -43,7 +43,7 @@ KEY = "a key of the test"
 
 
 def images() -> dict[str, Image]:
-    """Both images, by the names that the compose file and the chart use."""
+    """Return both images, by the names that the compose file and the chart use."""
     router, shard = image("router"), image("shard-cpu")
     return {
         "penstock-router:local": router,
@@ -92,11 +92,11 @@ def test_the_compose_services_answer_and_their_health_checks_flip_on_kill(tmp_pa
 def test_a_compose_router_has_keys_a_store_and_an_audit_log_as_its_document_says(
     tmp_path: Path,
 ) -> None:
-    """By the lines that the document adds to the file of settings."""
+    """The settings are the lines that the document adds to the file of settings."""
     document = (DEPLOY / "README.md").read_text()
     lines = re.findall(r"^(PENSTOCK_\w+)=(.*)$", document, re.MULTILINE)
     told = dict(lines) | {"PENSTOCK_SHARD_API_KEY": "a key of shards"}
-    # HTTPS comes after that.
+    # HTTPS is a later step of the document.
     assert told.pop("PENSTOCK_ROUTER_URL").startswith("https:")
     del told["PENSTOCK_CA_FILE"]
     services = read_compose(
@@ -124,7 +124,7 @@ def test_a_compose_router_has_keys_a_store_and_an_audit_log_as_its_document_says
         assert ask(router, f"/v1/responses/{stored['id']}", None, KEY)["id"] == stored["id"]
         (listed, *_) = ask(router, "/admin/shards", None, KEY)["shards"]
         assert listed["state"] == "serving"
-        # Who has no key of the shards gets nothing from one.
+        # A command without the shards' key is refused by a shard.
         info = ("penstock", "info", "shard-0:50051")
         assert router.execute(*info).returncode == 0
         refused = router.execute(*info, without="PENSTOCK_SHARD_API_KEY")
@@ -192,7 +192,9 @@ def test_each_shard_of_compose_takes_flags_of_its_own_after_those_of_all(profile
 
 
 def test_the_settings_of_compose_stand_in_its_document_and_in_its_head() -> None:
-    """All but where the CUDA image's build has a section of its own."""
+    """Build arguments that compose.yaml passes on only if set are left out: the document has a
+    section on such builds.
+    """
     file = (DEPLOY / "compose.yaml").read_text()
     head, _, body = file.partition("\nname:")
     document = (DEPLOY / "README.md").read_text()
@@ -215,7 +217,7 @@ def test_the_compose_routers_shards_are_services_of_each_profile(profile: str) -
 
 
 def shard_names(services: Mapping[str, Any]) -> list[str]:
-    """What shards are reached by."""
+    """Return the names by which the router reaches the shards."""
     return [reached_by(services, name) for name in services if name != "router"]
 
 
@@ -412,7 +414,7 @@ def served_by(router: Container) -> list[str]:
 
 
 def tls_secrets(folder: Path) -> dict[str, dict[str, str]]:
-    """What the chart takes from secrets, with certificates of one authority."""
+    """Return the secrets that the chart uses, by name. One authority issues all certificates."""
     authority = Authority(folder, "cluster")
 
     def pair(name: str) -> dict[str, str]:
@@ -431,7 +433,7 @@ def tls_secrets(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def long_answer(router: Container, number: int) -> int:
-    """How many tokens an answer got that was asked for 300."""
+    """Ask for 300 tokens, and return the number of tokens in the answer."""
     request = {"model": "penstock-toy", "prompt": f"Story {number}:", "max_tokens": 300}
     tokens: int = ask(router, "/v1/completions", request, KEY)["usage"]["completion_tokens"]
     return tokens
@@ -462,7 +464,7 @@ def scaled_by() -> set[str]:
 
 @contextlib.contextmanager
 def running(workloads: Sequence[Workload], folder: Path) -> Iterator[dict[str, Container]]:
-    """All workloads, started and healthy, by host name."""
+    """Start all workloads, wait until they are healthy, and yield the containers by host name."""
     network = Network()
     for workload in workloads:
         network.join(workload)
@@ -481,7 +483,7 @@ def running(workloads: Sequence[Workload], folder: Path) -> Iterator[dict[str, C
 
 
 def different_probes(container: Container) -> list[str]:
-    """Of those that ask the same one."""
+    """Return the name of each different probe; one name for equal probes."""
     return list({probe: name for name, probe in container.workload.probes.items()}.values())
 
 

@@ -1,6 +1,6 @@
-"""What the Dockerfile keeps to, as linters of Dockerfiles ask for and as our documents promise.
+"""Rules of the Dockerfile, from linters of Dockerfiles and from promises of our documents.
 
-Reads, and builds nothing: `test_container_images.py` builds.
+These tests only read the file; `test_container_images.py` builds the images.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_stages_stand_on_stages_above_or_on_pinned_images_and_copy_from_stages_a
 
 
 def test_nothing_is_compiled_on_a_newer_system_than_it_runs_on() -> None:
-    """It would not load: `version GLIBC_2.38 not found`."""
+    """A library from a newer system does not load: `version GLIBC_2.38 not found`."""
 
     def glibc(target: str) -> tuple[int, int]:
         return next((found for name, found in GLIBC.items() if name in system(target)), (0, 0))
@@ -248,7 +248,7 @@ def test_each_target_for_one_machine_stands_in_for_its_image(target: str) -> Non
 
 
 def shard_config(*flags: str) -> ShardConfig:
-    """What a container of the image with vLLM starts with, given these flags."""
+    """Return the configuration that a container of the vLLM image gets from these flags."""
     return parse_config([*image(OF_VLLM).entrypoint[2:], *flags])
 
 
@@ -331,7 +331,7 @@ def test_the_chart_runs_images_that_a_target_makes(shard: dict[str, Any], kind: 
 
 
 def test_arguments_of_the_build_have_one_default() -> None:
-    """In a stage they are named only, which takes the value from above the first FROM."""
+    """A stage only names an argument, and so takes its value from above the first FROM."""
     given = [text for _, (keyword, text) in ALL_STEPS if keyword == "ARG" and "=" in text]
     assert {text.partition("=")[0] for text in given} == {"FLASH_ATTN_CUDA_ARCHS", "MAX_JOBS"}
     above = DOCKERFILE.read_text().partition("\nFROM ")[0]
@@ -340,7 +340,7 @@ def test_arguments_of_the_build_have_one_default() -> None:
             assert "=" in text or re.search(rf"^ARG {text}=", above, re.MULTILINE)
     names = re.compile(r"\$\{?(TORCH_INDEX_URL|TORCH|FLASH_ATTN)\b")
     for name, stage in stages().items():
-        # What a stage uses it declares itself: not every builder passes it on.
+        # A stage declares the arguments that it uses, because not every builder passes them on.
         runs = " ".join(text for kind, text in stage.own_steps if kind == "RUN")
         assert set(names.findall(runs)) == {
             text for kind, text in stage.own_steps if kind == "ARG" and "=" not in text

@@ -66,7 +66,7 @@ def _as_transformers_has_it(directory: Path) -> Any:
 
 
 def expected(directory: Path, ids: list[int], pooling: str, size: int | None = None) -> Array:
-    """What transformers gives, before it is scaled."""
+    """Return the vector that transformers computes, before it is scaled."""
     with torch.inference_mode():
         hidden = _as_transformers_has_it(directory)(torch.tensor([ids])).last_hidden_state[0]
     pooled = hidden[-1] if pooling == "last" else hidden.double().mean(dim=0)

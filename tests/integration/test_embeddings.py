@@ -42,7 +42,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shard]:
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shard]:
-    """One sequence at a time, and few that wait."""
+    """A shard that runs one sequence at a time, and queues at most 10 requests."""
     flags = ("--step-ms", "10", "--max-num-seqs", "1", "--max-queued-requests", "10")
     service = Shard(tmp_path_factory.mktemp("narrow") / "log", *flags)
     with running(service):

@@ -105,7 +105,7 @@ class Model:
         self.usual = {vocabulary[text] for text in alphabet if text.isascii()}
 
     def constraint(self, **options: Any) -> Constraint:
-        """What a shard gets with a request."""
+        """Return the constraint that a shard gets with a request."""
         asked = ChatRequest(messages=[], tools=TOOLS, **options)
         # The reasoning is over: the prompt has ended it.
         made = answer_constraint(asked, self.conventions.tool_format, None)

@@ -1,6 +1,6 @@
-"""What the pages on structured output and on tools tell readers to type, run as it stands.
+"""The commands in the pages on structured output and on tools, run as they stand.
 
-Against made-up tokens: answers have the form that they should have, whatever is in them.
+Most run against made-up tokens: each answer must have the right form, whatever text it has.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TEXTS = {
 
 
 def _commands(page: str) -> list[tuple[str, str]]:
-    """Each command that sends a request, and the answer that the page shows, if it does."""
+    """Return each command that sends a request, and the answer that the page shows, or ""."""
     blocks = _BLOCK.findall((DOCS / page).read_text("utf-8"))
     return [block for block in blocks if block[0].startswith("curl")]
 
@@ -101,7 +101,9 @@ def _model(pair: Pair) -> str:
 
 
 def _check_refusal(error: dict[str, Any], command: str, shown: str) -> None:
-    """Of the commands that ask for it; and of the one that only a model that reasons can serve."""
+    """Assert that a command is refused with the error that the page shows. One command has none on
+    the page: only a model that reasons can serve it.
+    """
     assert error["code"] == 400
     if "thinking_token_budget" in command:
         assert error["param"] == "thinking_token_budget"

@@ -1,6 +1,6 @@
-"""What the chart renders, by Helm's own engine, is valid and consistent.
+"""The chart renders valid and consistent resources. Helm's own engine renders them.
 
-Nothing is run here; `test_deploy.py` runs what is rendered.
+Nothing is run here; `test_deploy.py` runs the rendered workloads.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def crd(kind: str) -> Any:
 
 
 def check_manifest(resource: Resource) -> None:
-    """By the schemas of the oldest version of Kubernetes that the chart takes and of the newest; a
-    custom resource by ours, and its pods by those.
+    """Validate a resource by the schemas of the oldest Kubernetes that the chart takes and of the
+    newest. A custom resource is validated by our schema, and its pods by the newest Kubernetes.
     """
     _check_manifest(json.dumps(resource))
 
@@ -233,7 +233,7 @@ def test_flags_exist(case: str) -> None:
 
 
 def told(args: list[str]) -> list[str]:
-    """As a pod gets them, which knows who it is of its group."""
+    """Return the arguments as a pod gets them: with its index and its leader's address."""
     values = {"$(LWS_WORKER_INDEX)": "1", "$(LWS_LEADER_ADDRESS)": "leader.demo"}
     return [values.get(arg, arg) for arg in args]
 
@@ -552,7 +552,9 @@ _FILE = {"apiKeysFile": {"existingSecret": "penstock-keys"}}
 
 
 def key_of_shards(resource: Resource) -> dict[str, str] | None:
-    """Where the pods of a workload have the key that shards ask for."""
+    """Return the place in a secret from which a workload's pods take the key that shards ask for;
+    None without such a key.
+    """
     (template,) = pod_templates(resource)
     env = {each["name"]: each for each in template["spec"]["containers"][0].get("env", ())}
     names = ("PENSTOCK_SHARD_API_KEY", "PENSTOCK_API_KEY")

@@ -124,7 +124,7 @@ def test_a_model_that_scales_to_zero_is_not_down_when_it_has_no_shard() -> None:
 
 
 def test_alerts_lead_to_the_runbook_where_it_is_published() -> None:
-    """In the chart by a value, elsewhere by the command in the file's head."""
+    """The chart takes the URL from a value; elsewhere the command in the file's head inserts it."""
     url = "https://docs.example.com/penstock/runbook.html"
     values = CASES["alerts and dashboards"]
     rules = {**values["monitoring"]["rules"], "runbookUrl": url}

@@ -37,7 +37,7 @@ def containers_of(template: Resource) -> list[Resource]:
 
 
 def pods_of(values: Values) -> list[Resource]:
-    """Of the router, and of a shard."""
+    """Return the pod templates of the router and of the shards."""
     resources = render(values, "demo")
     kinds = ("Deployment", "StatefulSet")
     return [find(resources, kind, "")["spec"]["template"] for kind in kinds]
@@ -47,7 +47,7 @@ def pods_of(values: Values) -> list[Resource]:
 
 
 def violations(spec: Resource) -> Iterator[str]:
-    """What a namespace with the Pod Security Standard "restricted" would refuse in a pod."""
+    """Yield the fields for which the Pod Security Standard "restricted" would refuse a pod."""
     yield from {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
     pod = spec.get("securityContext", {})
     for volume in spec["volumes"]:

@@ -69,7 +69,7 @@ sys.exit(failed)
 
 @dataclass
 class Hub:
-    """What the stand-in serves, and what it was asked."""
+    """The models that the stand-in serves, and the names of the files that it has sent."""
 
     url: str = ""
     models: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -282,7 +282,7 @@ def test_a_disk_that_fills_up_is_one_line(hub: Hub, tmp_path: Path) -> None:
 
 
 def gguf_files(*kinds: str) -> dict[str, bytes]:
-    """What is in them is the business of test_gguf.py."""
+    """Return a README and a GGUF file of each kind. test_gguf.py reads files with tensors."""
     return {"README.md": b"# files", **{f"Toy-4M-{kind}.gguf": b"GGUF" for kind in kinds}}
 
 

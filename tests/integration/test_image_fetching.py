@@ -119,7 +119,7 @@ TOO_LARGE = "p: the image has more than 200000 bytes (--max-image-bytes)"
 
 
 def dripping(piece: bytes) -> Script:
-    """For nearly a minute."""
+    """Return a script that sends the piece every 0.05 s, for 50 s."""
     return [piece, 0.05] * 1000
 
 

@@ -350,7 +350,7 @@ async def test_who_loads_what_another_has_last_in_its_line_waits_its_own_turn(
 async def test_who_has_no_memory_left_for_an_image_is_refused_and_another_is_not(
     images: Images,
 ) -> None:
-    """Both ask for pixels that are not kept any more, at once."""
+    """Both clients ask at once for pixels that are no longer kept."""
     image = await load(images, SMALL, "first")
     images._pixels.clear()
     taken = images._memory.hold("poor")

@@ -66,7 +66,9 @@ class Site:
         return status, [event["choices"][0]["text"] for event in events if event.get("choices")]
 
     def text(self, model: str) -> str:
-        """Of a stream, as soon as the router knows the shard's new engine and the adapter."""
+        """Wait until the router knows the shard's new engine and the adapter, and return the text
+        of a stream.
+        """
         wait_until(lambda: self.stream(model)[0] == 200, timeout_s=30, what=f"streams of {model}")
         return "".join(self.stream(model)[1])
 

@@ -61,7 +61,7 @@ def _ask(
 
 
 def _command_lines(*services: Service) -> str:
-    """What `ps` shows of them and of all they have started."""
+    """Return the command lines of the services and of all their children, as `ps` shows them."""
     lines = []
     for service in services:
         parent = psutil.Process(service.process.pid)
@@ -152,7 +152,7 @@ def test_any_worker_tells_what_a_key_used_at_all_of_them_and_one_that_ended_coun
     router, alice, root = system.router, system.keys["alice"], system.keys["root"]
 
     def used() -> list[dict[str, int]]:
-        """What several connections are told, of which each worker gets some."""
+        """Return alice's usage as 12 connections report it. Each worker gets some of them."""
         answers = [json.loads(_ask(router, "/admin/usage", root)[1]) for _ in range(12)]
         rows = [[row for row in each["usage"] if row["key"] == "alice"] for each in answers]
         return [row for each in rows for row in each]

@@ -249,7 +249,7 @@ async def test_a_drained_shards_blocks_go_where_its_requests_go(
 
 
 def _salted(request: GenerationRequest) -> GenerationRequest:
-    """So that nothing of it is cached."""
+    """Return the request with a cache salt, so that none of its KV blocks is cached."""
     return dataclasses.replace(request, cache_salt="calm")
 
 

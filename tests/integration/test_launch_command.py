@@ -12,7 +12,7 @@ from integration.conftest import Served
 
 @pytest.fixture
 def url(toy: Served) -> str:
-    """It is started with the published flags."""
+    """The URL of a server that is started with the published flags."""
     return toy.url
 
 

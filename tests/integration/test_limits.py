@@ -43,7 +43,7 @@ async def client(shard: Shard) -> AsyncIterator[ShardClient]:
 
 
 async def _live(client: ShardClient) -> int:
-    """How many sequences run or wait in the shard."""
+    """Return the number of sequences that run or wait in the shard."""
     reports = client.watch_load()
     try:
         load = await anext(reports)
@@ -53,7 +53,7 @@ async def _live(client: ShardClient) -> int:
 
 
 async def _until_live(client: ShardClient, count: int) -> float:
-    """When so many are."""
+    """Wait until `count` sequences run or wait, and return the time (`time.monotonic`, in s)."""
     async with asyncio.timeout(10):
         while await _live(client) != count:
             await asyncio.sleep(0.02)

@@ -105,7 +105,7 @@ async def test_others_are_answered_at_once_while_long_bodies_come(
 async def test_the_answer_to_a_long_body_is_that_to_a_short_one(
     refusing: Pair, session: aiohttp.ClientSession
 ) -> None:
-    """What makes it long is white space."""
+    """The long body is the short one after 100,000 spaces."""
     body = {"prompt": "the quick brown fox", "max_tokens": 8, "seed": 1, "echo": True}
     texts = []
     for space in ("", " " * 100_000):
@@ -121,7 +121,9 @@ async def test_the_answer_to_a_long_body_is_that_to_a_short_one(
 
 
 def trusting_router(logs: Path, pair: Pair) -> Router:
-    """One whose text processes can be given something to do for ever."""
+    """Return a router that accepts templates in requests, which can keep a text process busy for
+    ever.
+    """
     return Router(logs / "router", [pair.shard.address], "--trust-request-chat-template")
 
 

@@ -135,7 +135,7 @@ async def _outcome(awaitable: Awaitable[Any]) -> object:
 
 
 async def _settle() -> None:
-    """What passes between two processes takes time, on a machine with others at work more of it."""
+    """Wait until messages between two processes have arrived: 0.3 s, enough on a busy machine."""
     await asyncio.sleep(0.3)
 
 

@@ -54,7 +54,7 @@ def program(name: str, package: str = "prometheus") -> str:
 
 
 def compose_arguments(folders: dict[str, Path]) -> list[str]:
-    """As compose.yaml starts it, with folders of this machine."""
+    """Return the arguments of Prometheus in compose.yaml, with folders of this machine."""
     service = read_compose(DEPLOY / "compose.yaml", {}, "monitoring")["prometheus"]
     assert {volume.split(":")[1] for volume in service["volumes"]} == set(folders)
     arguments = shlex.split(service["command"])
@@ -67,12 +67,14 @@ def compose_arguments(folders: dict[str, Path]) -> list[str]:
 
 
 class Prometheus:
-    """One that scrapes what it is told to, as deploy/prometheus says, only more often."""
+    """A Prometheus with the configuration of deploy/prometheus. It scrapes the given targets, and
+    more often.
+    """
 
     def __init__(
         self, folder: Path, targets: dict[str, list[str]], rules: str | None = None
     ) -> None:
-        """`rules` are alerts in place of those of deploy/prometheus."""
+        """Start it. `rules` replace the alerts of deploy/prometheus."""
         folder.mkdir()
         config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
         every = f"{SCRAPE_S * 1000:g}ms"
@@ -109,7 +111,7 @@ class Prometheus:
         return bool(targets) and all(target["health"] == "up" for target in targets)
 
     def values(self, query: str, start_s: float, end_s: float) -> list[float]:
-        """All that a graph of this time would show."""
+        """Return all values that a graph of the query would show for this time."""
         for name, value in _VARIABLES.items():
             query = query.replace(name, value)
         found = self.get("query_range", query=query, start=start_s, end=end_s, step=0.5)
@@ -117,7 +119,7 @@ class Prometheus:
         return [value for value in values if not math.isnan(value)]
 
     def firing(self) -> set[tuple[str, str]]:
-        """Each alert that fires now, with the model, shard or router that it names."""
+        """Return each alert that fires now, with the model, shard or router that it names."""
         alerts = [each for each in self.get("alerts")["alerts"] if each["state"] == "firing"]
         names = ("model", "shard", "instance")
         return {
@@ -208,7 +210,7 @@ def ask_and_leave(router: Router) -> None:
 
 @contextmanager
 def repeated(*works: Callable[[], object]) -> Iterator[None]:
-    """Each again and again, in a thread of its own."""
+    """Repeat each of `works` in its own thread until the scope ends."""
     stopped = threading.Event()
 
     def repeat(work: Callable[[], object]) -> None:
@@ -406,7 +408,7 @@ OTHER = 'penstock_router_model_shards_serving{model="other"}'
 
 
 def again(*samples: object) -> str:
-    """These samples, a minute apart, for an hour."""
+    """Return these samples, repeated for an hour, one a minute."""
     return " ".join(map(str, samples * (60 // len(samples) + 1)))
 
 
@@ -529,7 +531,7 @@ def test_what_a_model_that_is_down_brings_about_fires_nothing_else(tmp_path: Pat
 
 
 def test_an_alert_of_a_model_names_it_also_if_most_requests_are_for_others(tmp_path: Path) -> None:
-    """One in a hundred of all fails, and half of those for this model."""
+    """Of all requests about 1 in 100 fails; of the requests for this model, half fail."""
     few = {
         'penstock_router_requests_total{outcome="stop",model="few"}': "0+1x60",
         'penstock_router_requests_total{outcome="error",model="few"}': "0+1x60",
@@ -562,8 +564,8 @@ def case(
     every: str = "1m",
     at: str = "50m",
 ) -> dict[str, Any]:
-    """What fires after most of the hour: each alert with how many there are of it, which is
-    counted, as what an alert says is for people.
+    """Return a test of the rules: at the time `at`, exactly the alerts in `firing` fire, in these
+    numbers. The alerts are only counted, because their texts are for people.
     """
     inputs = [{"series": name, "values": values} for name, values in series.items()]
     query = f'count by (alertname) (ALERTS{{alertstate="firing",{labels}}})'
@@ -655,8 +657,8 @@ def test_a_real_prometheus_names_each_fault_and_nothing_else_and_takes_it_back(
         wait_until(lambda: prometheus.firing() == set(firing), timeout_s=30, what=what)
 
     def stays(*firing: tuple[str, str]) -> None:
-        """Also when the times of nearly all alerts have passed. On a busy machine a scrape that
-        was missed takes an alert back for a moment.
+        """Assert that for 4 s no other alert fires; nearly all alerts fire within that time. Then
+        wait for these: on a busy machine a missed scrape takes an alert back for a moment.
         """
         until_s = time.monotonic() + 4
         while time.monotonic() < until_s:

@@ -198,7 +198,7 @@ async def test_the_built_in_model_says_that_it_is_a_toy(toy: Served) -> None:
 
 
 async def test_scores_of_a_prompt_are_the_models_own(toy: Served) -> None:
-    """What evaluation harnesses ask for: echo with log-probabilities."""
+    """Evaluation harnesses send this request: echo with log-probabilities."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Who listens beyond this machine and asks for no key says so in its log, once."""
+"""A server that listens beyond this machine and asks for no key warns once in its log."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def small_field(name: str, value: Any, model: str) -> Any:
 
 
 def hurries(headers: Mapping[str, str], body: Any) -> bool:
-    """Whether it asks to be ended before it can be served."""
+    """True if the request has a time limit below `TIMEOUT_S`, so that it may end unserved."""
     fields = body if isinstance(body, dict) else {}
     parameters = fields.get("parameters")
     asked = [headers.get("x-penstock-timeout-s"), fields.get("timeout")]
@@ -219,7 +219,7 @@ def hurries(headers: Mapping[str, str], body: Any) -> bool:
 def breaches(
     documented: Documented, declared: Declared, case: Case, response: Response
 ) -> list[str]:
-    """Where the answer is not what the document says."""
+    """Return the ways in which an answer differs from the document."""
     found = []
     if not response.headers.get("x-request-id"):
         found.append("no X-Request-Id")

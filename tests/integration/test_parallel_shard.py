@@ -37,7 +37,7 @@ PROMPTS = [[5, 9, 200 + index, *range(30, 30 + 7 * index)] for index in range(4)
 
 
 class DividedShard(Shard):
-    """One on two processes."""
+    """A shard whose model is divided over two processes."""
 
     @property
     def other_rank(self) -> psutil.Process:
@@ -67,7 +67,7 @@ def divided(tmp_path_factory: pytest.TempPathFactory, lora: Path) -> Iterator[Di
 
 
 async def _answers(address: str, adapters: Sequence[str] = (ADAPTER, "")) -> list[list[int]]:
-    """To each prompt with each of these adapters, all at once."""
+    """Return the answer to each prompt with each of these adapters. All are asked at once."""
     async with ShardClient(address) as client:
 
         async def answer(prompt: list[int], adapter: str) -> list[int]:

@@ -83,7 +83,7 @@ def written(version: str, index: Path) -> subprocess.CompletedProcess[str]:
 
 
 def installed(text: str, index: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """What pip says of a file of requirements, from the files of the index alone."""
+    """Install a file of requirements by pip, from the files of the index alone."""
     file, target = index.parent / "requirements.txt", index.parent / "target"
     file.write_text(text)
     links = (str(path) for path in index.iterdir())
@@ -157,7 +157,7 @@ def test_pip_refuses_a_package_that_is_asked_for_and_has_no_hash(index: Path) ->
 
 
 def test_penstocks_own_line_downloads_neither_a_backend_nor_a_package(index: Path) -> None:
-    """With the options that deploy/Dockerfile gives, of a project as penstock is one."""
+    """pip gets the options of deploy/Dockerfile, and a project that is set up as penstock is."""
     project = index.parent / "project"
     project.mkdir()
     (project / "pyproject.toml").write_text(

@@ -43,7 +43,7 @@ def block(words: str) -> str:
 
 @dataclass(frozen=True)
 class Served:
-    """What `make serve` with two shards started."""
+    """A running `make serve` with two shards."""
 
     process: subprocess.Popen[bytes]
     port: int
@@ -51,7 +51,7 @@ class Served:
     log_file: Path
 
     def engines(self) -> dict[int, int]:
-        """The engine of the shard on each port."""
+        """Return the process id of each shard's engine, by the shard's port."""
         found = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
             if "penstock_shard.engine.main" in child.cmdline():
@@ -60,16 +60,16 @@ class Served:
         return found
 
     def run(self, code: str, folder: Path) -> str:
-        """A block of the shell, to its end; what it printed."""
+        """Run a block of shell commands, which must succeed, and return its stdout."""
         ended = self.tried(code, folder)
         assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
         return ended.stdout
 
     def tried(self, code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-        """The same, whether it succeeds or not."""
+        """Run a block of shell commands, which may fail, and return its outcome."""
         code = code.replace("127.0.0.1:8000", f"127.0.0.1:{self.port}")
         code = code.replace("--port 6000", f"--port {self.shard_port}")
-        # A file: in the shell's own command line pgrep would find what it looks for.
+        # The commands are in a file: pgrep would find its pattern in the shell's command line.
         script = folder / "script.sh"
         script.write_text(code)
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -108,7 +108,7 @@ def commands_that_print(venv: Path) -> None:
 
 
 def made_in(venv: Path, *target: str) -> list[str]:
-    """What `make serve` prints with this environment."""
+    """Return the lines that `make serve` prints with this environment."""
     command = ["make", "serve", f"VENV={venv}", *target]
     made = subprocess.run(
         command, cwd=ROOT, env=_environment(), capture_output=True, text=True, check=True
@@ -117,7 +117,9 @@ def made_in(venv: Path, *target: str) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Without the variables of a make that runs these tests, which it hands down."""
+    """Return the environment without the variables that it inherits from a make that runs the
+    tests.
+    """
     of_make = ("MAKE", "MFLAGS", "ARGS", "CPU", "FAKE", "MODEL", "PORT", "TORCH")
     return {name: value for name, value in os.environ.items() if not name.startswith(of_make)}
 
@@ -264,7 +266,7 @@ def test_answers_outlive_the_shard_that_is_broken(served, tmp_path) -> None:
 
 
 def test_the_check_fails_where_nothing_was_broken(served, tmp_path) -> None:
-    """Also of a router that has seen something broken before, as here."""
+    """The check also fails if the router has continued answers before, as here."""
     code = block(BREAK) + block(CHECK)
     nobodys = free_port()
     ended = served.tried(code.replace("--port 6000", f"--port {nobodys}"), tmp_path)

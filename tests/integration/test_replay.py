@@ -39,7 +39,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Shard, Sh
 
 @pytest.fixture(scope="module")
 def records(shards: tuple[Shard, Shard]) -> list[AuditRecord]:
-    """Of requests that ended by themselves, were cut off at a length, and were left early."""
+    """The records of requests that ended by themselves, were cut off at a length, or were left
+    early.
+    """
     return asyncio.run(_generate(shards[0].address))
 
 

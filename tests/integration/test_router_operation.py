@@ -62,7 +62,7 @@ async def _replaced(router: Router) -> None:
 
 
 async def _until_listening(router: Router, count: int) -> None:
-    """Each worker says so once, as soon as it can serve."""
+    """Wait until `count` workers have listened. Each worker logs one line once it can serve."""
     await asyncio.to_thread(
         wait_until,
         lambda: router.log.count(_LISTENS) >= count,
@@ -109,7 +109,7 @@ class Operator:
         return {shard["address"] for shard in body["shards"]}
 
     async def wait_for(self, *shards: Shard) -> None:
-        """Until whichever worker is asked has these shards and no others."""
+        """Wait until 12 answers in a row list these shards and no others: any worker may answer."""
         wanted, in_a_row = {shard.address for shard in shards}, 0
         async with asyncio.timeout(20):
             while in_a_row < 12:
@@ -282,7 +282,7 @@ async def _metrics(session: aiohttp.ClientSession, router: Router) -> str:
 async def _events(
     session: aiohttp.ClientSession, router: Router, body: dict[str, Any], most: int | None = None
 ) -> list[Any]:
-    """Of a resumable stream; the first few, or all."""
+    """Return the events of a resumable stream; with `most`, only the first ones."""
     found: list[Any] = []
     async with session.post(
         router.url + "/v1/completions", json=body, headers=RESUMABLE
@@ -341,7 +341,9 @@ async def test_sigterm_finishes_streams_that_are_read_and_cuts_those_that_take_t
 
 
 def _check_replay(folder: Path, shards: list[Shard], *, records: int) -> None:
-    """What was cut short, by a stop string or an end, is the beginning of what it would be."""
+    """Assert that `replay` finds all records equal. A record that a stop string or the shutdown cut
+    short is compared up to its end.
+    """
     command = [sys.executable, "-m", "penstock_cli.main", "replay"]
     command += sorted(str(log) for log in folder.glob("audit*"))
     command += ["--shards", ",".join(shard.address for shard in shards)]

@@ -34,7 +34,7 @@ def section(heading: str) -> str:
 
 
 def commands(begin: str) -> list[str]:
-    """Each command of a page's text that begins so."""
+    """Return each command in the page's text that begins with these words."""
     return sorted({span for span in SPANS if span.startswith(begin)})
 
 
@@ -87,7 +87,7 @@ LINES: list[tuple[str, str, dict[str, object]]] = [
 
 @pytest.fixture
 def router_log(tmp_path: Path) -> Path:
-    """As a router writes it, with lines that are no JSON."""
+    """A log as a router writes it, also with lines that are not JSON."""
     lines = ["penstock router: cannot listen on 127.0.0.1:8000", "", "7"]
     for name, message, extra in LINES:
         record = logging.LogRecord(name, logging.INFO, "", 0, message, None, None)
@@ -172,7 +172,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Keyed, Sha
 
 
 def run_as_typed(fleet: tuple[Keyed, Shard], command: str) -> subprocess.CompletedProcess[str]:
-    """With the variables of the page's first block, which are this fleet's, and no TLS."""
+    """Run a command with the variables of the page's first block. They have this fleet's values,
+    and none for TLS.
+    """
     router, shard = fleet
     setting = [
         line for line in BLOCKS[0].splitlines() if "FILE" not in line and "BUNDLE" not in line

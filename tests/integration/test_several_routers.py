@@ -197,7 +197,7 @@ async def test_with_the_affinity_each_client_finds_its_responses_and_its_streams
 
 
 async def in_two_pieces(url: str, client: str) -> tuple[object, ...]:
-    """What is shown of a stream that breaks and is resumed."""
+    """Read a stream that breaks and is resumed, and return the content of the answer."""
     answer = Answer()
     assert await read(url, "/v1/completions", LONG, answer, most=6, client=client) == 200
     assert not answer.done

@@ -57,7 +57,7 @@ async def client(shard: Shard) -> AsyncIterator[ShardClient]:
 async def _tokens(
     client: ShardClient, request: GenerationRequest, begun: asyncio.Event | None = None
 ) -> list[int]:
-    """All tokens; `begun` is set when the first has come."""
+    """Return all tokens of a request; `begun` is set when the first has come."""
     token_ids: list[int] = []
     async for output in client.generate(request):
         token_ids += output.token_ids
@@ -348,7 +348,7 @@ _MB = 1_000_000
 
 
 class _Peak:
-    """How far a process's memory grows while this is entered."""
+    """The largest growth of a process's memory within this scope, in MB."""
 
     def __init__(self, pid: int) -> None:
         self._process = psutil.Process(pid)

@@ -199,7 +199,7 @@ def test_whoever_does_not_speak_tls_to_the_https_port_is_hung_up_on(
 
 
 def _serial(address: str, authority: Authority) -> str:
-    """Of the certificate that is shown there."""
+    """Return the serial number of the certificate that the server at the address shows."""
     host, port = address.split(":")
     with (
         socket.create_connection((host, int(port)), timeout=5) as plain,
@@ -322,7 +322,7 @@ def test_a_router_without_a_shard_that_trusts_it_is_not_ready_and_logs_why_once(
 
 
 def _clients(authority: Authority, stranger: Authority) -> dict[str, tuple[Tls | None, str]]:
-    """What each shows, and what it gets to hear."""
+    """Return the TLS settings of each wrong client, and the error that it gets."""
     expired = authority.issue("router", expired=True)
     return {
         "in the clear": (None, _CLOSED),
@@ -480,7 +480,7 @@ async def test_a_caller_with_another_certificate_ends_nobody_elses_request(
 async def test_a_shard_takes_new_files_for_new_connections_and_streams_go_on(
     site: Site, authority: Authority, folder: Path
 ) -> None:
-    """From one authority to another on both sides, and back."""
+    """Both sides change from one authority to another, and back."""
     next_one = Authority(folder, "next")
     old, new = authority.tls(authority.issue("r")), next_one.tls(next_one.issue("r"))
     async with ShardClient(site.shard.address, tls=old) as client:
@@ -489,7 +489,7 @@ async def test_a_shard_takes_new_files_for_new_connections_and_streams_go_on(
         await anext(stream)
         site.folder.swap(next_one.issue("127.0.0.1"), next_one.file)
         try:
-            # Within a second after its last look a shard does not look again.
+            # A shard looks for new files at most once a second.
             await asyncio.sleep(1.1)
             async with ShardClient(site.shard.address, tls=new) as other:
                 await other.info()

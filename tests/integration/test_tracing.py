@@ -73,7 +73,9 @@ def lines_of(log: str, logger: str = "penstock.requests") -> list[dict[str, Any]
 
 
 def check_within(child: Received, parent: Received) -> None:
-    """As far as two processes' clocks agree, which read them at different times."""
+    """Assert that a span lies within its parent. 5 ms of slack are for the clocks of two processes,
+    which do not agree exactly.
+    """
     slack_ns = 5_000_000
     assert child.parent_id == parent.span_id
     assert child.span.start_time_unix_nano >= parent.span.start_time_unix_nano - slack_ns
@@ -213,7 +215,9 @@ async def test_a_request_that_outlives_its_shard_is_still_one_trace(deployment: 
 
 
 async def kill_the_shard_of_a_stream(router: Router, shards: list[Shard]) -> Shard:
-    """Once it gives tokens; returns when the stream has ended all the same."""
+    """Kill the shard of a stream once it gives tokens, wait until the stream has still ended well,
+    and return that shard.
+    """
     body = {"prompt": "Hello", "max_tokens": 60, "stream": True}
     header = {"traceparent": f"00-{OUTLIVING}-{SPAN}-01"}
     async with (

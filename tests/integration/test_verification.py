@@ -30,7 +30,7 @@ def equal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Shard]]:
 
 
 async def _verify(addresses: list[str], first: str, *, share: float = 1.0) -> list[str]:
-    """What verification says of six requests that run on `first`."""
+    """Return the outcomes of verification for six requests that run on `first`."""
     events: list[tuple[str, str]] = []
     fleet = Fleet(addresses, verify_share=share, observe=lambda *event: events.append(event))
 
@@ -44,7 +44,7 @@ async def _verify(addresses: list[str], first: str, *, share: float = 1.0) -> li
             sampling = SamplingParams(temperature=1.0, seed=seed)
             request = GenerationRequest([1, 2], sampling, max_tokens=20, shard=first)
             await run_whole(fleet, request)
-            # It is computed once more afterwards, where it is.
+            # If it is verified, the request is computed once more after its end.
             until_s = time.monotonic() + (5 if share and len(addresses) > 1 else 0.1)
             while len(verified()) <= seed and time.monotonic() < until_s:
                 await asyncio.sleep(0.02)

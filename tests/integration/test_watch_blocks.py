@@ -1,4 +1,4 @@
-"""What real shards tell of the pieces they hold, and what fleets make of it."""
+"""Real shards report the pieces of prefixes that they hold, and fleets choose shards by them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def _until(is_so: Callable[[], bool]) -> None:
 
 
 async def _ask(fleet: Fleet, prompt: list[int], salt: str = "") -> tuple[str, int]:
-    """Which shard answered, and how much of the prompt it had cached."""
+    """Return the shard that answered, and the number of prompt tokens that it had cached."""
     request = GenerationRequest(
         prompt, SamplingParams(seed=1), max_tokens=4, ignore_eos=True, cache_salt=salt
     )

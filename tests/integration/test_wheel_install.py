@@ -24,7 +24,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _make_environment(folder: Path, *flags: str) -> Path:
-    """Its Python, with pip unless flags say otherwise."""
+    """Make a virtual environment, with pip unless flags say otherwise, and return its Python."""
     subprocess.run([sys.executable, "-m", "venv", *flags, str(folder)], check=True, timeout=110)
     return folder / "bin" / "python"
 

@@ -1,5 +1,6 @@
-"""How the JSON of answers is written, and what of a schema is named as without effect: a router and
-a shard, whose tokens are made up.
+"""The white space in the JSON of answers, and warnings about keywords of a schema without effect.
+
+A router and a shard run; the tokens are made up.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ FLAT = {"type": "json_schema", "name": "n", "schema": SCHEMA}
 
 
 def post(pair: Pair, path: str, body: dict[str, Any]) -> tuple[str, str]:
-    """The answer's text, whichever its API, and what its header warns of."""
+    """Return the body of an answer, and the warnings in its header."""
     request = urllib.request.Request(pair.url + path, json.dumps(body).encode())
     request.add_header("Content-Type", "application/json")
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -41,7 +42,7 @@ def post(pair: Pair, path: str, body: dict[str, Any]) -> tuple[str, str]:
 
 
 def complete(pair: Pair, seed: int = 1, **fields: Any) -> tuple[Any, str]:
-    """The text of a completion, and the JSON in it."""
+    """Return the JSON in a completion's text, and the text."""
     body = {"prompt": "Hi", "seed": seed, "max_tokens": 400, **fields}
     text = json.loads(post(pair, "/v1/completions", body)[0])["choices"][0]["text"]
     return json.loads(text), text

@@ -1,4 +1,4 @@
-"""All suites."""
+"""All suites, by name."""
 
 from suites.llama import LLAMA
 from suites.ollama import OLLAMA

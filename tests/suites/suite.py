@@ -60,7 +60,7 @@ class Suite:
 
 
 def outcomes(suite: Suite, folder: Path) -> dict[str, Found]:
-    """What became of each test by its id."""
+    """Run a suite, and return the outcome of each test by its id."""
     model = _toy(folder / "model", suite)
     with _served(suite, model, folder) as urls:
         lines = folder / "outcomes.jsonl"

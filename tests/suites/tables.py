@@ -30,7 +30,7 @@ _UNTIL = "until "
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What became of a test when it ran; why it did not pass, in its own words."""
+    """The outcome of a test that ran; if it did not pass, its message."""
 
     outcome: str
     message: str = ""
@@ -38,7 +38,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What is known of a test; kind and reason are empty where it passes."""
+    """The expected outcome of a test; kind and reason are empty if it passes."""
 
     outcome: str
     kind: str = ""
@@ -72,7 +72,7 @@ def read(text: str) -> dict[str, Row]:
 
 
 def written(table: Table) -> str:
-    """As `read` reads it, in the order of the ids."""
+    """Return the text of a table, in the order of the ids. `read` reads it."""
     lines = [f"# {summary(table)}"]
     last = ""
     for name, row in sorted(table.items()):
@@ -86,7 +86,7 @@ def written(table: Table) -> str:
 
 
 def summary(table: Table) -> str:
-    """How many pass, and how many do not for which kind of reason."""
+    """Return the number of tests that pass, and for each kind of reason the number that do not."""
     counts = Counter(row.kind or row.outcome for row in table.values())
     return ", ".join(f"{counts[kind]} {kind}" for kind in ("pass", *KINDS))
 
@@ -123,7 +123,7 @@ def _is_unjudged(row: Row) -> bool:
 
 
 def mistakes(table: Table) -> Iterator[str]:
-    """What is wrong with its rows, whatever the tests do."""
+    """Yield the mistakes in a table's rows that show without running a test."""
     for name, row in table.items():
         if row.outcome == "pass":
             if row.kind or row.why:

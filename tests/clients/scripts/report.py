@@ -1,4 +1,4 @@
-"""What a script says to the test that runs it: one JSON object, on the last line it prints."""
+"""The report of a script to the test that runs it: one JSON object, on the last line it prints."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What anthropic makes of answers that are handed to it. Argument: a file of [whole, stream] pairs.
+"""A script that reports how anthropic reads given answers.
 
-They come over HTTP from a server in here, which knows nothing but to say them in order.
+Argument: a file of [whole, stream] pairs.
+
+An HTTP server in this script sends the answers in their order, whatever is asked.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def main(path: str) -> None:
 
 
 def read(client: Anthropic) -> list[Any]:
-    """The next whole answer, and the next stream's."""
+    """Return the next whole answer, and the message that the next stream makes."""
     whole = client.messages.create(**CHAT)
     with client.messages.stream(**CHAT) as stream:
         final = stream.get_final_message()

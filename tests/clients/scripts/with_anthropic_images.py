@@ -1,5 +1,6 @@
-"""What anthropic's and ollama's clients make of answers about an image. Arguments: the URL, the
-model's name, the image's file, and a link to it.
+"""A script that reports how the clients of anthropic and ollama read answers about an image.
+
+Arguments: the URL, the model's name, the image's file, and a link to it.
 """
 
 from __future__ import annotations

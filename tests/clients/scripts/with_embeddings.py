@@ -1,4 +1,7 @@
-"""What langchain-openai and litellm make of embeddings. Argument: the URL."""
+"""A script that reports the embeddings that langchain-openai and litellm read.
+
+Argument: the URL.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What huggingface_hub's InferenceClient makes of penstock's answers. Arguments: the URLs."""
+"""A script that reports how huggingface_hub's InferenceClient reads penstock's answers.
+
+Arguments: the URLs without and with a key.
+"""
 
 from __future__ import annotations
 

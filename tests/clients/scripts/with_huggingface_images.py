@@ -1,5 +1,6 @@
-"""What huggingface_hub's client makes of answers about an image. Arguments: the URL, the model's
-name, the image's file, and a link to it.
+"""A script that reports how huggingface_hub's client reads answers about an image.
+
+Arguments: the URL, the model's name, the image's file, and a link to it.
 """
 
 from __future__ import annotations

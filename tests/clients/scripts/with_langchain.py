@@ -1,4 +1,7 @@
-"""What langchain-openai makes of penstock's answers. Arguments: the URLs without and with a key."""
+"""A script that reports how langchain-openai reads penstock's answers.
+
+Arguments: the URLs without and with a key.
+"""
 
 from __future__ import annotations
 

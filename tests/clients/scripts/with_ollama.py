@@ -1,4 +1,7 @@
-"""What ollama makes of penstock's answers. Arguments: the URLs without and with a key."""
+"""A script that reports how ollama reads penstock's answers.
+
+Arguments: the URLs without and with a key.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What langchain-openai and litellm make of answers about an image. Arguments: the URL, the model's
-name, the image's file, and a link to it.
+"""A script that reports how langchain-openai and litellm read answers about an image.
+
+Arguments: the URL, the model's name, the image's file, and a link to it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What text-generation, TGI's own client, makes of penstock's answers. Argument: the URL."""
+"""A script that reports how text-generation, TGI's own client, reads penstock's answers.
+
+Argument: the URL.
+"""
 
 from __future__ import annotations
 

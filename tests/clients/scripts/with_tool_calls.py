@@ -1,9 +1,9 @@
-"""What a released client makes of answers that call tools, streamed and whole.
+"""A script that reports how a released client reads answers that call tools, streamed and whole.
 
 Arguments: `openai` or `anthropic`, and a file of {"tools": [name], "asked": [[url, text, how]]}.
 How: "whole", "events" as they come, or "helper", the client's own way to put a stream together.
-What was read of each is {"said": texts and calls in their order, "reason", "objects": arguments
-as the client has them parsed, where it does}; calls are [name, arguments as text].
+The report on each answer is {"said": texts and calls in their order, "reason", "objects": the
+arguments that the client parsed, if it parses them}; calls are [name, arguments as text].
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""In place of llama-server: the penstock that runs already, whatever its tests' presets say.
+"""A stand-in for llama-server: the running penstock, whatever the presets of its tests say.
 
-What a preset sets for every request, a seed, a temperature and the most tokens, is sent with each
-instead. OpenAI's routes are asked for with their `/v1`, which llama-server can do without.
+A preset sets a seed, a temperature and the maximum number of tokens for every request: they are
+sent with each request instead. OpenAI's routes get their `/v1`, which llama-server does not need.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LIMITS = ("max_tokens", "n_predict", "max_completion_tokens")
 
 
 class ServerProcess(utils.ServerProcess):  # type: ignore[misc]
-    """Sends what a preset would have set."""
+    """A server that is started already. Each request is sent with the values of the preset."""
 
     def start(self, timeout_seconds: int = 0) -> None:
         self.server_port = _SECURED_PORT if self.api_key else _PORT

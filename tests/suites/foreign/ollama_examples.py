@@ -21,14 +21,14 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 class Examples(pytest.File):
-    """A script."""
+    """A file with one example, which is a script."""
 
     def collect(self) -> Iterator[pytest.Item]:
         yield Example.from_parent(self, name="runs")
 
 
 class Example(pytest.Item):
-    """Its run."""
+    """A run of an example; it passes if the script exits with status 0."""
 
     def runtest(self) -> None:
         ended = subprocess.run(

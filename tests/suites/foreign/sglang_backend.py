@@ -1,4 +1,6 @@
-"""In place of what tests of SGLang's router start, workers and gateways: the penstock that runs."""
+"""A stand-in for the workers and gateways that tests of SGLang's router start: the running
+penstock.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def setup_backend(request: pytest.FixtureRequest) -> Any:
 
 
 class _Infra(ModuleType):
-    """What starts workers, of which nothing is used."""
+    """The module that starts workers. Tests import its names, and use none of them here."""
 
     def __getattr__(self, name: str) -> Any:
         return MagicMock(name=name)

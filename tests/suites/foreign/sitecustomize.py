@@ -1,4 +1,7 @@
-"""What every process of another project's tests runs first: nothing but this machine is reached."""
+"""A block on connections to other machines, in every process of another project's tests.
+
+Python imports this module at its start.
+"""
 
 import sys
 from typing import Any

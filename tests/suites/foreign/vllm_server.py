@@ -1,6 +1,6 @@
-"""In place of vLLM: its tests' own server is the penstock that runs already, its package is a name.
+"""A stand-in for vLLM: the running penstock for its server, and mocks for its package.
 
-Of what tests import from it, only what they use against a server is real.
+Tests import much from that package; only the names that they use against a server are real.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Answer(SimpleNamespace):
 
 
 class VLLMValidationError(ValueError):
-    """What only tests without a server raise."""
+    """An error that is raised only in tests without a server."""
 
 
 _REAL: dict[str, dict[str, Any]] = {

@@ -1,5 +1,7 @@
-"""What pip imports where it would build a source distribution to learn its name and version, which
-stand in its PKG-INFO: vllm's would install torch for that, others compile Rust.
+"""A stand-in for build backends: it tells pip a source distribution's name and version.
+
+Both stand in its PKG-INFO. To learn them, a build of vllm would install torch, and builds of others
+would compile Rust.
 """
 
 import os
