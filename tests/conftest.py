@@ -1,5 +1,5 @@
-"""Which tests run in the soak only, which in one process, and when what they share ends; what the
-garbage collector sees; where compiled kernels are.
+"""The rules of a test run: which tests run in the soak only, which share a process, when shared
+fixtures end, what the garbage collector sees, and where compiled kernels are.
 """
 
 from __future__ import annotations
@@ -75,12 +75,13 @@ _OF_THE_TOY = {
 
 
 class _Folder(pytest.Package):
-    """One whose fixtures of the scope `package` end with its tests, without an `__init__.py`. Else
-    they are the session's: servers that nobody asks take a second of each minute all the same.
+    """A folder without an `__init__.py` whose fixtures of the scope `package` end with its tests.
+    Otherwise they would last until the session ends: a server that nobody asks still takes a second
+    of each minute.
     """
 
     def setup(self) -> None:
-        """There is no module to set up."""
+        """Do nothing: there is no module to set up."""
 
 
 def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
@@ -92,7 +93,9 @@ def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Col
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
-    """Which tests run in one process: those of a file, or of files with the same fixtures."""
+    """Return a scheduler that runs the tests of a file in one process. Files with the same fixtures
+    share a process. Return None if tests are not distributed by file.
+    """
     if config.getvalue("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling

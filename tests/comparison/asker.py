@@ -59,7 +59,7 @@ def generation_request(given: Question) -> GenerationRequest:
 
 
 def description(info: ShardInfo) -> Answer:
-    """What questions and comparisons need to know of a shard."""
+    """Return what questions and comparisons need to know of a shard."""
     return {
         "vocab_size": info.vocab_size,
         "eos_token_ids": info.eos_token_ids,
@@ -89,7 +89,7 @@ class WholeAnswer:
 
 
 def refusal(error: PenstockError) -> Answer:
-    """What it is and which field it names: the words may be said better."""
+    """Return an error's kind and the field that it names, but not its words, which may improve."""
     return {"error": type(error).__name__, "field": getattr(error, "field", "")}
 
 

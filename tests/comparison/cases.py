@@ -39,7 +39,7 @@ def merge(*parts: Json) -> Json:
 
 
 def requests_of(base: Json, cases: Cases) -> dict[str, Json]:
-    """By name: the request of each case, and what it is compared with."""
+    """Return each case's request, and the request that it is compared with, by name."""
     found = {PLAIN: base}
     for name, case in cases.items():
         found[name] = merge(base, case.beside, case.change)
@@ -80,6 +80,6 @@ def combinations(
 
 
 def of_fields(cases: Cases, fields: Iterable[str]) -> dict[str, Case]:
-    """Those whose field is among these."""
+    """Return the cases whose field is among `fields`."""
     named = set(fields)
     return {name: case for name, case in cases.items() if name in named}

@@ -36,7 +36,7 @@ class Sides:
 
 
 def fake_flags(folder: Path) -> tuple[str, ...]:
-    """With the adapter that cases name."""
+    """Return the flags of the fake runner, with the adapter that cases name."""
     return (*FAKE, "--lora", f"{ADAPTER}={make_adapter(folder / 'adapter')}")
 
 
@@ -73,5 +73,5 @@ def questions(sides: Sides) -> Questions:
 
 @pytest.fixture(scope="package")
 def answers_before(sides: Sides, questions: Questions) -> Answers:
-    """Of the fake runner, to each field's question."""
+    """The answers of the baseline's fake runner to each field's question."""
     return ask(sides.before.checkout, [sides.before.shard], questions.each_field()).answers

@@ -1,4 +1,4 @@
-"""Where two answers differ, in a line for each case."""
+"""The differences between two sets of answers: one line for each case that differs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a router is asked: for each route a request, and a case for each field of its body.
+"""The requests that a router is asked: one for each route, and a case for each field of its body.
 
-Cases of other servers' names of fields, and of fields that have no effect or may only ask for
-nothing, follow from the tables of this checkout's router.
+The tables of this checkout's router give the cases of other servers' names of fields, of fields
+that have no effect, and of fields that may only ask for nothing.
 """
 
 from __future__ import annotations
@@ -549,7 +549,7 @@ def _with_words_of_table(route: Route, fields: Table) -> Route:
 
 
 def _by_another_name(name: str, ours: str, case: Case) -> Case:
-    """What is answered to our field of the same value is answered to the other name too."""
+    """Return a case where `name` has the value of our field `ours`. The answer must be the same."""
     asked = merge(case.beside, case.change)
     return Case({ours: None, name: asked[ours]}, asked, shows=False)
 

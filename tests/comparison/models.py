@@ -28,10 +28,10 @@ _QUERIES = {f"model.layers.{layer}.self_attn.q_proj": (256, 256) for layer in (0
 
 @dataclass(frozen=True)
 class Way:
-    """How the same model is served and asked: no token may depend on it."""
+    """A way to serve the same model and to ask it. No token may depend on the way."""
 
     flags: tuple[str, ...] = ()
-    # Else one question after the other.
+    # If false, one question is asked after the other.
     together: bool = True
 
 
@@ -65,8 +65,10 @@ def differences_of(
     ways: Mapping[str, Way],
     asked: Callable[[Questions], Mapping[str, Json]] = Questions.each_field,
 ) -> list[str]:
-    """What differs in any of the ways from what the baseline answers to the first one's way of
-    asking. Where a shard says that results depend on the batch, the way is one after the other.
+    """Return a line for each difference between the answers of `before` and the answers of `now`.
+
+    `before` is served with `flags` alone and asked as in the first way. `now` is served and asked
+    in each of the ways. If the results of `before` depend on the batch, all is asked one by one.
     """
     shard = shard_of(before, folder / "before.log", *flags)
     with running(shard):
@@ -87,7 +89,7 @@ def differences_of(
 
 
 def _of_fingerprints(before: Reply, now: Reply) -> list[str]:
-    """What else a change of tokens has to change."""
+    """Return a line if both shards state one fingerprint: a change of tokens must change it."""
     name = "numerics_fingerprint"
     if not before.shard[name] or before.shard[name] != now.shard[name]:
         return []

@@ -1,4 +1,6 @@
-"""What a shard is asked: a case for each field of Generate and Embed, by its name on the wire."""
+"""The requests that a shard is asked: a case for each field of Generate and Embed, by its name on
+the wire.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,8 @@ EMBED: Json = {"inputs": [_PROMPT, [5, 6]], "pooling": "last", "normalize": Fals
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What cases have to know of a model: its size, an id that ends a sequence, and what it answers
-    to the request that all cases change.
+    """The facts about a model that cases use: the size of its vocabulary, an id that ends a
+    sequence, and the output for the request that all cases change.
     """
 
     size: int
@@ -64,7 +66,7 @@ class Vocabulary:
 
 
 def generate_cases(vocabulary: Vocabulary) -> Cases:
-    """By the field's name on the wire."""
+    """Return the cases of Generate by the field's name on the wire."""
     output = vocabulary.output
     ends = {"sampling": {"allowed_token_ids": [vocabulary.eos_id]}}
     thinks = _thinking(vocabulary)
@@ -127,7 +129,7 @@ def _constraint_cases() -> dict[str, Case]:
 
 
 def _objective_cases() -> dict[str, Case]:
-    """When a request runs; what it is answered is the same."""
+    """Return the cases of fields that say when a request runs. None of them changes the answer."""
     values = {
         "priority": 3,
         "deadline_s": 500.0,
@@ -156,7 +158,7 @@ def _thinking(vocabulary: Vocabulary) -> dict[str, Case]:
 
 
 def embed_cases() -> Cases:
-    """By the field's name on the wire."""
+    """Return the cases of Embed by the field's name on the wire."""
     return {
         "inputs.token_ids": Case({"inputs": [_PROMPT[:9]]}),
         "pooling": Case({"pooling": "mean"}),
@@ -204,7 +206,7 @@ class Questions:
         return _questions("generate", combinations(GENERATE, self.generate, rng, count))
 
     def not_as_said(self, answers: Mapping[str, Any]) -> list[str]:
-        """As `cases.not_as_said` has it."""
+        """Return what `cases.not_as_said` finds in the cases of both RPCs."""
         return [
             line
             for rpc, cases in (("generate", self.generate), ("embed", self.embed))

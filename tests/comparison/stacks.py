@@ -116,7 +116,9 @@ def ask(
 
 
 def questions_for(checkout: Checkout, shard: Shard) -> Questions:
-    """What to ask shards of this model, of this and other checkouts: all that this one knows."""
+    """Return the questions for shards with this shard's model: each case that this checkout knows,
+    if its field is among those that the shard's reflection shows.
+    """
     generate_fields = wire_fields(shard, "Generate")
     found = ask(checkout, [shard], {"": {"generate": GENERATE}})
     vocabulary = Vocabulary(
@@ -172,13 +174,13 @@ def _content(text: str) -> Any:
 
 
 def _join(events: list[Any]) -> Json:
-    """What a stream said, whichever tokens came in one event."""
+    """Return what a stream said, no matter which tokens came in one event."""
     said: dict[str, list[Any]] = {}
     for event in events:
         for key, value in _strings_and_numbers(event):
             said.setdefault(key, []).append(value)
     texts = {key: "".join(map(str, said.get(key, ()))) for key in _JOINED}
-    # Usage may come with every event: what it is in the end.
+    # Usage may come with every event: the last one counts.
     ends = {key: said[key][-1] for key in _COUNTS if key in said}
     return {**texts, **ends, **{key: said.get(key, []) for key in _LISTED}}
 

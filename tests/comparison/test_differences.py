@@ -1,4 +1,4 @@
-"""What counts as a difference, which fields need a case, and which tree is the baseline."""
+"""Tests of what counts as a difference, which fields need a case, which tree is the baseline."""
 
 from __future__ import annotations
 

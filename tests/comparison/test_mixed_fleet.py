@@ -39,7 +39,7 @@ _SIGNALS = {"dies": signal.SIGKILL, "drains": signal.SIGTERM}
 
 
 def long_questions(questions: Questions) -> dict[str, Json]:
-    """Of each field of a generation; in `make test` of every third."""
+    """Return each question about a generation, made long; in `make test`, every third."""
     generations = {
         name: question["generate"]
         for name, question in questions.each_field().items()
@@ -54,13 +54,15 @@ def long_questions(questions: Questions) -> dict[str, Json]:
 def reply_when_one_leaves(
     client: Checkout, shards: list[Shard], event: str, leaving: int, asked: dict[str, Json]
 ) -> Reply:
-    """What a fleet answers of which one shard leaves while all is generated."""
+    """Return what a fleet answers if one of its shards leaves while all requests are generated."""
     with running(*shards):
         return ask(client, shards, asked, client="fleet", ending=(shards[leaving], _SIGNALS[event]))
 
 
 def many_went_on(reply: Reply) -> bool:
-    """Whether an eighth took another attempt; half of all, or so, ran at the shard that left."""
+    """True if more than an eighth of the requests took another attempt. About half of all requests
+    ran at the shard that left.
+    """
     num_continued = sum(attempts > 1 for attempts in reply.attempts.values())
     print(f"{num_continued} of {len(reply.attempts)} went on elsewhere")
     return num_continued > len(reply.attempts) // 8
@@ -134,7 +136,9 @@ def test_a_router_s_requests_go_on_exactly_at_the_other(
 
 
 async def wait_busy(shard: Shard) -> None:
-    """Until several requests are amid their answers there."""
+    """Wait until the shard runs several requests at once and has computed more steps than half an
+    answer takes.
+    """
     async with asyncio.timeout(30), ShardClient(shard.address) as client:
         async for report in client.watch_load():
             if report.running > 1 and report.steps_total > _TOKENS // 2:

@@ -18,7 +18,7 @@ from support.processes import Router, running
 
 
 def across(sides: Sides, direction: str) -> tuple[Side, Side]:
-    """Who asks, and who is asked."""
+    """Return the side that asks and the side that is asked."""
     to_now = direction == "before to now"
     return (sides.before, sides.now) if to_now else (sides.now, sides.before)
 

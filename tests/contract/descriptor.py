@@ -46,7 +46,7 @@ def facts(file: FileDescriptorProto) -> list[Fact]:
 
 
 def breaks(released: Iterable[Fact], now: Iterable[Fact]) -> list[str]:
-    """What was released and is gone or different. Additions break nothing."""
+    """Return a line for each released fact that is gone or different. Additions break nothing."""
     present = {(fact["kind"], fact["name"]): fact for fact in now}
     problems = []
     for fact in released:

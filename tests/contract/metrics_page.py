@@ -30,7 +30,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """As a page shows it: a counter has its ending."""
+    """A family of metrics as a page shows it. The name of a counter has its ending."""
 
     name: str
     kind: str
@@ -39,7 +39,7 @@ class Family:
 
     @property
     def series(self) -> tuple[str, ...]:
-        """What a query may name."""
+        """The names of the family's series, as queries use them."""
         if self.kind == "histogram":
             return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
         return (self.name,)
@@ -84,7 +84,7 @@ def _family(family: Metric, labels: Sequence[str]) -> Family:
 
 
 def tables() -> Mapping[str, str]:
-    """By the name of the comment that stands before and after each."""
+    """Return the tables, each by the name in the comments that stand before and after it."""
     return {
         "router": _table(router_families()),
         "shard": _table(shard_families()),

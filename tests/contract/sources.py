@@ -63,7 +63,7 @@ Modules = Mapping[str, Module]
 
 @functools.cache
 def product_modules() -> Modules:
-    """All modules of the four packages, by name."""
+    """Return all modules of the packages, by name."""
     found = [
         _read(package, folder, path)
         for package, folder in PACKAGES.items()
@@ -79,9 +79,10 @@ def doctored(**sources: str) -> Modules:
 
 
 def imports(module: Module, known: Modules) -> Iterator[str]:
-    """What a module imports, wherever it stands in the file, TYPE_CHECKING blocks included.
+    """Yield the modules that a module imports, wherever the import stands, TYPE_CHECKING blocks
+    included.
 
-    `from package import name` is the module `package.name` where there is one, else the package.
+    `from package import name` yields `package.name` if that is a module, else the package.
     """
     for node in _import_statements(module.source):
         if isinstance(node, ast.Import):

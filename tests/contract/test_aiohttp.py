@@ -1,6 +1,6 @@
-"""What of aiohttp's own the router relies on, though aiohttp promises none of it.
+"""The inner parts of aiohttp that the router relies on, though aiohttp promises none of them.
 
-Another release may lack it: this says so by name, before anything fails far from here.
+Another release may lack one. These tests then name it, before anything fails far from here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ EXPECT_HANDLER = "_default_expect_handler"
 
 
 def _unread(module: ModuleType, name: str) -> Iterator[str]:
-    """Its source is asked: the module has the name as soon as our own was imported."""
+    """Yield a complaint if the source of `module` never reads `name`. The source is searched
+    because the module itself has the name as soon as our own code is imported.
+    """
     nodes = ast.walk(ast.parse(inspect.getsource(module)))
     if not any(
         isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)

@@ -109,14 +109,16 @@ def _calls(module: Module) -> Iterator[tuple[str, ast.Call]]:
 
 
 def _name_of(function: ast.expr) -> str:
-    """Its dotted name; of what comes from no name `?` and what follows."""
+    """Return the dotted name of a called function. A `?` stands for a part that is no name."""
     if isinstance(function, ast.Attribute):
         return f"{_name_of(function.value)}.{function.attr}"
     return function.id if isinstance(function, ast.Name) else "?"
 
 
 def _is_chosen(module: Module, call: ast.Call) -> bool:
-    """Whether its `env` comes from `child_environment`, or is a name in a module that calls it."""
+    """True if the `env` of a call comes from `child_environment`, or is a name or an attribute in a
+    module that calls `child_environment`.
+    """
     given = {word.arg: word.value for word in call.keywords}.get("env")
     if given is None or "os.environ" in ast.unparse(given):
         return False

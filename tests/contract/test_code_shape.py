@@ -1,6 +1,7 @@
-"""How the code is shaped: short functions, short modules, errors caught by name, no one's folders.
+"""The shape of the code: short functions, short modules, errors caught by name, no authors'
+folders.
 
-Style is ruff's; this is what ruff does not count.
+Ruff checks style; these tests check what ruff does not count.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _NOT_FETCHED = {"canonical", "prev", "next"}
 
 @dataclass
 class Page(HTMLParser):
-    """What one page refers to, and what may be referred to in it."""
+    """The references of one page: what it fetches and links to, and the ids that links can name."""
 
     path: Path
     fetched: list[str] = field(default_factory=list)
@@ -102,7 +102,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(site) -> dict[Path, Page]:
-    """All but the one for addresses that do not exist, which does not know where it is shown."""
+    """All pages by path, except 404.html: that page does not know at which address it is shown."""
     return {path: Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
 
 

@@ -1,4 +1,6 @@
-"""Who may import whom: what keeps torch out of the router and the stubs in two files."""
+"""The rules of imports between packages and rooms: they keep torch out of the router, and the stubs
+in one room.
+"""
 
 from __future__ import annotations
 
@@ -293,7 +295,7 @@ def http_violations(modules: Modules) -> Iterator[str]:
 
 
 def find_cycle(modules: Modules) -> list[str]:
-    """One circle of imports, its first module again at the end; empty when there is none."""
+    """Return one circle of imports, its first module again at the end; empty if there is none."""
     graph: dict[str, list[str]] = {name: [] for name in modules}
     for module, target in _edges(modules):
         if target in modules and target != module.name:

@@ -1,4 +1,4 @@
-"""What the images install: pinned within pyproject's ranges, and nothing under the GPL."""
+"""The packages that images install: pinned within pyproject's ranges, and none under the GPL."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def fields_of(name: str) -> list[tuple[str, str]]:
 
 
 def licence_of(fields: Sequence[tuple[str, str]]) -> str:
-    """As the fields of a package's metadata state it; empty where they do not."""
+    """Return the licence as a package's metadata state it; empty if they state none."""
     classifiers = [
         value for name, value in fields if name == "Classifier" and value.startswith("License ::")
     ]
     one = dict(fields)
     stated = one.get("License-Expression") or one.get("License") or ""
-    # Some put the whole text there: its title is enough.
+    # Some packages put the whole text there: its title is enough.
     return "; ".join([stated.partition("\n")[0], *classifiers]).strip("; ")
 
 

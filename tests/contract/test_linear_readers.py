@@ -17,7 +17,7 @@ _PACKAGES = ("penstock_router", "penstock_common")
 
 
 def patterns(modules: Modules) -> set[str]:
-    """Where patterns are made, as module and name: of the constant or of the function."""
+    """Return where patterns are made: the module, and in it the constant or the function."""
     return {
         f"{module.name}:{place}"
         for module in modules.values()

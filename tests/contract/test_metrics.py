@@ -23,7 +23,7 @@ SCRAPED = {"instance", "job", "le", "namespace", "release"}
 
 @cache
 def series() -> dict[str, set[str]]:
-    """What may be named, and its labels."""
+    """Return the series that may be named, each with its labels."""
     families = [*router_families(), *shard_families()]
     ours = {name: {*family.labels} | SCRAPED for family in families for name in family.series}
     return {**ours, "up": SCRAPED}
@@ -35,7 +35,7 @@ def dashboard(path: Path) -> dict[str, Any]:
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """Where each query stands, and the query."""
+    """Yield the place of each query, and the query."""
     for path in DASHBOARDS:
         for panel in dashboard(path)["panels"]:
             for target in panel.get("targets", ()):
@@ -50,7 +50,7 @@ def queries() -> Iterator[tuple[str, str]]:
 
 
 def _without_made_labels(query: str) -> str:
-    """What `label_replace` makes is no label of a series."""
+    """Remove from `on (...)` the labels that `label_replace` makes: no series has them."""
     made = re.findall(r'label_replace\(.*?, "(\w+)", "\$1"', query)
     return re.sub(rf"\bon \(({'|'.join(made)})\)", "on ()", query) if made else query
 
@@ -84,7 +84,7 @@ def test_what_scalers_of_the_chart_look_at_is_counted() -> None:
 
 
 def labelled() -> Iterator[tuple[str, str, set[str]]]:
-    """Where each query stands that is shown with labels, the query, and those labels."""
+    """Yield the place, the query and the labels shown, for each query of a panel or an alert."""
     for path in DASHBOARDS:
         for panel in dashboard(path)["panels"]:
             for target in panel.get("targets", ()):

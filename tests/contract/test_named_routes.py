@@ -54,7 +54,9 @@ async def app() -> web.Application:
 
 
 def named_routes(text: str, firsts: set[str]) -> Iterator[tuple[str, str]]:
-    """Each method and path; "" for any method. A bare path counts if it begins as a route does."""
+    """Yield each method and path that a text names; the method is "" if any will do. A bare path
+    counts if it begins as a route does.
+    """
     yield from _WITH_METHOD.findall(text)
     yield from (("", path) for path in _WITH_HOST.findall(text))
     yield from (("", path) for path in _BARE.findall(text) if path.split("/")[1] in firsts)

@@ -1,7 +1,7 @@
-"""What comes in is never run as code: no pickles, no eval, no shell, no model's own Python.
+"""Data that comes in is never run as code: no pickles, no eval, no shell, no model's own Python.
 
-The one place where Python pickles on its own account is `multiprocessing`, which hands the router's
-configuration from a parent to the workers that it starts, over a pipe that only the two have.
+Only `multiprocessing` pickles by itself. It hands the router's configuration from a parent to the
+workers that it starts, over a pipe that only the two have.
 """
 
 from __future__ import annotations

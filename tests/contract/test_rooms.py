@@ -59,7 +59,7 @@ def upward_imports(package: str, rooms: Sequence[str], modules: Modules) -> Iter
 
 
 def _modules_of(package: str, modules: Modules) -> list[Module]:
-    """Without the package's own `__init__`, which may name anything of it."""
+    """Return the modules of a package, except its own `__init__`, which may name anything of it."""
     return [each for each in modules.values() if each.package == package and each.name != package]
 
 

@@ -59,7 +59,7 @@ def test_the_page_of_metrics_has_each_alert_with_its_entry() -> None:
 
 
 def flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Of its commands too."""
+    """Yield the flags of a parser and of its commands."""
     for action in parser._actions:
         yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):

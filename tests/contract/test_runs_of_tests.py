@@ -1,4 +1,4 @@
-"""What is marked `soak` runs in the soak only."""
+"""Tests that are marked `soak` run in the soak only, and tests/soak.md lists them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What docs/security.md promises is there: the tests that it names, and the flags."""
+"""The tests, flags and variables that docs/security.md names exist."""
 
 from __future__ import annotations
 

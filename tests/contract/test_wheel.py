@@ -1,4 +1,4 @@
-"""What is in the wheel: the packages with their data, nothing else, and the right extras."""
+"""The wheel holds the packages with their data and nothing else, and has the right extras."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is declared of each flag of the processes is what their command lines do."""
+"""The command lines of the processes do what is declared of each flag."""
 
 from __future__ import annotations
 

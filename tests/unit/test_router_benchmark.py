@@ -127,7 +127,7 @@ def test_a_curve_keeps_both_ends_and_percentiles_are_values_that_occur() -> None
 
 
 def _figures(**changes: float | None) -> dict[str, float | None]:
-    """Of a window in which nothing is amiss."""
+    """Return the figures of a window in which nothing is amiss, except for `changes`."""
     latencies = {"ttft_p99_ms": 80.0, "gap_p99_ms": 20.0, "long_p99_ms": 90.0, "same_p99_ms": None}
     memory = {"router_grown_mb": 10.0, "shard_grown_mb": 10.0}
     return {**latencies, **memory, "live_p99_ms": 5.0, "errors": 0.0, **changes}

@@ -24,7 +24,7 @@ def _moments(
     idle_s: float = 0.0,
     count: int = 11,
 ) -> list[Moment]:
-    """Of equal steps, the first of which ends at 0."""
+    """Return the moments at which equal steps end. The first step ends at 0."""
     return [
         Moment(
             at_s=i * period_s,

@@ -1,5 +1,5 @@
-"""What runs beside tests of other projects (tests/suites/foreign) tells their outcomes, and keeps
-them on this machine.
+"""The files of tests/suites/foreign, which run beside tests of other projects, tell the outcomes of
+those tests and keep them on this machine.
 """
 
 from __future__ import annotations

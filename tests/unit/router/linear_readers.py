@@ -393,7 +393,7 @@ OFFERED = (
 
 
 def answers(format_: CallFormat) -> list[tuple[str, str]]:
-    """How answers begin that are hard to read in a format, and what they then repeat."""
+    """Return beginnings of answers that are hard to read in a format, each with what it repeats."""
     begins = ("", *format_.begins())
     heads = [f"{begin}{call}" for begin in begins for call in ("", "search", '{"name": "now", ')]
     units = (*(" ", "a", "[", '{"a":', '"', "<", "\\"), *format_.marks)

@@ -20,7 +20,7 @@ KEY = {"Authorization": "Bearer operator"}
 
 @pytest.fixture(autouse=True)
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Where names lead: nothing here asks the network."""
+    """The addresses of hosts by name, 10.0.0.2 for all others: nothing here asks the network."""
     ips: dict[str, str] = {}
 
     async def resolve(name: str, port: int) -> list[AddressInfo]:

@@ -1,4 +1,6 @@
-"""Who is let in, who waits and for how long: without sockets, routes or a fleet."""
+"""Admission of requests: who is let in, who waits and for how long, without sockets, routes or a
+fleet.
+"""
 
 from __future__ import annotations
 
@@ -275,7 +277,7 @@ async def test_who_is_pushed_out_as_its_waiting_ends_gets_no_place(scope: ExitSt
 
 async def test_nothing_of_who_is_pushed_out_stays_until_garbage_is_collected() -> None:
     class Prompt:
-        """As large as they get."""
+        """A stand-in for a large prompt."""
 
     prompts: list[weakref.ref[Prompt]] = []
 

@@ -115,7 +115,7 @@ READ = {
 
 
 def surroundings(content: Any) -> dict[str, Any]:
-    """What it says of where it runs, as a message of the role system."""
+    """Return a message of the role system that says where the agent runs."""
     return {"role": "system", "content": content}
 
 

@@ -1,4 +1,4 @@
-"""One sequence's outputs to deltas: where it ends and why, and when text is made."""
+"""Deltas made from the outputs of one sequence: where it ends and why, and when text is made."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def choice_of(model: ServedModel, prompt: Prompt | None = None, **options: Any) 
 def outputs_of(
     token_ids: Sequence[int], bundle: int, reason: FinishReason = FinishReason.LENGTH
 ) -> Iterator[Output]:
-    """As a shard sends them; the last token is the stop token where `reason` is STOP."""
+    """Yield outputs as a shard sends them. The last token is the stop token if `reason` is STOP."""
     for start in range(0, len(token_ids), bundle):
         ids = list(token_ids[start : start + bundle])
         output = Output(ids, start, logprobs=fake_logprobs(ids, 2))
@@ -57,7 +57,7 @@ def outputs_of(
 
 
 def taken(choice: Choice, outputs: Iterator[Output]) -> Delta:
-    """All deltas as one."""
+    """Return all deltas of a choice, joined into one."""
     whole = DeltaBuffer(Delta(0, "", []))
     for output in outputs:
         delta = choice.take(output)
@@ -69,7 +69,7 @@ def taken(choice: Choice, outputs: Iterator[Output]) -> Delta:
 
 
 def spelled(model: ServedModel, text: str) -> list[int]:
-    """One token for each byte: stop strings span many."""
+    """Return one token for each byte of the text, so that stop strings span many tokens."""
     return [
         next(i for i in range(3, 300) if model.tokenizer.token_bytes(i) == bytes([byte]))
         for byte in text.encode()

@@ -32,7 +32,7 @@ SECRET = "the weather in Atlantis"
 
 
 class Watcher:
-    """One reader of the feed."""
+    """A reader of the console's feed."""
 
     def __init__(self, connection: Connection, headers: dict[str, str] | None = None) -> None:
         self.connection = connection
@@ -56,7 +56,7 @@ class Watcher:
         await self._events.put(("end", None))
 
     async def next(self, name: str) -> Any:
-        """The next event of this name."""
+        """Return the data of the next event of this name."""
         async with asyncio.timeout(30):
             while True:
                 event, data = await self._events.get()

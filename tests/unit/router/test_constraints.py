@@ -1,4 +1,4 @@
-"""What answers must be like: the one constraint that a request, its tools and reasoning make."""
+"""The constraint that answers are held to: a request, its tools and its reasoning make one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model writes calls and reasoning: what is chosen, shown to its template, sent to shards."""
+"""The way a model writes calls and reasoning: how it is chosen, shown to a template, and sent."""
 
 from __future__ import annotations
 

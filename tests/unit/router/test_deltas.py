@@ -1,4 +1,4 @@
-"""What an answer gains, bundled."""
+"""The deltas of an answer, in bundles."""
 
 from __future__ import annotations
 

@@ -329,7 +329,7 @@ def test_a_token_has_its_bytes_as_they_stand_in_running_text(tokenizer: Tokenize
 
 
 def test_the_window_shows_the_same_however_tokens_are_bundled(byte_level: Tokenizer) -> None:
-    """Also text before a character whose last byte never came."""
+    """Check also text before a character whose last byte never came."""
     table = WindowTable(byte_level, has_bytes=True)
     ids = encode(byte_level, "The answer is 日本👾")[:-1]
     one_by_one = table.start([5], skip_special_tokens=True)

@@ -75,7 +75,7 @@ def bos_tokenizer() -> Tokenizer:
 
 
 def thinking_tokenizer() -> Tokenizer:
-    """One whose special tokens begin and end reasoning."""
+    """Return a byte-level tokenizer with special tokens that begin and end reasoning."""
     written = byte_level_tokenizer().to_str()
     return Tokenizer.from_str(
         written.replace("<|im_start|>", "<think>").replace("<|im_end|>", "</think>")
@@ -97,7 +97,7 @@ def _deadline_s(request: EngineRequest) -> float:
 
 @dataclass
 class Seen:
-    """What a request led to: the answer, what the router submitted, what engines got."""
+    """The results of a request: the answer, what the router submitted, and what engines got."""
 
     answer: Answer
     requests: list[GenerationRequest]
@@ -125,14 +125,14 @@ class Seen:
 
 @dataclass
 class Proof:
-    """With the field `view` shows `wanted`; without it something else."""
+    """A value for a field: with it `view` shows `wanted`, without it something else."""
 
     value: Any
     view: Callable[[Seen], Any]
     wanted: Any
-    # Other fields, there with the field and without it.
+    # Other fields, which stand in both requests: with the field and without it.
     beside: JsonObject = field(default_factory=dict)
-    # For a field of which nothing may come.
+    # Whether the field must have no effect.
     inert: bool = False
     tokenizer: Tokenizer = BYTE_LEVEL
     template: str = TEMPLATE
@@ -184,7 +184,7 @@ def joins(seen: Seen) -> list[list[int]]:
 
 
 def may_be_several(seen: Seen) -> bool:
-    """Whether the answer may be a list of calls."""
+    """True if the answer may be a list of calls."""
     constraint = seen.engine.constraint
     return constraint is not None and '"value":"["' in constraint.value
 
@@ -373,7 +373,7 @@ async def all_seen(
     bodies: Sequence[Mapping[str, Any]],
     proof: Proof = COMMON["guided_decoding_backend"],
 ) -> list[Seen]:
-    """What comes of each body."""
+    """Send each body to the route, and return what came of each."""
     fleet = CheckedFleet(
         model_files(proof.tokenizer, proof.template),
         script=lambda request: list(proof.said)[: request.max_tokens],
@@ -481,7 +481,7 @@ class Bound:
 
 
 def range_of(name: str, low: float, high: float, step: float = 1, **beside: Any) -> list[Bound]:
-    """Both bounds belong to it."""
+    """Return the two bounds of a range. The range includes both."""
     return [
         Bound(name, low, low - step, f"at least {low:g}", beside),
         Bound(name, high, high + step, f"at most {high:.20g}", beside),
@@ -489,7 +489,7 @@ def range_of(name: str, low: float, high: float, step: float = 1, **beside: Any)
 
 
 def ends_of(name: str) -> list[Bound]:
-    """Both ends of the range that shards have, too."""
+    """Return the two bounds of a sampling parameter. They are the bounds that shards have, too."""
     allowed = SAMPLING_RANGES[name]
     low, high = range_of(name, allowed.low, allowed.high, 0.001)
     if allowed.above_low:
@@ -510,7 +510,7 @@ def ids_of(name: str, **beside: Any) -> list[Bound]:
 
 
 def scores_of(name: str, **beside: Any) -> list[Bound]:
-    """As many as the shards give; the whole vocabulary is more."""
+    """Return the bounds of a number of scores. Shards give at most 20; the vocabulary is more."""
     return [
         Bound(name, 0, -2, "at least -1", beside),
         Bound(name, 20, 21, "at most 20 (--max-logprobs of the model's shards)", beside),
@@ -586,7 +586,7 @@ COMMON_BOUNDS = [
 
 
 def looks(count: int) -> list[JsonObject]:
-    """So many tools."""
+    """Return `count` tools."""
     return [{"type": "function", "function": {"name": f"f{index}"}} for index in range(count)]
 
 
@@ -631,7 +631,9 @@ BOUNDS: dict[str, list[Bound]] = {
 
 
 def bounded_ends(schema: JsonObject) -> int:
-    """How many ends of a range a schema states; the numbers' widths on the wire are none."""
+    """Count the ends of a range that a schema states. Ends that are a number's width on the wire do
+    not count.
+    """
     limits = (
         *("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "minItems", "maxItems"),
         *("minLength", "maxLength", "maxProperties", "pattern", "enum"),
@@ -639,7 +641,7 @@ def bounded_ends(schema: JsonObject) -> int:
     technical = (0, INT32_MAX, 2**32 - 1, "boolean")
     count = 0
     for part in (schema, *schema.get("anyOf", ())):
-        # Values beside others are those that ask for nothing.
+        # An `enum` beside other schemas lists the values that ask for nothing.
         ends = limits if part is schema else limits[:-1]
         count += sum(1 for name in ends if part.get(name, 0) not in technical)
     return count

@@ -1,4 +1,4 @@
-"""What Prometheus gets: all of it, and the event loop never waits long for it."""
+"""The metrics that Prometheus gets: all of them, and the event loop never waits long for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fields of completions and chats do together: batches, seeds, scores, echo, ids, streams."""
+"""Fields of completions and chats in combination: batches, seeds, scores, echo, ids, streams."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ async def test_the_prompts_own_logprobs_come_with_a_streams_first_event_of_each_
 async def test_what_nobody_asked_for_is_null_in_an_answer_and_absent_from_a_stream(
     router: MemoryRouter,
 ) -> None:
-    """As clients written for vLLM read it: as attributes."""
+    """Check that each name is there: clients written for vLLM read it as an attribute."""
     completion = (await router.complete([5, 6])).json()
     chat = (await router.chat("fox")).json()
     of_prompts, of_answers = (

@@ -1,4 +1,4 @@
-"""What is over is gone: requests leave no cycles, which nobody looks for among old objects."""
+"""Requests that are over leave no cycles: nobody looks for cycles among old objects."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ async def job_of(models: Models, **fields: object) -> Job:
 
 
 class _Ready(Deltas):
-    """So many deltas that are there at once."""
+    """A source of `count` deltas that are all there at once."""
 
     def __init__(self, count: int) -> None:
         self.left = count

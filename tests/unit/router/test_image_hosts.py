@@ -1,4 +1,4 @@
-"""Where images may be fetched: hosts, and what their names lead to."""
+"""The hosts that images may be fetched from, and the addresses that their names lead to."""
 
 from __future__ import annotations
 

@@ -335,7 +335,7 @@ def test_a_prompt_is_cut_beside_its_images_and_never_through_one(side: str) -> N
 
 
 def random_text(rng: random.Random, reserved: Sequence[str]) -> str:
-    """Of what is reserved, parts of it, marks and other letters."""
+    """Return a text of reserved words, parts of them, marks and other letters, drawn at random."""
     pieces = []
     for _ in range(rng.randint(0, 6)):
         spelled = rng.choice(reserved)

@@ -1,4 +1,4 @@
-"""In which order clients get places for their work, and how equal work on images is shared."""
+"""The order in which clients get places for their work, and how equal work on images is shared."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def turn(turns: Turns, *clients: str) -> AsyncIterator[Place]:
 async def order_of(
     turns: Turns, clock: Clock, work: list[tuple[str, float]]
 ) -> list[tuple[str, float]]:
-    """Who had a place when, of clients that all come now with work that takes so many seconds."""
+    """Return who got a place and when, if all clients come now with work of the given seconds."""
     begun: list[tuple[str, float]] = []
 
     async def run(client: str, takes_s: float) -> None:

@@ -164,7 +164,7 @@ def end(usage: KeyUsage, key: str, model: str = "m", tokens: int = 1) -> None:
 
 
 def requests_of(usage: KeyUsage) -> dict[str, int]:
-    """By key, over all models."""
+    """Return the number of requests of each key, over all models."""
     found: dict[str, int] = {}
     for key, _, row in usage._total().all_rows():
         found[key] = found.get(key, 0) + row.requests

@@ -1,4 +1,4 @@
-"""Whose key a request shows, what it opens, and what happens when the file of keys changes."""
+"""The keys that requests show, what each opens, and what happens when the file of keys changes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def served(byte_level: Tokenizer) -> FakeFleet:
 
 
 class StoppedClock:
-    """Nothing comes back into a bucket while a test looks."""
+    """A clock that stands still: nothing comes back into a bucket while a test looks."""
 
     def monotonic(self) -> float:
         return 1000.0

@@ -49,7 +49,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 def slow_fleet(tokenizer: Tokenizer) -> FakeFleet:
-    """Its answers end when somebody ends them."""
+    """Return a fleet whose answers end only when somebody ends them."""
     return FakeFleet(model_files(tokenizer), step_s=0.02, script=lambda request: [5] * 100_000)
 
 
@@ -72,7 +72,7 @@ async def fill(router: MemoryRouter) -> asyncio.Task[Answer]:
 
 @asynccontextmanager
 async def small_router(fleet: FakeFleet, **settings: Any) -> AsyncIterator[MemoryRouter]:
-    """It has one place, and waits for nobody when it stops."""
+    """Yield a router that has one place, and waits for nobody when it stops."""
     settings = {"max_concurrent_requests": 1, "shutdown_timeout_s": 0.01, **settings}
     async with memory_router(fleet, **settings) as router:
         yield router
@@ -527,7 +527,7 @@ async def test_a_request_is_held_until_a_shard_serves_its_model(fleet: FakeFleet
 
 
 class TellingFleet(FakeFleet):
-    """It changes when it says so."""
+    """A fleet that changes when `tell` is called."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         super().__init__(files)

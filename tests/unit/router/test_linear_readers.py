@@ -132,7 +132,7 @@ def test_a_body_of_any_text_is_read_and_worked_on_in_linear_time(
 
 @functools.cache
 def value(size: int, number: int) -> msgspec.Raw:
-    """One of the values that a field may be given, as JSON."""
+    """Return one of the values that a field may be given, as JSON."""
     return msgspec.Raw(msgspec.json.encode([*values(size)][number]))
 
 

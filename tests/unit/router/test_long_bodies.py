@@ -180,7 +180,7 @@ class UsedBodies(Bodies):
 
 @asynccontextmanager
 async def made_bodies(fleet: FakeFleet, **settings: Any) -> AsyncIterator[UsedBodies]:
-    """With one text process, which is started when it is needed."""
+    """Yield bodies with one text process, which is started when it is needed."""
     config = RouterConfig(shards="fake:1", trust_request_chat_template=True, **settings)
     with ThreadPoolExecutor(1) as executor:
         threads = Threads(executor, 8)
@@ -198,7 +198,7 @@ async def made_bodies(fleet: FakeFleet, **settings: Any) -> AsyncIterator[UsedBo
 
 
 def pids(pool: TextPool) -> list[int]:
-    """Of the processes that have nothing to do, or are kept for a body that they have read."""
+    """Return the ids of the processes that are idle, or are kept for a body that they have read."""
     kept = [lease.process for lease in pool._held.values() if lease.process is not None]
     return [process.pid for process in (*pool._free, *kept)]
 
@@ -212,7 +212,7 @@ async def read(bodies: UsedBodies, kind: str, *pieces: bytes) -> Body:
 
 
 async def outcome(bodies: UsedBodies, kind: str, data: bytes, earlier: bytes = b"") -> Any:
-    """All that comes of a body, in a form that can be compared."""
+    """Return all that comes of a body, in a form that can be compared."""
     try:
         body = await read(bodies, kind, data[:9], data[9:])
         if body.refusal is not None:
@@ -233,7 +233,9 @@ async def outcome(bodies: UsedBodies, kind: str, data: bytes, earlier: bytes = b
 
 
 def plain(value: Any) -> Any:
-    """Without what sets equal values apart: arrays are lists, and ids of items are drawn."""
+    """Return a value without what sets equal values apart: arrays become lists, and items lose the
+    ids that are drawn for them.
+    """
     if isinstance(value, array | list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, dict):
@@ -327,7 +329,7 @@ SHOWN: list[tuple[str, dict[str, Any]]] = [
 
 
 async def _shown(router: MemoryRouter, path: str, body: dict[str, Any]) -> Any:
-    """What a client is shown, without what is drawn and without times."""
+    """Return what a client is shown, without times and without what is drawn."""
     answer = await router.post(path, body)
     text = re.sub(r"(msg|req|resp|cmpl|chatcmpl)[-_]\w+", "ID", answer.body.decode())
     text = re.sub(r'("(created|created_at|completed_at)":)[\d.]+', "TIME", text)
@@ -456,7 +458,7 @@ async def test_of_many_long_bodies_a_few_are_read_from_in_one_turn_of_the_loop(
 async def test_what_a_job_is_made_of_does_not_depend_on_where_its_text_was_worked_on(
     models: Models,
 ) -> None:
-    """Also for cursors of routers before this one, which packed ids so."""
+    """Check also that cursors of earlier routers hold: they packed ids in this way."""
     model, ids = await models.get(""), [5, 6, 499]
     request = parse_completion({"prompt": ids})
     here, there = [
@@ -518,10 +520,10 @@ def until_ended(pid: int) -> None:
 
 
 async def endless_body(bodies: UsedBodies) -> tuple[Body, ServedModel]:
-    """One that will be worked on for ever, and a process that can begin at once."""
+    """Return a body whose work never ends, and its model. A process is ready to begin at once."""
     chat = {"messages": [USER], "chat_template": ENDLESS}
     body, model = await read_long(bodies, "chats", chat), await bodies.models.get("")
-    # So that files are there.
+    # After a short body the process has the model's files.
     short = {"messages": [USER], "chat_template": "x"}
     await (await read(bodies, "chats", msgspec.json.encode(short))).work(model)
     return body, model
@@ -576,7 +578,7 @@ async def test_a_text_process_imports_nothing_from_the_folder_it_is_in(
 
 
 def test_work_without_end_ends_without_its_router_too() -> None:
-    """What holds the interpreter lock lets no thread look whether the router is there."""
+    """Check work that holds the interpreter lock, so that no thread can look for the router."""
     program = (
         "import os; from penstock_router.offload import text_process as t; t.MAX_TASK_S = 1; "
         "t.TextWorker.do = lambda *_: (os.write(1, b'!'), 9 ** 9 ** 9); "
@@ -661,7 +663,9 @@ async def tokenized(bodies: UsedBodies, client: str, num_words: int, done: list[
 async def test_one_clients_long_bodies_leave_others_a_process(
     fleet: FakeFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each takes a second or more; each of the other's a fiftieth of that."""
+    """Check that short bodies are read while long ones wait. Each long one takes a second or more,
+    each short one a fiftieth of its time.
+    """
     monkeypatch.setattr("penstock_router.admission.turns.LONG_S", 0.05)
     done: list[str] = []
     async with made_bodies(fleet) as bodies:
@@ -670,7 +674,7 @@ async def test_one_clients_long_bodies_leave_others_a_process(
             while not bodies.pool._turns.num_working:
                 await asyncio.sleep(0.01)
         await asyncio.gather(*(tokenized(bodies, "b", 9_000, done) for _ in range(3)))
-        # Of four before these, at most the one that was being worked on.
+        # At most one of the four long bodies is done: the one that was being worked on.
         assert done.count("a") <= 1
         await asyncio.gather(*long)
 

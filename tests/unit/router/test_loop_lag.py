@@ -1,4 +1,4 @@
-"""How late the event loop comes: what is measured, and that it is counted."""
+"""The lateness of the event loop: how it is measured, and that it is counted."""
 
 from __future__ import annotations
 

@@ -47,7 +47,9 @@ def events_of(frames: bytes) -> list[dict[str, Any]]:
 
 
 def message_of(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """What a client makes of a stream; each event is checked to be allowed where it stands."""
+    """Return the message that a client makes of a stream. Check that each event is allowed where it
+    stands.
+    """
     message: dict[str, Any] = {}
     block: dict[str, Any] | None = None
     texts = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}

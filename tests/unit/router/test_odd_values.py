@@ -148,7 +148,9 @@ def _fields_of(route: Route) -> list[str]:
 
 
 def _odd_bodies(rng: random.Random) -> Iterator[tuple[str, JsonObject]]:
-    """All fields with all values, and all places of usual bodies with all values, at random."""
+    """Yield bodies at random, each with the path that it is for: all values in all fields, and in
+    all places of usual bodies.
+    """
     cases = []
     for route in ROUTES:
         body = BODIES.get(route.path)

@@ -262,7 +262,7 @@ def test_a_type_without_a_schema_is_refused() -> None:
 
 
 class Tags(HTMLParser):
-    """What a page has in it, and what it would load."""
+    """The scripts and handlers of a page, and the addresses that it would load."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""What comes of each field that clients of other servers add: honoured, refused by name, or taken
-and named in a warning.
+"""Fields that clients of other servers add: honoured, refused by name, or taken and named in a
+warning.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One sequence whose text is told into reasoning, content and calls: what its deltas have."""
+"""The deltas of a sequence whose text is split into reasoning, content and calls."""
 
 from __future__ import annotations
 
@@ -366,7 +366,7 @@ class _Listed(Deltas):
 
 
 async def rest_of(deltas: Sequence[Delta], *delivered: ChoiceProgress) -> list[Delta]:
-    """What is left, with the usage checked against it."""
+    """Return the deltas that were not delivered. Check the usage against them."""
     usage = Usage(0, sum(known.tokens for known in delivered))
     usage.completion_tokens += sum(len(delta.token_ids) for delta in deltas)
     rest = skip_delivered(_Listed(deltas), ResumePoint(delivered), usage)

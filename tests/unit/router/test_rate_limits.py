@@ -1,4 +1,4 @@
-"""What a key may ask for in a minute: buckets, what a request is charged, what headers say."""
+"""The limits of a key in each minute: its buckets, what a request is charged, what headers say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Each request has one record, which is whole when it ends, whatever it ended in."""
+"""The records of requests: each request has one, which is whole when the request ends, however it
+ends.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def records_of(router: MemoryRouter) -> Records:
 
 @pytest.fixture
 def ended(router: MemoryRouter) -> list[RequestRecord]:
-    """Those that have ended by now."""
+    """The records of the requests that have ended by now."""
     records: list[RequestRecord] = []
     records_of(router).on_end.append(records.append)
     return records

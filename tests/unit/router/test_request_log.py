@@ -107,7 +107,7 @@ def test_the_words_have_the_address_if_it_is_logged(caplog: pytest.LogCaptureFix
 
 
 def text_of(record: RequestRecord, caplog: pytest.LogCaptureFixture) -> str:
-    """Its line on a terminal, without the time."""
+    """Return a record's line on a terminal, without the time."""
     with caplog.at_level(logging.INFO, LOGGER):
         log_request(record)
     return TextFormatter().format(caplog.records[-1])[len("01-01 00:00:00 ") :]
@@ -136,7 +136,7 @@ def on(shard: str, ended_because: str = "") -> AttemptRecord:
 
 
 def test_its_words_fit_a_wide_terminal(caplog: pytest.LogCaptureFixture) -> None:
-    """Of 160 columns, where a wrapped line would be torn from its beginning."""
+    """Check that lines fit 160 columns: a wrapped line would be torn from its beginning."""
     first, second = on("127.0.0.1:20051", "engine_died"), on("127.0.0.1:20052")
     long = {"ended_s": 223.4, "usage": Usage(12000, 8192, 8, queue_s=0.0), "outcome": "length"}
     for sequences in ([[second]], [[second], [second]], [[first, second]]):

@@ -1,4 +1,4 @@
-"""What is counted of a request when it has ended."""
+"""The numbers that are counted when a request has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every answer says in its headers, and to pages of which origins."""
+"""The headers that every answer has, and the origins whose pages may call the API."""
 
 from __future__ import annotations
 

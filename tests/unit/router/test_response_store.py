@@ -90,7 +90,7 @@ async def status_of(store: ResponseStore, response_id: str) -> str | None:
 
 
 def bytes_on_disk(path: str) -> int:
-    """Of the file and of those that SQLite keeps beside it."""
+    """Return the size of the file and of the files that SQLite keeps beside it."""
     return sum(file.stat().st_size for file in Path(path).parent.iterdir())
 
 
@@ -715,7 +715,7 @@ async def test_a_name_means_nothing_to_sqlite(
 
 
 async def fill(path: Path) -> None:
-    """With some responses."""
+    """Make a store with a hundred responses."""
     async with make_store(str(path)) as store:
         await put(store, *(f"{number}" for number in range(100)), size=3000)
 

@@ -63,7 +63,7 @@ async def ended(router: MemoryRouter, response_id: str) -> Any:
 
 
 async def until_idle(router: MemoryRouter) -> None:
-    """Nothing is made, and nothing waits for the store."""
+    """Wait until no request runs, and nothing waits for the store."""
     parts = router.app[ROUTER]
     async with asyncio.timeout(20):
         while parts.admission.in_flight or parts.background._keeping:

@@ -1,4 +1,4 @@
-"""What agents send back to the Responses API: items of every kind, references to stored ones."""
+"""Items that agents send back to the Responses API: of every kind, and stored ones by reference."""
 
 from __future__ import annotations
 

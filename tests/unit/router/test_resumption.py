@@ -166,7 +166,7 @@ async def test_of_what_all_readers_have_a_live_stream_keeps_a_bounded_part() -> 
 
 
 class _Turns:
-    """How often the event loop comes round within its scope."""
+    """A counter of the turns of the event loop within its scope."""
 
     count = 0
 
@@ -409,7 +409,7 @@ async def test_an_answer_that_failed_is_made_again_and_its_error_is_not_said_aga
 
 
 class MixedFleet(FakeFleet):
-    """Its answers come from shards with several numerics."""
+    """A fleet whose answers come from shards with several numerics."""
 
     def submit(
         self,

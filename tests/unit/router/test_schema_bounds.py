@@ -1,4 +1,4 @@
-"""What is documented is what is checked: at each bound in the schema of each field."""
+"""The documented schema of each field agrees with the check of the field, at each bound."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Schema = dict[str, Any]
 
 
 def _fields() -> list[Field]:
-    """Those of all routes, each kind once."""
+    """Return the fields of all routes, each name and kind once."""
     tables = [
         table
         for route in ROUTES

@@ -12,7 +12,7 @@ from penstock_router.text.stop_strings import StopMatcher, beginning, compile_st
 def run(
     pieces: list[str], stops: list[str], *, include: bool = False
 ) -> tuple[list[str], str | None]:
-    """What each piece showed (the flush last), and the stop that was found."""
+    """Return what each piece showed (the flush last), and the stop that was found."""
     matcher = StopMatcher(stops, include_stop=include)
     shown = []
     for piece in pieces:
@@ -23,7 +23,9 @@ def run(
 
 
 def expected(text: str, stops: list[str], *, include: bool = False) -> tuple[str, str | None]:
-    """By definition: the stop whose first occurrence ends earliest; ties by the list's order."""
+    """Return the text and the stop, by definition: the stop whose first occurrence ends earliest.
+    Ties go by the list's order.
+    """
     ends = [
         (text.find(stop) + len(stop), order) for order, stop in enumerate(stops) if stop in text
     ]

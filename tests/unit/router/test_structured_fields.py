@@ -60,7 +60,7 @@ def tag(value: Any) -> Constraint:
 
 
 def asked(**fields: Any) -> tuple[Constraint | None, str]:
-    """Of a completion and of a chat alike."""
+    """Return the constraint and the field that asks for it, equal for completions and chats."""
     completion = parse_completion({"prompt": "x", **fields})
     chat = parse_chat({"messages": MESSAGES, **fields})
     found = completion.constraint, completion.constraint_field
@@ -69,7 +69,7 @@ def asked(**fields: Any) -> tuple[Constraint | None, str]:
 
 
 def refusal_of(**fields: Any) -> BadRequest:
-    """Which is the same in a completion and in a chat."""
+    """Return the refusal. Check that it is short, and the same for a completion and a chat."""
     with pytest.raises(BadRequest) as of_completion:
         parse_completion({"prompt": "x", **fields})
     with pytest.raises(BadRequest) as of_chat:

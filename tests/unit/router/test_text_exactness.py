@@ -48,7 +48,7 @@ EOS = INFO.eos_token_ids[0]
 
 
 def wordpiece_tokenizer() -> Tokenizer:
-    """As BERT. Its trainer's vocabulary differs from run to run; this one does not."""
+    """Return a tokenizer like BERT's. Its vocabulary is fixed: a trainer would vary it."""
     letters = sorted(set("".join(CORPUS)) - {" "})
     words = ["Hello", "world", "the", "fox", "stop", "STOP", "dog", "##ing", "##og", "##s"]
     tokens = ["[UNK]", "[CLS]", "[SEP]", *letters, *(f"##{letter}" for letter in letters), *words]
@@ -74,7 +74,7 @@ class Kind:
 
     @cached_property
     def shows_each_byte(self) -> bool:
-        """Of bytes that are no character, each is one U+FFFD; else a whole run of them is."""
+        """True if each byte that belongs to no character is one U+FFFD. Else a whole run is one."""
         return self.name == "sentencepiece"
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -126,12 +126,12 @@ _ENDINGS = [
 
 
 def unfinished_bytes(data: bytes) -> int:
-    """How many bytes at the end begin a character that more bytes could complete."""
+    """Count the bytes at the end that begin a character which more bytes could complete."""
     for count in (3, 2, 1):
         tail = data[-count:]
         if len(tail) == count and any(_is_character(tail + ending) for ending in _ENDINGS):
             return count
-    # A surrogate's beginning is none of a character, but Python's decoder waits for its last byte.
+    # Two bytes of a surrogate begin no character, but Python's decoder waits for the third.
     return 2 if data[-2:-1] == b"\xed" and data[-1] in range(0xA0, 0xC0) else 0
 
 
@@ -202,7 +202,7 @@ def continuation(kind: Kind, prompt: list[int], out: list[int], skip: bool, open
 
 @dataclass
 class Expected:
-    """One choice of an answer."""
+    """The choice that an answer should have."""
 
     text: str
     token_ids: list[int]
@@ -211,7 +211,7 @@ class Expected:
 
 
 def expected_choice(case: Case, prompt: Prompt, out: list[int]) -> Expected:
-    """What `out`, as the shard sent it, comes to."""
+    """Return the choice that should be made of `out`, the tokens that the shard sent."""
     body = case.body
     stop_ids = {*body.get("stop_token_ids", []), *([] if body.get("ignore_eos") else [EOS])}
     ending = next((i for i, token_id in enumerate(out) if token_id in stop_ids), None)
@@ -233,14 +233,14 @@ def expected_choice(case: Case, prompt: Prompt, out: list[int]) -> Expected:
         stop, end = found
         included = body.get("include_stop_str_in_output")
         text = result.text[: end if included else end - len(stop)]
-        # The first token with which the text reaches the stop string's end.
+        # The number of tokens with which the text first reaches the stop string's end.
         used = next(count for count in range(shown + 1) if len(text_of(count)) >= end)
         return Expected(text, out[:used], "stop", stop)
     return result
 
 
 def first_stop(text: str, stops: Sequence[str], after: int) -> tuple[str, int] | None:
-    """Which stop string ends first behind the character `after`, and where it ends."""
+    """Return the stop string that ends first behind the character `after`, and where it ends."""
     for end in range(after + 1, len(text) + 1):
         for stop in stops:
             if text[:end].endswith(stop):
@@ -253,7 +253,7 @@ def first_stop(text: str, stops: Sequence[str], after: int) -> tuple[str, int] |
 
 @dataclass
 class Prompt:
-    """As it is sent, and what the router makes of it."""
+    """A prompt as it is sent, and what the router makes of it."""
 
     sent: str | list[int]
     token_ids: list[int]
@@ -352,7 +352,7 @@ class Case:
         return Prompt("", self.kind.encode(rendered, add_special_tokens=False), echoed)
 
     def _random_ids(self, count: int, limit: int) -> list[int]:
-        """Also special ones, again and again, and some beyond the vocabulary."""
+        """Return random ids. Many are special tokens, and some are beyond the vocabulary."""
         size = min(self.kind.tokenizer.get_vocab_size() + 4, limit)
         special = sorted(self.kind.special_ids)
         return [
@@ -402,7 +402,7 @@ class Case:
                 out[position] = other if out[position] in ends else out[position]
 
     def script(self, request: GenerationRequest) -> list[int]:
-        """What the shard gives for a request of this case."""
+        """Return what the shard gives for a request of this case."""
         seeds = [choice_seed(self.body["seed"], choice) for choice in range(self.body["n"])]
         choice = seeds.index(request.sampling.seed or 0)
         place = [prompt.token_ids for prompt in self.prompts].index(list(request.prompt_token_ids))
@@ -429,7 +429,7 @@ COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 @dataclass
 class Shown:
-    """One choice as an answer shows it, streamed or not."""
+    """A choice as an answer shows it, streamed or not."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)

@@ -538,7 +538,7 @@ async def test_a_stream_and_a_whole_answer_are_the_same(
 
 
 def check_stream(events: list[Any], whole: dict[str, Any]) -> None:
-    """It has what the whole answer has, and its tokens join to the text."""
+    """Check that a stream has what the whole answer has, and that its tokens join to the text."""
     details = whole["details"]
     tokens = [event["token"] for event in events]
     assert tokens == details["tokens"]

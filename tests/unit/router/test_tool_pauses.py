@@ -1,4 +1,4 @@
-"""For how long answers that call tools are retained: as the pauses of their sessions say."""
+"""The time for which answers that call tools are retained, as the pauses of their sessions say."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Time:
 
 
 class Client:
-    """Sessions of one client, each of whose prompts is longer than the one before."""
+    """The sessions of one client. Each prompt is longer than the one before."""
 
     def __init__(self, retain_s: float | None = None) -> None:
         self.time = Time()
@@ -37,11 +37,11 @@ class Client:
         self.tokens = 100
 
     def call(self, session: str) -> Retain:
-        """What is said of an answer that calls tools."""
+        """Return what shards are told of an answer that calls tools."""
         return self.pauses.on_tool_calls(named(session), self.tokens)
 
     def pause(self, session: str, seconds: float) -> float:
-        """Have tools run for so long; returns for how long the answer was to be retained."""
+        """Let tools run for `seconds`. Return for how long the answer was to be retained."""
         said = self.call(session).seconds
         self.time.now_s += seconds
         self.tokens += 100

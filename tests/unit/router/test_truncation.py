@@ -46,7 +46,7 @@ def with_ends(tokenizer: Tokenizer, first: str, last: str) -> Tokenizer:
 
 
 def with_bytes_trimmed(tokenizer: Tokenizer) -> Tokenizer:
-    """As GPT-2's, whose post-processor adds nothing."""
+    """Give the tokenizer GPT-2's post-processor, which adds nothing."""
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     return tokenizer
 
@@ -247,14 +247,14 @@ def normalized(tokenizer: Tokenizer, *steps: normalizers.Normalizer) -> Tokenize
 
 
 def with_greedy_token() -> Tokenizer:
-    """One that takes the space behind it."""
+    """Return a tokenizer with a token that takes the space behind it."""
     tokenizer = byte_level_tokenizer()
     tokenizer.add_tokens([AddedToken("quick", rstrip=True), AddedToken("fox", single_word=True)])
     return tokenizer
 
 
 def sentencepiece_of_words() -> Tokenizer:
-    """As those of Llama 2: no token has a space behind something else."""
+    """Return a tokenizer like Llama 2's: no token has a space behind something else."""
     parts = json.loads(sentencepiece_tokenizer().to_str())
     vocabulary = parts["model"]["vocab"]
     crossing = {token for token in vocabulary if "▁" in token.lstrip("▁")}

@@ -1,4 +1,4 @@
-"""What has no effect is named in a header of the answer, on every route that takes a body."""
+"""Fields that have no effect are named in a header of the answer, wherever a route takes a body."""
 
 from __future__ import annotations
 

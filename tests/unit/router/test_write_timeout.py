@@ -65,7 +65,7 @@ class Socket(asyncio.Transport):
 
 
 def _survives(bytes_each_s: list[int], timeout_s: float = 60.0) -> bool:
-    """Whether a client that takes so many bytes in each second keeps its connection."""
+    """True if a client that takes these bytes, second by second, keeps its connection."""
     loop, transport = Clock(), Socket()
 
     async def take() -> bool:

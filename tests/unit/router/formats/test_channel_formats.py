@@ -34,7 +34,7 @@ each_case = pytest.mark.parametrize(
 
 @dataclass(frozen=True)
 class Read:
-    """What was read of an answer."""
+    """The reasoning, the content and the calls that were read from an answer."""
 
     reasoning: str
     content: str

@@ -1,4 +1,4 @@
-"""Which format a chat template has, and which a name means."""
+"""The format that a chat template has, and the format that a name means."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What holds of every family's answers: read whole and in pieces, damaged, cut off, and while they
-come.
-"""
+"""The answers of every family: read whole and in pieces, damaged, cut off, and while they come."""
 
 from __future__ import annotations
 
@@ -165,7 +163,7 @@ _KINDS: dict[str, Callable[[str], str]] = {
 
 
 def _exchanged(text: str, *pairs: tuple[str, str]) -> str:
-    """Each word for its other, in the last argument."""
+    """Swap words in the last argument: the word of each pair that is there becomes the other."""
     at = text.rindex("flag")
     before, text = text[:at], text[at:]
     for one, other in pairs:
@@ -175,9 +173,9 @@ def _exchanged(text: str, *pairs: tuple[str, str]) -> str:
 
 
 def damages(family: Family) -> Iterator[tuple[str, Callable[[str], str]]]:
-    """What may go wrong once in what the family writes, with the kind's name."""
+    """Yield each damage to what the family writes: its kind's name, and a function that does it."""
     for kind, damage in _KINDS.items():
-        # Where calls have nothing but brackets around them, none is known to be too many.
+        # If calls have only brackets around them, no bracket is known to be too many.
         if kind != "bracket too many" or family.format != "pythonic":
             yield kind, damage
     if family.begin:
@@ -250,7 +248,9 @@ _TAGS = re.compile(r"<\|open\|>[^<]*<\|sep\|>|<\|close\|>\w*<\|sep\|>|\]<\]minim
 
 
 def is_within_word(text: str, at: int, call: str) -> bool:
-    """Whether a place is inside of a word of the family's syntax, of which the call has nothing."""
+    """True if a place is inside a word of the family's syntax that the call does not have, or
+    inside a tag.
+    """
     found = [word for word in re.finditer(r"\w+", text) if word.start() <= at <= word.end()]
     words = re.findall(r"\d+", call)
     for word in (each.group() for each in found):
@@ -354,7 +354,7 @@ def repr_escaped(text: str) -> str:
 
 
 def ends_of(way: Callable[[str], str], value: str) -> list[int]:
-    """Where each character ends if it is written so."""
+    """Return the offsets at which the characters of `value` end if it is written in this way."""
     return list(accumulate(len(way(character)) for character in value))
 
 

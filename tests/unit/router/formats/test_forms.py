@@ -1,4 +1,4 @@
-"""What answers are held to is what the parsers read: texts of a form, drawn at random."""
+"""Texts of each form that answers are held to, drawn at random: the parsers read them as calls."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def drawn(rng: random.Random, text: str, limit: int) -> str | None:
 
 
 def finished(rng: random.Random, form: str, count: int) -> list[str]:
-    """So many texts of the form, of which many have no end that is near."""
+    """Return `count` or more whole texts of the form. Many drawn texts have no end that is near."""
     texts = [drawn(rng, form, 1_000) for _ in range(2 * count)]
     while len(found := [text for text in texts if text is not None]) < count:
         texts.append(drawn(rng, form, 1_000))
@@ -143,7 +143,7 @@ def test_what_is_forced_is_read_as_calls_and_nothing_else(name: str, parallel: b
 
 
 def maybe(family: Family, count: int = 1, **arguments: Any) -> str:
-    """So many calls as the family writes them."""
+    """Write `count` calls of the tool `maybe` as the family does."""
     return family.write([("maybe", arguments or {"a": 1})] * count)
 
 

@@ -153,7 +153,7 @@ def test_a_template_shows_its_format_and_renders_what_is_forced(name: str) -> No
 
 
 def _parts(text: str, written: str) -> list[tuple[int, int]]:
-    """Where, in a prompt, an answer like this one may stand."""
+    """Return the start and end of each part of a prompt that begins and ends as `written` does."""
     starts = [at for at in range(len(text)) if text.startswith(written[:6], at)]
     ends = [at for at in range(len(text) + 1) if text[:at].endswith(written[-2:])]
     return [(start, end) for start in starts for end in ends if start < end]

@@ -1,4 +1,4 @@
-"""One JSON value in pieces: as it stands where it is JSON, mended where it is nearly so."""
+"""A JSON value that comes in pieces: written as it stands if it is JSON, mended if nearly so."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def is_text(value: Any) -> bool:
 
 
 def mended(parts: list[str], mender: JsonMender | None = None) -> tuple[int, str, str, bool, bool]:
-    """How many characters were taken, what was written of them and what not yet, how it ended."""
+    """Return how many characters were taken, what was written of them, what was not written yet,
+    whether the value is complete, and whether it failed.
+    """
     mender = mender or JsonMender()
     taken, said = 0, ""
     for part in parts:

@@ -130,7 +130,7 @@ def is_python(family: str, text: str) -> bool:
 
 
 def check(pieces: list[Piece], text: str) -> None:
-    """What holds of the pieces of any text."""
+    """Check what holds for the pieces of any text."""
     calls = [piece for piece in pieces if piece.kind is PieceKind.CALL]
     if not calls:
         assert content_of(pieces) == text
@@ -204,7 +204,7 @@ def is_shown(read: str, shown: str) -> bool:
 
 
 def without(dropped: str, arguments: str) -> str:
-    """What was dropped, without the value that was shown as these arguments."""
+    """Return what was dropped, without the value that was shown as these arguments."""
     for at, character in enumerate(dropped):
         if character in "{\"'":
             mender = JsonMender()

@@ -75,8 +75,9 @@ def test_a_mutated_literal_raises_nothing_and_means_what_python_takes_it_for() -
 
 
 def _pythons(text: str, said: str) -> str:
-    """What Python takes it for; `said` where it takes it for nothing, as a line break in quotes, or
-    joins strings that stand side by side.
+    """Return the JSON of the value that Python reads in `text`. Return the JSON `said` if Python
+    refuses the text (for instance for a line break in quotes), or if two strings stand side by
+    side.
     """
     if _has_neighbours(text):
         return json.dumps(json.loads(said))

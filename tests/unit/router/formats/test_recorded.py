@@ -19,7 +19,7 @@ each_record = pytest.mark.parametrize(
 
 
 def pieces_of(family: str, parts: list[str]) -> list[Piece]:
-    """What comes out where the text comes in these parts, the joined pieces."""
+    """Return the joined pieces that a parser makes of a text that comes in these parts."""
     parser = FORMATS[family].parser(OFFERED)
     pieces = []
     for part in parts:
@@ -28,7 +28,7 @@ def pieces_of(family: str, parts: list[str]) -> list[Piece]:
 
 
 def calls_of(pieces: list[Piece]) -> list[tuple[str, str]]:
-    """Each call's name and its arguments as they were given."""
+    """Return each call's name, and its arguments as they were given."""
     names = [piece.text for piece in pieces if piece.kind is PieceKind.CALL]
     arguments = [""] * len(names)
     for piece in pieces:
@@ -84,7 +84,7 @@ def test_each_of_these_families_has_a_dozen_records() -> None:
 
 
 def shown_early(family: str, text: str) -> list[Piece]:
-    """What is shown of a text while more may follow."""
+    """Return what is shown of a text while more may follow."""
     return join_pieces(FORMATS[family].parser(OFFERED).feed(text))
 
 

@@ -1,4 +1,4 @@
-"""What was answered comes back from a client and renders as the family writes it."""
+"""The calls of an answer come back from a client and render as the family writes them."""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ _LOST = '[b]{"name": "search", "arguments": {"query": "lost'
 
 
 def hermes_in_tokens(text: str, *, was_cut: bool = False) -> tuple[str, list[Any]]:
-    """What is read, however tokens are bundled, where `[b]` and `[e]` are the marks' tokens."""
+    """Return the content and the calls that are read where `[b]` and `[e]` are the marks' tokens.
+    Check that they are the same however tokens are bundled.
+    """
     for short, mark in (("[b]", "<tool_call>"), ("[e]", "</tool_call>")):
         text = text.replace(short, TOKEN + mark)
     tokens = re.findall(f"{TOKEN}</?tool_call>|.", text, re.DOTALL)

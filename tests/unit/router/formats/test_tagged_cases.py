@@ -1,4 +1,4 @@
-"""What models of families with tags are known to write, right or nearly."""
+"""Answers that models of families with tags are known to write, right or nearly right."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def refusing(condition: str) -> str:
 
 
 def traits_of(made: ChatTemplate) -> TemplateTraits:
-    """What it takes."""
+    """Return the form of messages that the template takes."""
     return made.traits(with_tools=False)
 
 

@@ -58,7 +58,7 @@ class RandomChat:
         self.messages += [result(returned, call_id) for call_id, returned in answered]
 
     def _beside(self) -> dict[str, Any]:
-        """What else a message with calls has."""
+        """Return the other fields of a message with calls: content, reasoning, both or neither."""
         beside: dict[str, Any] = self.rng.choice(
             [{}, {}, {"content": ""}, {"content": self.word()}]
         )

@@ -1,4 +1,4 @@
-"""How a template is told whether and how much its model should think."""
+"""Templates are told whether their model should think, and how much."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WRITES_DOWN = "Reasoning: {{ reasoning_effort | default('medium') }}"
 
 
 def told(source: str, **given: Any) -> dict[str, Any]:
-    """What a template is given beside what the request says."""
+    """Return the variables that a template is given in addition to those of the request."""
     fitted = ChatTemplate({"default": SAID + source}, {}).thinking(given)
     return {name: value for name, value in fitted.items() if given.get(name, ...) != value}
 
