@@ -151,7 +151,7 @@ class _Inbox:
 
 
 class _Call:
-    """A call at its caller's end: the caller reads and writes it, iterates it, or awaits its only answer."""
+    """A call at its caller's end, to read and write, to iterate, or to await its only answer."""
 
     def __init__(
         self,

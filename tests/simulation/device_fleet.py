@@ -143,7 +143,7 @@ class DeviceFleet:
         return self._follow(timeline, self._read(stream, timeline))
 
     def send_from(self, source: int, target: int, prompt: Sequence[int]) -> Timeline:
-        """Send a request for one token to a shard. Another shard may have KV blocks of the prompt."""
+        """Send a shard a request for one token. `source` may have KV blocks of the prompt."""
         request = request_of(prompt, 1)
         timeline = Timeline(request, self._loop.time())
 

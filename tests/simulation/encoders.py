@@ -90,8 +90,8 @@ class SimulatedEncoder:
         """Do nothing: the encoding goes on, as if it had begun."""
 
     def step_s(self, at_s: float, alone_s: float) -> float:
-        """Return the seconds of a step that starts at `at_s`, when the one before has ended. Alone it
-        would take `alone_s`.
+        """Return the seconds of a step that starts at `at_s`, not before the last one ended. Alone
+        it would take `alone_s`.
         """
         self._work(at_s, 1.0)
         share = self._encoding.share

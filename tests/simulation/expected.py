@@ -1,4 +1,4 @@
-"""The outputs that the fake runner's hash says must come, without any engine, scheduler or fleet."""
+"""The outputs that must come by the fake runner's hash, without engine, scheduler or fleet."""
 
 from __future__ import annotations
 

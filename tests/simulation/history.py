@@ -162,7 +162,7 @@ class History:
             self._exceptions.append(f"{type(error).__name__}: {error}")
 
     def _new_address(self) -> str:
-        """Return an address that no shard has had. No packet ever leaves the process."""
+        """Return a new address. Nothing is ever sent to it: the network is in memory."""
         self._last_host += 1
         return f"127.0.0.{self._last_host}:1"
 
@@ -415,7 +415,7 @@ class History:
         return faults
 
     def _wrong_answer(self, outcome: Outcome) -> list[str]:
-        """Return what is wrong with an answer, or nothing if it is right for the weights of any kind."""
+        """Return what is wrong with an answer; nothing if it is right for one of the kinds."""
         found: list[str] = []
         request = self._seeded(outcome)
         for kind in self._kinds:
@@ -444,8 +444,8 @@ class History:
         return [self.plan.kind, self.plan.next_kind] if upgraded else [self.plan.kind]
 
     def _is_in_time(self, outcome: Outcome) -> bool:
-        """True if the request was over in time: it was not ended before its deadline because of it,
-        and outlived it by no more than it takes to notice that a shard is gone.
+        """True if the deadline did not end the request too early, and the request outlived its
+        deadline by no more than it takes to notice that a shard is gone.
         """
         request = outcome.arrival.request
         if isinstance(request, EmbeddingRequest) or request.objective.deadline_s is None:
@@ -486,8 +486,8 @@ class History:
         return sum(len(r.inputs) if isinstance(r, EmbeddingRequest) else 1 for r in requests)
 
     def _num_deaths(self) -> int:
-        """Return how many engines may die with a request that is not at fault: engines that troubles
-        end, and those that each poison ends while it is tried with others.
+        """Return the number of engines that may die with a request that is not at fault: those that
+        troubles end, and those that each poison ends while it is tried with others.
         """
         deaths = ("crash engine", "hang engine", "stop", "stop engine")
         by_trouble = sum(trouble.what in deaths for trouble in self.plan.troubles)

@@ -51,7 +51,7 @@ class SimulatedPeers:
             raise FetchFailed("it serves others") from None
 
     async def _carried(self, record: memoryview) -> memoryview:
-        """Return what arrives of a record: it may be damaged, cut short or late, or the fetch may fail."""
+        """Return a record as it arrives: whole, damaged, short or late. Raises if it is lost."""
         luck = self._random.randrange(1000)
         copy = bytearray(record)
         SEEN["carried"] += 1

@@ -279,8 +279,8 @@ class SimulatedFleet:
         routers: int = 1,
         tells_pieces: bool = True,
     ) -> None:
-        """Without `tells_pieces` the shards are of an older release: they do not tell which pieces of
-        prefixes they hold.
+        """Without `tells_pieces` the shards are of an older release, which does not tell the pieces
+        of prefixes that it holds.
         """
         device = device or Device()
         self._shards = {f"s{i}": _Shard(f"s{i}", device, self._started) for i in range(num_shards)}
@@ -314,8 +314,8 @@ class SimulatedFleet:
     def run(
         self, conversations: Iterable[Conversation], progress: Callable[[float], None] | None = None
     ) -> list[Answer]:
-        """Run until all conversations have ended, and return the answers. `progress` is called with the
-        simulated time in seconds once a simulated second.
+        """Run the conversations until all have ended, and return the answers. `progress` gets the
+        simulated time in seconds, once a second.
         """
         for conversation in conversations:
             talk = _Talk(conversation)
@@ -335,7 +335,7 @@ class SimulatedFleet:
         self._at(self.now_s + seconds, action)
 
     def summary(self, seconds: float) -> Summary:
-        """Return the summary of all answers. The rate of tokens is for the first `seconds`, the time
+        """Return the summary of all answers. The rate of tokens is taken over the first `seconds`,
         in which requests came.
         """
         answers = self.answers
@@ -354,8 +354,8 @@ class SimulatedFleet:
         )
 
     def imbalance(self, from_s: float = 0.0) -> float:
-        """Return the mean ratio of the busiest shard's requests to the average per shard, from
-        `from_s` on. Only samples count that have at least as many requests as shards.
+        """Return the busiest shard's requests over the mean shard's, averaged from `from_s` on over
+        the seconds with at least as many requests as shards.
         """
         count, samples = len(self._shards), self.samples[math.ceil(from_s / _SAMPLE_S) :]
         busy = [most * count / total for most, total in samples if total >= count]
