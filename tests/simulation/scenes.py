@@ -301,7 +301,7 @@ class Scenes:
         await self._all_ready()
 
     async def drain(self) -> None:
-        """Check that a request leaves a draining shard at once if another shard can go on with it to
+        """Check that a request leaves a draining shard at once if another one can go on with it to
         the same bits, and stays otherwise.
         """
         async with self._submit(_LONG) as stream:
@@ -345,7 +345,7 @@ class Scenes:
 
     @property
     def _is_ready(self) -> bool:
-        """True if the fleet has all shards ready. It may also have addresses of no shard any more."""
+        """True if the fleet has all shards ready. Other addresses of the fleet do not count."""
         ready = {state.address for state in self._fleet.shards if state.ready}
         return ready.issuperset(shard.address for shard in self._shards)
 
