@@ -300,8 +300,8 @@ class Shared:
 
 @dataclass(frozen=True)
 class SharedFared:
-    """How often the shared tokens were computed, on average, and by how many shards; the seconds to
-    the first token of each prompt.
+    """The result for a shared prompt: how often each shared token was computed on average, how many
+    shards computed prompts, and the seconds to the first token of each.
     """
 
     times_computed: float

@@ -307,7 +307,7 @@ class History:
         network.at(trouble.at_s + trouble.lasts_s, self._end, trouble)
 
     def _end_drain(self, trouble: Trouble) -> None:
-        """Whoever asked for it waits no longer: it must not reach the shard after this."""
+        """End the call that asked for the drain: it must not reach the shard after this."""
         drain = self._drains.pop(trouble, None)
         if drain is not None:
             drain.cancel()

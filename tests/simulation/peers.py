@@ -24,7 +24,7 @@ _DAMAGED = 10
 
 
 class SimulatedPeers:
-    """Every shard is a peer, and is asked again whatever it sent."""
+    """The peers of a shard: all shards, each of which is asked again whatever it sent."""
 
     def __init__(
         self, find: Callable[[str], BlockTransfers | None], random_: random.Random

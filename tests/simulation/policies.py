@@ -279,9 +279,7 @@ class SimulatedFleet:
         routers: int = 1,
         tells_pieces: bool = True,
     ) -> None:
-        """Without `tells_pieces` the shards are of an older release, which does not tell the pieces
-        of prefixes that it holds.
-        """
+        """`tells_pieces`: shards tell which pieces of prefixes they hold; older releases do not."""
         device = device or Device()
         self._shards = {f"s{i}": _Shard(f"s{i}", device, self._started) for i in range(num_shards)}
         self._new_policy = policy

@@ -59,7 +59,7 @@ class Timeline:
 
 
 class SimulatedRunner:
-    """Every token is 7; steps take what `cost` says, one after the other."""
+    """A runner whose every token is 7. Steps run one after the other and take what `cost` says."""
 
     adapters: AdapterStore | None = None
     images: ImageEncoder | None = None

@@ -1,4 +1,4 @@
-"""Whatever fails, outputs are those of a calm run: histories of failures on virtual time."""
+"""Histories of failures on virtual time. Outputs are those of a calm run, whatever fails."""
 
 from __future__ import annotations
 

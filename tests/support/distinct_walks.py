@@ -43,9 +43,9 @@ class Walker:
     def walk(
         self, rng: random.Random, limit: int = 300, liked: frozenset[int] = frozenset()
     ) -> Walk:
-        """Walk over random tokens that are allowed, all alike likely; over those in `liked`, and ends,
-        wherever one is allowed. From `limit` tokens on, end where possible, and take signs that
-        close what is open.
+        """Walk over random allowed tokens, all equally likely, up to a token that ends a text. With
+        `liked`, choose among its tokens and ends of texts where any is allowed. From `limit`
+        tokens on, choose among ends and closing signs where any is allowed.
         """
         token_ids: list[int] = []
         ends = self._compiler.tokenizer.eos_tokens

@@ -113,7 +113,7 @@ async def streamed(
     body: Mapping[str, Any],
     on_event: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Return the answer that a stream makes, with its deltas joined: they may be cut anywhere. Raises
+    """Return the answer of a stream with its deltas joined, which may be cut anywhere. Raises
     `Refused`.
     """
     events: list[str] = []
@@ -216,8 +216,8 @@ def _joined_choices(events: Iterable[Any]) -> dict[int, dict[str, Any]]:
 
 
 def _joined_items(events: Iterable[Any]) -> tuple[list[Any], dict[tuple[Any, ...], str]]:
-    """Join the events of a message or a response. Return the events that are no deltas, and the joined
-    texts of the deltas by kind and indices.
+    """Join the events of a message or a response. Return the events that are no deltas, and the
+    joined texts of the deltas by kind and indices.
     """
     others: list[Any] = []
     texts: dict[tuple[Any, ...], str] = {}

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 def http_stub(
     *answers: bytes, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
 ) -> Iterator[int]:
-    """Yield the port of a server. Each connection gets the next answer; the last one is repeated."""
+    """Yield a server's port. Each connection gets the next answer; the last one is repeated."""
     left = list(answers)
 
     class Handler(socketserver.StreamRequestHandler):

@@ -66,13 +66,13 @@ def webp(*chunks: bytes) -> bytes:
 
 
 def webp_canvas(width: int, height: int, *chunks: bytes) -> bytes:
-    """Says that it is so large."""
+    """Return a WebP file whose VP8X chunk gives this size."""
     size = (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
     return webp(riff(b"VP8X", b"\x12\0\0\0" + size), *chunks)
 
 
 def gif(width: int, height: int, frame: tuple[int, int], data: bytes = b"\x02\x02D\x01\0") -> bytes:
-    """A screen of this size, and a frame of another."""
+    """Return a GIF file with a screen of this size, and a frame of another."""
     palette = b"\0\0\0\xff\xff\xff" + bytes(6)
     screen = struct.pack("<HHBBB", width, height, 0x81, 0, 0) + palette
     return b"GIF89a" + screen + b"," + struct.pack("<HHHHB", 0, 0, *frame, 0) + data + b";"
@@ -82,7 +82,7 @@ def gif(width: int, height: int, frame: tuple[int, int], data: bytes = b"\x02\x0
 
 
 def picture(mode: str = "RGB", width: int = 60, height: int = 40) -> Image.Image:
-    """No two of its corners are alike."""
+    """Return a picture whose corners all differ."""
     red = Image.linear_gradient("L").resize((width, height))
     green = red.transpose(Image.Transpose.ROTATE_90).resize((width, height))
     blue = Image.radial_gradient("L").resize((width, height))

@@ -35,7 +35,7 @@ def data_url(encoded: bytes, media_type: str = "image/png") -> str:
 
 
 def pixels_of(encoded: bytes) -> Image.Image:
-    """Return the pixels as Pillow decodes them, by the documented rules: turned upright, over white."""
+    """Return the pixels as Pillow decodes them by the documented rules: upright, over white."""
     image = ImageOps.exif_transpose(Image.open(BytesIO(encoded)))
     if image.has_transparency_data:
         layer, image = image.convert("RGBA"), Image.new("RGB", image.size, "white")
@@ -83,7 +83,7 @@ class ImageSite:
         return Tokenizer.from_file(str(self.directory / "tokenizer.json"))
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of the tokens as answers show it, without bytes of no character at its end."""
+        """Return the text of tokens as answers show it, without a broken character at its end."""
         return self.tokenizer.decode(list(token_ids)).rstrip("\ufffd")
 
     def post(self, path: str, body: Any, status: int = 200) -> Any:

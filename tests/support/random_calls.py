@@ -202,7 +202,7 @@ def random_call(rng: random.Random, letters: Sequence[str] = (), name: str = "")
 
 
 def random_calls(rng: random.Random, family: Family, letters: Sequence[str] = ()) -> list[Call]:
-    """Return one to three random calls as the family means them; one if it writes no parallel calls."""
+    """Return one to three random calls, or one if the family writes no parallel calls."""
     count = rng.randint(1, 3) if family.is_parallel else 1
     return as_meant(family, [random_call(rng, letters) for _ in range(count)])
 

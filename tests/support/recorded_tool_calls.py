@@ -26,7 +26,7 @@ class Recorded(NamedTuple):
 
 
 def _text(family: str, text: str) -> Recorded:
-    """No call: all of it is content."""
+    """Return a text without calls: all of it is content."""
     return Recorded(family, text, text, [])
 
 

@@ -71,8 +71,8 @@ def random_text(rng: random.Random, pieces: int) -> str:
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """Return a byte-level BPE tokenizer like those of GPT-2, Llama 3 and Qwen. One special token has
-    a space and an umlaut.
+    """Return a byte-level BPE tokenizer like those of GPT-2, Llama 3 and Qwen. One special token
+    has a space and an umlaut.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -92,7 +92,7 @@ def byte_level_tokenizer() -> Tokenizer:
 
 
 def sentencepiece_tokenizer() -> Tokenizer:
-    """Return a tokenizer like those of Llama 2 and Mistral: a space is ▁, one stands in front of the
+    """Return a tokenizer like those of Llama 2 and Mistral. A space is ▁, one stands in front of a
     text, and characters outside the vocabulary are bytes.
     """
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
@@ -438,7 +438,9 @@ def fake_logprobs(
 
 
 class MemoryTransport(asyncio.Transport):
-    """Between a client in this process and the server's protocol. `blocked` is a full socket."""
+    """A transport between a client in this process and the server's protocol. The socket is full
+    while `unsent_bytes` is not 0.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, address: str = "") -> None:
         super().__init__()
@@ -447,7 +449,7 @@ class MemoryTransport(asyncio.Transport):
         self.protocol: asyncio.Protocol | None = None
         self.closed = False
         self.writes = 0
-        # What a real socket would not have taken yet.
+        # The bytes that a real socket would not have taken yet.
         self.unsent_bytes = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:

@@ -31,8 +31,8 @@ def use_interpreter() -> bool:
 
 
 def _let_scalars_be_bounds(interpreter: Any) -> None:
-    """Let the interpreter's scalars be used as integers. They are arrays of one element, which numpy
-    2.4 no longer converts.
+    """Let the interpreter's scalars be used as integers. They are arrays of one element, which
+    numpy 2.4 no longer converts.
     """
     patched = interpreter._patch_lang_tensor
 
