@@ -113,8 +113,8 @@ def unit_tests_of(target: Target) -> list[Path]:
 
 
 def _mutants(sources: Path, names: Iterable[str]) -> Iterator[Mutant]:
-    """Yield the mutants that differ in more than texts for people, guards against defects and
-    defaults of parameters.
+    """Yield the mutants that differ from the original in more than texts for people, guards against
+    defects and defaults of parameters.
 
     A mutant has a name like `package.module.xǁClassǁfunction__mutmut_7`. A function of that name
     stands in the module that mutmut wrote, beside the original, `...__mutmut_orig`.
@@ -182,8 +182,8 @@ def _zips(tree: ast.AST) -> list[ast.Call]:
 
 
 def _differ_in_defaults(first: Function, second: Function) -> bool:
-    """True if a parameter or a default differs. A default has no effect: mutmut calls a mutant
-    with the defaults of the original.
+    """True if a parameter or a default differs. A changed default has no effect: mutmut calls a
+    mutant with the defaults of the original.
     """
     return ast.dump(first.args) != ast.dump(second.args)
 

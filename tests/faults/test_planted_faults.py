@@ -46,8 +46,8 @@ def step(on):
 
 
 def _tried() -> list[Fault]:
-    """Return all faults in a soak, otherwise two that a unit test catches: the tests of the others
-    start systems or models.
+    """Return all tested faults in a soak, otherwise two that a unit test catches: the tests of the
+    others start systems or models.
     """
     if os.environ.get("PENSTOCK_SOAK"):
         return TESTED

@@ -301,7 +301,7 @@ class Shared:
 @dataclass(frozen=True)
 class SharedFared:
     """The result for a shared prompt: how often each shared token was computed on average, how many
-    shards computed prompts, and the seconds to the first token of each.
+    shards computed prompts, and the seconds from each request to its first token.
     """
 
     times_computed: float

@@ -248,7 +248,9 @@ class SimulatedEngine:
         return runner.thread_s if isinstance(runner, DeviceRunner) else self._loop.time
 
     async def _launch(self, loop: EngineLoop, runner: FakeRunner) -> bool:
-        """Launch a step as the loop does, after a wait for the copies that come before it."""
+        """Launch a step as the loop does. Then wait as long as the copies before it take, and only
+        then send the messages of the launch.
+        """
         if not isinstance(runner, DeviceRunner):
             return loop.launch()
         self._unsent = []

@@ -34,8 +34,8 @@ def _kind_of_fault(report: Report) -> list[str]:
 
 
 def _shorter(plan: Plan) -> Iterator[Plan]:
-    """Yield shorter plans, with fewer requests, troubles or scenes: only a half of one kind first,
-    then all but one.
+    """Yield shorter plans: with either half of the requests, then without any one of them; then the
+    same for troubles and for scenes.
     """
     for arrivals in _parts(plan.arrivals, least=1):
         yield dataclasses.replace(plan, arrivals=arrivals)

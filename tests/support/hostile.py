@@ -149,7 +149,7 @@ def status_of(answer: bytes) -> int:
 
 
 def echo(line: str) -> int:
-    """Return the number of characters in a line of a log that come from a stranger's text."""
+    """Return the number of characters in a line of a log that repeat what a stranger sent."""
     return line.count(MARK) * len(MARK)
 
 

@@ -228,7 +228,7 @@ def _joined_items(events: Iterable[Any]) -> tuple[list[Any], dict[tuple[Any, ...
             text = delta if isinstance(delta, str) else "".join(_texts(delta))
             place = (kind, *(event.get(f"{name}index") for name in ("", "output_", "content_")))
             texts[place] = texts.get(place, "") + text
-        # The first message counts the tokens so far, which may differ.
+        # `message_start` says how much there was at the time, which may differ.
         elif kind not in ("ping", "message_start"):
             others.append(_same(event))
     return others, texts
