@@ -229,7 +229,7 @@ async def test_one_poisonous_request_ends_three_engines_at_most_and_no_other_req
 
 
 def _deaths(shards: Sequence[Shard]) -> int:
-    """Of engines."""
+    """Count the deaths of engines that the shards have logged."""
     return sum(shard.log.count("the engine died") for shard in shards)
 
 
@@ -253,7 +253,7 @@ async def test_those_beside_a_poisonous_request_in_every_engine_that_died_need_n
 
 
 async def _until_all_arrived(fleet: Fleet) -> None:
-    """Until the shards have reported as many requests as were sent to them."""
+    """Wait until each shard has reported all requests that the fleet has sent to it."""
     await asyncio.sleep(0.2)
     async with asyncio.timeout(30):
         while any(

@@ -162,7 +162,7 @@ async def test_random_bytes_to_every_port_change_nothing(unharmed: Site) -> None
 
 
 async def test_connections_that_say_nothing_are_ended_or_cost_nothing(unharmed: Site) -> None:
-    """Half-open ones, and ones that begin to shake hands, or to speak HTTP/2, and stop there."""
+    """Open connections that send nothing, or only the start of a TLS handshake or of HTTP/2."""
     begun = (b"", b"\x16\x03\x01\x02\x00", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
     jobs = [
         partial(send, service.address, begin, wait_s=_HEADER_TIMEOUT_S + 1)
@@ -199,7 +199,7 @@ async def test_headers_that_come_a_byte_at_a_time_are_cut_off(unharmed: Site) ->
 
 
 async def test_bodies_that_never_end_hold_up_nobody(unharmed: Site) -> None:
-    """They are ended after a minute; here their clients leave before."""
+    """Send bodies that never end. The router ends them after a minute; the clients leave before."""
     begun = http_post(b"", _BEARER, "Content-Length: 100000") + b'{"prompt": "'
     jobs = [partial(send, unharmed.router.address, begun, wait_s=2) for _ in range(200)]
     await asyncio.gather(*(job() for job in jobs))
@@ -381,7 +381,7 @@ async def _refused(call: Callable[[], object]) -> grpc.StatusCode:
 
 @contextlib.asynccontextmanager
 async def _channel(shard: Shard) -> AsyncIterator[Any]:
-    """Not typed: what is sent is bytes, not messages."""
+    """Yield a channel to a shard. It has no types: tests send bytes over it, not messages."""
     options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
     async with grpc.aio.insecure_channel(shard.address, options=options) as channel:
         yield channel

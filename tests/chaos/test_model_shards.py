@@ -86,7 +86,7 @@ async def _proxy(pair: Pair, trouble: Trouble) -> AsyncIterator[Proxy]:
 
 
 async def _ask(shard: Shard, prompt: list[int], source: str = "") -> tuple[list[int], int]:
-    """All tokens, and how many of the prompt's were cached."""
+    """Return the tokens of an answer, and the number of prompt tokens that were cached."""
     request = GenerationRequest(prompt, SamplingParams(seed=3), max_tokens=4)
     message = codec.generate_request(request, os.urandom(8).hex(), Attempt(kv_source=source))
     tokens, cached = list[int](), 0

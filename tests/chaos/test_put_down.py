@@ -1,4 +1,4 @@
-"""With the fleet full, requests of a lower class are put down for higher ones, and go on."""
+"""A full fleet puts requests of a lower class down for higher ones. They go on later."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def upper(number: int) -> GenerationRequest:
 
 
 async def read(fleet: Fleet, request: GenerationRequest) -> tuple[list[int], float]:
-    """Its tokens, and seconds to the first."""
+    """Return the tokens of an answer, and the seconds until the first one came."""
     began_s, first_s, tokens = time.monotonic(), 0.0, list[int]()
     async for output in fleet.submit(request):
         if output.token_ids and not tokens:
@@ -42,7 +42,7 @@ async def read(fleet: Fleet, request: GenerationRequest) -> tuple[list[int], flo
 
 
 async def tokens_of(fleet: Fleet, make: Callable[[int], GenerationRequest]) -> list[list[int]]:
-    """The tokens of as many requests as have places."""
+    """Return the tokens of `2 * SLOTS` requests, which all have places."""
     answers = await asyncio.gather(*(read(fleet, make(number)) for number in range(2 * SLOTS)))
     return [tokens for tokens, _ in answers]
 
@@ -55,7 +55,7 @@ async def test_a_full_fleet_puts_lower_requests_down_and_each_ends_as_if_it_had_
         async with Fleet([shard.address for shard in shards]) as fleet:
             await fleet.wait_ready(30)
             calm = await tokens_of(fleet, lower) + await tokens_of(fleet, upper)
-            # More than there are slots, so that who is put down finds none elsewhere.
+            # More than there are slots: a request that is put down finds no slot elsewhere.
             low = [asyncio.create_task(read(fleet, lower(number % 8))) for number in range(12)]
             await asyncio.sleep(0.6)
             high = [asyncio.create_task(read(fleet, upper(number))) for number in range(8)]

@@ -67,7 +67,7 @@ class Rolling:
             await asyncio.sleep(self._rng.expovariate(rate))
 
     async def check(self, *unbroken: Sequence[Whole]) -> None:
-        """Every answer is that of one of the unbroken runs."""
+        """Check that every answer equals the one in an unbroken run."""
         assert len(self.answers) > 20
         for request, task in self.answers:
             index = self.requests.index(request)

@@ -1,4 +1,6 @@
-"""All that can go wrong with a fleet, at once and in any order: no stream notices, none is left."""
+"""Faults of every kind strike a fleet, at once and in any order: no stream notices them, and none
+is left.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from penstock_client import Fleet, GenerationRequest, Patience
 
 VOCAB = 1000
 READERS = 24
-# So few KV blocks that requests are put down and given back.
+# The KV blocks are few, so that requests are put down and given back.
 FLAGS = (
     *("--step-ms", "4", "--max-num-batched-tokens", "512", "--stall-timeout-s", "1"),
     *("--kv-blocks", "50", "--max-model-len", "600", "--check-integrity"),
@@ -53,7 +55,7 @@ class Storm:
             shard.process.send_signal(signal.SIGCONT)
 
     async def _kill_engine(self, index: int) -> None:
-        # Not here: where its server is stopped there is none before that goes on.
+        # In a thread, as it may wait: while the shard's server is stopped, no new engine starts.
         engine = await asyncio.to_thread(lambda: self._shards[index].engine)
         with contextlib.suppress(psutil.NoSuchProcess):
             engine.kill()
@@ -124,7 +126,7 @@ async def _all_ready(fleet: Fleet, count: int) -> None:
 
 
 async def _nothing_left(fleet: Fleet) -> None:
-    """Neither here nor at a shard."""
+    """Wait until no request is left, neither in the fleet nor at a shard."""
     async with asyncio.timeout(30):
         while any(
             shard.in_flight or shard.load.running or shard.load.waiting for shard in fleet.shards

@@ -49,7 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client read."""
+    """An answer as a client read it."""
 
     reason: str
     content: str
@@ -58,7 +58,7 @@ class Answer:
 
     @property
     def json(self) -> list[str]:
-        """Each text in it that is to be JSON."""
+        """The texts that must be JSON: the arguments of the calls, or the content without calls."""
         return [arguments for _, arguments in self.calls] or [self.content]
 
 
@@ -71,14 +71,14 @@ class Pair:
         self.router = Router(logs / "router", addresses, "--admin-key", "an-admin")
 
     def serving(self) -> Shard:
-        """The shard that has the only request."""
+        """Return the shard that has the only request."""
         _, text = self.router.ask("/admin/shards", headers=ADMIN)
         [address] = [one["address"] for one in json.loads(text)["shards"]
                      if one["in_flight_from_here"]]  # fmt: skip
         return next(shard for shard in self.shards if shard.address == address)
 
     def gaps(self) -> float:
-        """How many times a request went on elsewhere."""
+        """Return the number of times that a request went on elsewhere, as the router counts it."""
         _, text = self.router.ask("/metrics")
         name = "penstock_router_failover_gap_seconds_count"
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))

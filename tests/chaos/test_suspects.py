@@ -1,4 +1,4 @@
-"""Whose fault the death of an engine may be, as the shard tells it to its callers."""
+"""A shard tells its callers which requests an engine's death is charged to."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ async def _end(stream: GenerationStream) -> PenstockError:
 
 
 async def _charged(client: ShardClient, shard: Shard, *, suspect: bool) -> list[bool]:
-    """Of two that run and one that waits for a seat: which are charged with the engine's death."""
+    """Kill the engine while two requests run and a third waits for a seat. Return, for each of the
+    three, True if the death is charged to it.
+    """
     streams = [_send(client, "first"), _send(client, "second", suspect=suspect)]
     for stream in streams:
         await anext(stream)
@@ -58,7 +60,9 @@ async def test_a_death_is_charged_to_those_that_ran_and_to_a_suspect_alone(tmp_p
 
 
 async def _first_token_ids(client: ShardClient, name: str) -> Sequence[int]:
-    """Of a suspect that is sent again until the one before is gone."""
+    """Return the token ids of the first output of a suspect. Send it again until the suspect
+    before it is gone.
+    """
     async with asyncio.timeout(30):
         while True:
             try:

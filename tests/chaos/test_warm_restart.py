@@ -1,4 +1,4 @@
-"""What was cached is found after an engine is killed, and gives the same tokens."""
+"""The prefix cache survives the death of an engine, and gives the same tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COUNT = budget(40, 500)
 
 
 async def _ask(client: ShardClient, prompt: list[int]) -> tuple[list[int], int]:
-    """Its tokens, and how many tokens of the prompt were cached."""
+    """Return the tokens of an answer, and the number of prompt tokens that were cached."""
     tokens, cached = list[int](), 0
     async with client.submit(GenerationRequest(prompt, SamplingParams(seed=1), max_tokens=3)) as s:
         async for output in s:
@@ -28,7 +28,7 @@ async def _ask(client: ShardClient, prompt: list[int]) -> tuple[list[int], int]:
 
 
 async def _ask_all(client: ShardClient, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
-    """All tokens, and the share of the prompts that was cached."""
+    """Return the tokens of each answer, and the cached share of all prompt tokens."""
     answers = await asyncio.gather(*(_ask(client, prompt) for prompt in prompts))
     cached = sum(cached for _, cached in answers)
     return [tokens for tokens, _ in answers], cached / (len(prompts) * _LENGTH)

@@ -1,4 +1,4 @@
-"""All faults that are planted."""
+"""The faults that are planted."""
 
 from __future__ import annotations
 

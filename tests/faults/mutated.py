@@ -1,4 +1,4 @@
-"""What is mutated, and which mutants nobody can notice, each with the reason."""
+"""The code that is mutated, and the mutants that no test can notice, each with the reason."""
 
 from __future__ import annotations
 

@@ -113,10 +113,11 @@ def unit_tests_of(target: Target) -> list[Path]:
 
 
 def _mutants(sources: Path, names: Iterable[str]) -> Iterator[Mutant]:
-    """What mutants change that differ in more than texts for people and guards against defects.
+    """Yield the mutants that differ from the original in more than texts for people, guards against
+    defects and defaults of parameters.
 
-    `package.module.xǁClassǁfunction__mutmut_7` is the name of one, and of a function beside
-    `...__mutmut_orig` in the module that mutmut wrote.
+    A mutant has a name like `package.module.xǁClassǁfunction__mutmut_7`. A function of that name
+    stands in the module that mutmut wrote, beside the original, `...__mutmut_orig`.
     """
     for name in names:
         module, _, mutated = name.rpartition(".")
@@ -147,7 +148,9 @@ def changed_lines(original: ast.AST, mutant: ast.AST) -> tuple[str, str]:
 
 
 def differ_in_texts(first: object, second: object) -> bool:
-    """Whether both are alike but for strings, or what stands in their places, and lines of logs."""
+    """True if both are alike, but for strings and calls of the logger in `first`: anything may
+    stand in their places.
+    """
     if isinstance(first, list) and isinstance(second, list):
         return len(first) == len(second) and all(map(differ_in_texts, first, second))
     if not isinstance(first, ast.AST):
@@ -161,8 +164,9 @@ def differ_in_texts(first: object, second: object) -> bool:
 
 
 def differ_in_strictness(original: ast.AST, mutant: ast.AST) -> bool:
-    """Whether the mutant is alike but for a `zip` that is strict no more: that it is strict shows
-    where another defect is, and columns of one length are the same without.
+    """True if the mutant is the original, or differs only in a `zip` that is no longer strict.
+
+    Strictness shows where another defect is. With columns of one length it changes nothing.
     """
     original, mutant = copy.deepcopy(original), copy.deepcopy(mutant)
     for strict, loose in zip(_zips(original), _zips(mutant), strict=False):
@@ -178,7 +182,9 @@ def _zips(tree: ast.AST) -> list[ast.Call]:
 
 
 def _differ_in_defaults(first: Function, second: Function) -> bool:
-    """Whether a parameter's default is another: mutmut calls a mutant with the original's."""
+    """True if a parameter or a default differs. A changed default has no effect: mutmut calls a
+    mutant with the defaults of the original.
+    """
     return ast.dump(first.args) != ast.dump(second.args)
 
 

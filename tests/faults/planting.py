@@ -30,13 +30,13 @@ class DoesNotFit(Exception):
 
 @dataclass(frozen=True)
 class Becomes:
-    """One expression, statement or keyword argument becomes another, or is left out."""
+    """A fault that replaces an expression, statement or keyword argument, or leaves it out."""
 
     old: str
     new: str | None
 
     def apply(self, definition: Definition) -> int:
-        """Make the change; returns in how many places."""
+        """Make the change in the definition. Return the number of places that changed."""
         replacement = _Replacement(self.old, self.new)
         replacement.generic_visit(definition)
         return replacement.count
@@ -168,7 +168,7 @@ class _Replacement(ast.NodeTransformer):
     def __init__(self, old: str, new: str | None) -> None:
         forms = _forms(old)
         self._old = {ast.dump(form) for form in forms}
-        # A dump of each node would take long: of most the kind tells.
+        # A dump of each node would take long: most nodes differ by their kind.
         self._kinds = {type(form) for form in forms}
         self._new = None if new is None else _forms(new)
         self.count = 0
@@ -183,7 +183,9 @@ class _Replacement(ast.NodeTransformer):
 
 
 def _forms(text: str) -> list[ast.AST]:
-    """What the text may be: `f(x)` an expression and a statement, `x=1` an argument and another."""
+    """Return the nodes that the text can mean: `f(x)` is a statement and an expression, `x=1` a
+    statement and a keyword argument.
+    """
     (statement,) = ast.parse(text).body
     if isinstance(statement, ast.Expr):
         return [statement, statement.value]

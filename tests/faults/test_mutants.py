@@ -1,5 +1,5 @@
-"""No small change of what matters most goes unnoticed by its unit tests, but those that change
-nothing anybody can see: tests/faults/mutated.py.
+"""Unit tests notice every small change of the code that matters most, but for changes that nobody
+can see: tests/faults/mutated.py.
 """
 
 from __future__ import annotations

@@ -46,7 +46,9 @@ def step(on):
 
 
 def _tried() -> list[Fault]:
-    """All of them, or a few that a unit test catches: others start systems or models."""
+    """Return all tested faults in a soak, otherwise two that a unit test catches: the tests of the
+    others start systems or models.
+    """
     if os.environ.get("PENSTOCK_SOAK"):
         return TESTED
     quick = [fault for fault in TESTED if named_test(fault).startswith("tests/unit/")]

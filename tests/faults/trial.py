@@ -52,7 +52,7 @@ def _tests() -> dict[str, list[Path]]:
 
 
 def is_caught(fault: Fault, tree: Path) -> bool:
-    """Whether the test fails in a copy of the tree that has the fault."""
+    """True if the fault's test fails in `tree`, a copy of the repository with the fault."""
     with planted(fault, tree):
         run = _run_tests([named_test(fault)], tree)
     print(f"{fault.title}: {'caught' if run.returncode == 1 else run.stdout[-2000:]}", flush=True)
@@ -60,7 +60,7 @@ def is_caught(fault: Fault, tree: Path) -> bool:
 
 
 def pass_without(faults: Iterable[Fault], tree: Path) -> bool:
-    """Whether their tests pass in a copy of the tree that has none of the faults."""
+    """True if the tests of the faults pass in `tree`, a copy of the repository without faults."""
     run = _run_tests({named_test(fault) for fault in faults}, tree)
     if run.returncode:
         print(run.stdout[-5000:], run.stderr[-2000:])
@@ -80,8 +80,8 @@ def _run_tests(names: Iterable[str], tree: Path) -> subprocess.CompletedProcess[
 
 
 def seeds_until_found(fault: Fault, tree: Path, seeds: int = SEEDS) -> int | None:
-    """How many histories the simulator tries in a copy of the tree that has the fault until one
-    fails, which holds without; None where none does.
+    """Return the number of histories that the simulator tries until one fails, with the fault
+    planted in `tree`; None if none fails. Raises if that history fails without the fault too.
     """
     with planted(fault, tree):
         found = _first_failing(tree, seeds)

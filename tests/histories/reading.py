@@ -1,4 +1,4 @@
-"""One request, read to its end: what it gave as a line of JSON."""
+"""The reading of one request to its end, and the line of JSON that shows what it gave."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What happens to the shards while they answer: each scene asks everything anew.
+"""Scenes: things that happen to shards while they answer. Each scene sends all requests anew.
 
-Of two shards the second gets all but long prompts, so it is the one that faults befall.
+There are two shards. The second gets all prompts but the long ones, so faults strike the second.
 """
 
 from __future__ import annotations

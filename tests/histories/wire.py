@@ -1,4 +1,4 @@
-"""What one shard says, read without a fleet, which would hide some of it."""
+"""The messages of one shard, read without a fleet, which would hide some of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock_proto.shard_pb2_grpc import ShardStub
 _PROMPT = list(range(5, 45))
 _TOKENS = 60
 _END_S = 20.0
-# After so many of its tokens a higher attempt takes over.
+# After this many tokens of an attempt, a higher attempt takes over.
 _BEGUN_TOKENS = 10
 
 
@@ -38,10 +38,10 @@ async def taken_over(address: str) -> dict[str, Line]:
 
 
 async def on_the_wire(address: str) -> dict[str, Line]:
-    """The messages of a shard: those of an attempt, and of one that takes over from it."""
+    """Return a line each for an attempt and for a higher one that takes over from it."""
     async with grpc.aio.insecure_channel(address) as channel:
         call, outputs = ShardStub(channel).Generate(), list[pb.Output]()  # type: ignore[no-untyped-call]
-        # Who never ends has no end in its line.
+        # A call that never ends has no end in its line.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_S):
                 async for output in _outputs(call):

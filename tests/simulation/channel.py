@@ -30,12 +30,12 @@ _EOF = grpc.aio.EOF
 
 @dataclass(frozen=True)
 class Status:
-    """How a call ended."""
+    """The end of a call: its status code, and what comes with it."""
 
     code: grpc.StatusCode
     details: str = ""
     trailing: tuple[tuple[str, str], ...] = ()
-    # Its own caller cancelled it.
+    # True if the caller cancelled the call.
     is_local: bool = False
 
     def error(self) -> BaseException:
@@ -80,7 +80,7 @@ class _Cancel:
 
 
 class _Window:
-    """How much a writer may be ahead of the reader of the other end."""
+    """The bytes that a writer may be ahead of the reader at the other end."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -102,7 +102,7 @@ class _Window:
             self.open()
 
     def open(self) -> None:
-        """Let writers go on, say because there is nobody to wait for."""
+        """Let all waiting writers go on."""
         while self._waiting:
             room = self._waiting.popleft()
             if not room.done():
@@ -110,7 +110,7 @@ class _Window:
 
 
 class _Inbox:
-    """What has arrived at one end of a call, until its end."""
+    """The messages that have arrived at one end of a call."""
 
     def __init__(self, window: _Window) -> None:
         self.window = window
@@ -123,7 +123,7 @@ class _Inbox:
         self._wake()
 
     def end(self) -> None:
-        """Nothing more will arrive."""
+        """Note that nothing more will arrive."""
         self.is_over = True
         self._wake()
 
@@ -132,7 +132,7 @@ class _Inbox:
             self._reader.set_result(None)
 
     async def get(self) -> bytes | None:
-        """The next message; None at the end."""
+        """Return the next message; None at the end."""
         while not self._frames:
             if self.is_over:
                 return None
@@ -151,7 +151,7 @@ class _Inbox:
 
 
 class _Call:
-    """One call, as its caller uses it: read and write it, iterate it, or await its only answer."""
+    """A call at its caller's end, to read and write, to iterate, or to await its only answer."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class _Call:
         loop = asyncio.get_running_loop()
         self._begun: asyncio.Future[None] = loop.create_future()
         self._beginning = loop.create_task(self._begin())
-        # Of a call with one message: the task that writes it.
+        # The task that writes the requests of a call whose caller gives them all at once.
         self.writing: asyncio.Future[None] | None = None
         self._timer = None if timeout_s is None else loop.call_later(timeout_s, self._overdue)
         channel.calls[self] = None
@@ -437,7 +437,7 @@ class _Aborted(Exception):
 
 
 class _Context:
-    """What a handler knows of its call."""
+    """The call as its handler sees it."""
 
     def __init__(self) -> None:
         self.status: Status | None = None
@@ -464,7 +464,7 @@ class MemoryServer:
         self.listener = Listener(process, self._accept)
 
     def add_generic_rpc_handlers(self, handlers: Iterable[Any]) -> None:
-        """Those below are the same ones."""
+        """Do nothing: the registered handlers, which come next, are the same ones."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         for name, handler in handlers.items():

@@ -34,7 +34,7 @@ _POLL_S = 0.001
 
 @dataclass
 class Timeline:
-    """When a request was sent, and when each of its tokens came, in seconds."""
+    """The times in seconds when a request was sent and when each of its tokens came."""
 
     request: GenerationRequest
     sent_s: float
@@ -43,7 +43,7 @@ class Timeline:
     reading: asyncio.Task[None] | None = None
 
     async def over(self) -> None:
-        """Returns when its last token has come. Raises what it failed with."""
+        """Wait for the last token. Raises the error that the request failed with."""
         assert self.reading is not None
         await self.reading
 
@@ -52,7 +52,7 @@ class Timeline:
         return self.times_s[0] - self.sent_s
 
     def gaps_s(self, since_s: float = 0.0, until_s: float = float("inf")) -> list[float]:
-        """Between tokens, of those that came in this time."""
+        """Return the seconds from the token before to each token that came in this time."""
         return [
             later - before
             for before, later in itertools.pairwise(self.times_s)
@@ -60,7 +60,7 @@ class Timeline:
         ]
 
     def longest_gap_s(self, since_s: float) -> float:
-        """Between a token and the next, of those that came since."""
+        """Return the most seconds between a token and the next, for tokens that came since."""
         return max(self.gaps_s(since_s))
 
 
@@ -121,7 +121,7 @@ class DeviceFleet:
         )
 
     async def start(self, *numbers: int) -> None:
-        """Returns when these shards serve, all if none is named."""
+        """Start these shards, or all if none is named, and wait until they serve."""
         numbers = numbers or tuple(range(len(self.shards)))
         for number in numbers:
             self.shards[number].start()
@@ -132,18 +132,18 @@ class DeviceFleet:
     def send(
         self, prompt: Sequence[int], max_tokens: int, *, only_at: int | None = None
     ) -> Timeline:
-        """A request to the fleet, perhaps to one of its shards only."""
+        """Send a request to the fleet, or to one of its shards only."""
         shard = "" if only_at is None else self.shards[only_at].address
         return self.submit(request_of(prompt, max_tokens, shard=shard))
 
     def submit(self, request: GenerationRequest, pixels: PixelSource | None = None) -> Timeline:
-        """A request to the fleet, perhaps with images."""
+        """Send a request to the fleet, perhaps with images."""
         timeline = Timeline(request, self._loop.time())
         stream = self.router.context.run(self.fleet.submit, request, pixels)
         return self._follow(timeline, self._read(stream, timeline))
 
     def send_from(self, source: int, target: int, prompt: Sequence[int]) -> Timeline:
-        """A request for one token to a shard, another of which may have KV blocks of the prompt."""
+        """Send a shard a request for one token. `source` may have KV blocks of the prompt."""
         request = request_of(prompt, 1)
         timeline = Timeline(request, self._loop.time())
 
@@ -170,18 +170,18 @@ class DeviceFleet:
         return self._loop.time()
 
     async def wait_for_tokens(self, timelines: Iterable[Timeline], count: int) -> None:
-        """Until each has so many."""
+        """Wait until each timeline has `count` tokens."""
         for timeline in timelines:
             while len(timeline.times_s) < count:
                 await asyncio.sleep(_POLL_S)
 
     async def wait_until_left(self, number: int) -> None:
-        """Until nothing runs on a shard."""
+        """Wait until no request is live on a shard."""
         while self.shards[number].num_live:
             await asyncio.sleep(_POLL_S)
 
     def check_answers(self, timelines: Iterable[Timeline]) -> None:
-        """That all of these came, and that they are what undisturbed runs give."""
+        """Check that the tokens so far are those that undisturbed runs give."""
         config = self.shards[0].config
         for timeline in timelines:
             count = len(timeline.token_ids)
@@ -196,11 +196,11 @@ class DeviceFleet:
 
 
 def request_of(prompt: Sequence[int], max_tokens: int, *, shard: str = "") -> GenerationRequest:
-    """With a fixed seed."""
+    """Return a request with a fixed seed."""
     sampling = SamplingParams(temperature=1.0, seed=7)
     return GenerationRequest(prompt, sampling, max_tokens, shard=shard)
 
 
 def prompts(rng: random.Random, count: int, num_tokens: int) -> list[list[int]]:
-    """Of tokens that mean nothing, and share nothing."""
+    """Return `count` random prompts, which share no beginning."""
     return [rng.choices(ORDINARY_IDS, k=num_tokens) for _ in range(count)]

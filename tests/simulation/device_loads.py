@@ -1,5 +1,5 @@
-"""What is asked of simulated devices, and how streams fare: one moves, a shard drains, long prompts
-come beside them.
+"""Loads on simulated devices, and how streams fare: when one moves, when a shard drains, when long
+prompts come beside them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Setting:
     def run(
         self, roles: Sequence[str], main: Callable[[DeviceFleet], Coroutine[None, None, _Result]]
     ) -> _Result:
-        """What `main` comes to with a fleet, whose shards it starts."""
+        """Run `main` with a fleet and return its result. `main` starts the shards."""
 
         async def with_fleet(loop: VirtualLoop) -> _Result:
             fleet = DeviceFleet(
@@ -140,8 +140,8 @@ class Drain:
 
 
 def drain(setting: Setting, *, num_streams: int, num_tokens: int, num_others: int) -> Drain:
-    """One shard of four is left by streams of so many tokens each; on each of the three others run
-    `num_others` of the same length.
+    """Drain one shard of four, where `num_streams` streams run whose prompts have `num_tokens`
+    tokens. `num_others` streams like these run on each of the three others.
     """
 
     async def main(fleet: DeviceFleet) -> Drain:
@@ -175,7 +175,7 @@ def drain(setting: Setting, *, num_streams: int, num_tokens: int, num_others: in
 
 
 def _usual_s(streams: Sequence[Timeline], until_s: float) -> float:
-    """Of the last tokens before a time."""
+    """Return the median seconds between the last tokens that came before a time."""
     return median(gap for s in streams for gap in s.gaps_s(until_s=until_s)[-_LOOKED_AT // 2 :])
 
 
@@ -203,7 +203,7 @@ class Load:
     stream_tokens: int = 1000
     # What the streams want.
     seconds_between_tokens: float | None = None
-    # That comes before each prompt.
+    # The image before each prompt, if any.
     image: Image | None = None
 
 
@@ -223,7 +223,7 @@ class Fared:
 
 
 def long_prompts(setting: Setting, roles: Sequence[str], load: Load) -> Fared:
-    """How a fleet of these roles fares with a load."""
+    """Put a load on a fleet with these roles, and return how it fares."""
 
     async def main(fleet: DeviceFleet) -> Fared:
         rng = random.Random(1)
@@ -271,7 +271,7 @@ def _ask(fleet: DeviceFleet, rng: random.Random, load: Load) -> Timeline:
 
 
 def _pauses(rng: random.Random, load: Load) -> Iterator[float]:
-    """Between Poisson arrivals, as long as the load comes."""
+    """Yield the seconds between Poisson arrivals, until the load ends."""
     at_s = 0.0
     while load.per_s:
         pause_s = rng.expovariate(load.per_s)
@@ -300,8 +300,8 @@ class Shared:
 
 @dataclass(frozen=True)
 class SharedFared:
-    """How often each token of what is shared was computed, and how many shards had any of it; the
-    seconds to first tokens.
+    """The result for a shared prompt: how often each shared token was computed on average, how many
+    shards computed prompts, and the seconds from each request to its first token.
     """
 
     times_computed: float
@@ -310,7 +310,7 @@ class SharedFared:
 
 
 def shared_prompt(setting: Setting, load: Shared) -> SharedFared:
-    """How a fleet fares with prompts that begin alike."""
+    """Send a fleet prompts that begin alike, and return how it fares."""
 
     async def main(fleet: DeviceFleet) -> SharedFared:
         rng = random.Random(2)

@@ -48,8 +48,8 @@ class Device:
     encoding: Encoding | None = None
 
     def seconds(self, batch: Batch) -> float:
-        """What a step takes: the weights are read while its tokens are computed, the keys and
-        values of those that decode after that.
+        """Return the seconds that a step takes. The weights are read while the tokens are computed.
+        The keys and values of the sequences that decode are read after that.
         """
         num_tokens = num_pairs = num_keys = 0
         for start, count in zip(batch.starts, batch.counts, strict=True):

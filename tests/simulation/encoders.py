@@ -16,18 +16,18 @@ _Key = tuple[str, bytes]
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a device encodes images. `share` of it is the encoder's while a step runs too, which has
-    the rest; with None both run as fast as alone.
+    """The speed at which a device encodes images. While a step runs too, the encoder has `share` of
+    the device and the step has the rest; with None both run as fast as alone.
     """
 
     share: float | None = 0.5
-    # Qwen2.5-VL-7B on an H100 takes 167 ms for an image of 2,691 tokens. Of its multiplications
-    # 15 % are attention within the whole image there: these grow with the square.
+    # Qwen2.5-VL-7B on an H100 takes 167 ms for an image of 2,691 tokens. There, attention within
+    # the whole image is 15 % of the multiplications and grows with the square of the tokens.
     token_s: float = 0.85 * 0.167 / 2691
     pair_s: float = 0.15 * 0.167 / 2691**2
 
     def seconds(self, num_tokens: int) -> float:
-        """For an image, with all of the device."""
+        """Return the seconds that an image takes with the whole device."""
         return num_tokens * self.token_s + num_tokens**2 * self.pair_s
 
 
@@ -87,11 +87,11 @@ class SimulatedEncoder:
         return False
 
     def cancel(self, salt: str | None, image: PromptImage) -> None:
-        """It goes on, as an image that has been begun."""
+        """Do nothing: the encoding goes on, as if it had begun."""
 
     def step_s(self, at_s: float, alone_s: float) -> float:
-        """What a step takes from a time on, no earlier than the one before ended, that would take
-        `alone_s` alone.
+        """Return the seconds of a step that starts at `at_s`, not before the last one ended. Alone
+        it would take `alone_s`.
         """
         self._work(at_s, 1.0)
         share = self._encoding.share

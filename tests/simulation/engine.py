@@ -47,7 +47,7 @@ SEGFAULT = -11
 
 @dataclass(frozen=True)
 class EngineKind:
-    """What all engines of a shard are."""
+    """The settings that all engines of a shard have."""
 
     step_s: float = 0.02
     num_blocks: int = 64
@@ -58,13 +58,13 @@ class EngineKind:
     load_s: float = 0.5
     weights: str = "fake"
     default_temperature: float = 1.0
-    # Whether it promises the same bits wherever its weights are served.
+    # True if an engine promises the same bits wherever its weights are served.
     is_exact: bool = True
     cache_groups: tuple[CacheGroup, ...] = (CacheGroup(),)
-    # Memory for copies of KV blocks; and whether these go to other shards.
+    # The memory for copies of KV blocks, and whether the copies go to other shards.
     host_bytes: int = 0
     has_peers: bool = False
-    # What its steps and copies take, in place of `step_s`.
+    # The device that says what steps and copies take, in place of `step_s`.
     device: Device | None = None
     max_model_len: int = 512
     max_prefill_tokens: int = 2**31
@@ -72,7 +72,7 @@ class EngineKind:
 
     @property
     def sees(self) -> bool:
-        """Whether requests may have images."""
+        """True if requests may have images."""
         return self.device is not None and self.device.encoding is not None
 
 
@@ -83,7 +83,7 @@ ORDINARY_IDS = range(100, VOCAB_SIZE)
 
 
 def info_of(kind: EngineKind) -> RunnerInfo:
-    """What an engine of this kind says that it serves."""
+    """Return what an engine of this kind says that it serves."""
     info = runner_info(
         num_blocks=kind.num_blocks,
         max_model_len=kind.max_model_len,
@@ -153,12 +153,12 @@ class _LinkEnd(asyncio.Transport):
 
 
 class SimulatedEngine:
-    """Its steps and its beats can be stopped apart."""
+    """An engine process on virtual time. Its steps and its heartbeats can be stopped separately."""
 
     def __init__(
         self, loop: VirtualLoop, name: str, kind: EngineKind, memory: memoryview | None = None
     ) -> None:
-        """`memory` is the server's, for copies of KV blocks."""
+        """`memory` is the server's memory for copies of KV blocks."""
         self._loop = loop
         self._memory = memory
         self._kind = kind
@@ -167,16 +167,16 @@ class SimulatedEngine:
         self.reader = asyncio.StreamReader(loop=loop)
         protocol = asyncio.StreamReaderProtocol(self.reader, loop=loop)
         writer = asyncio.StreamWriter(_LinkEnd(self), protocol, self.reader, loop)
-        # As the supervisor sees it.
+        # The process as the supervisor sees it.
         self.process = ChildProcess(self.reader, writer, lambda: self.die(KILLED), self._wait)
         self._inbox: deque[ToEngine] = deque()
         self._news = asyncio.Event()
         self._status: asyncio.Future[int] = loop.create_future()
         self._link_is_open = True
-        # Its next step will never end, or what it does before that.
+        # Whether the next step will never end, or what comes before that step.
         self.hangs = self.hangs_before_step = False
         self.engine: Engine | None = None
-        # What it says while it waits for copies is sent after that; None: at once.
+        # Messages that wait until copies have been made; None: messages are sent at once.
         self._unsent: list[FromEngine] | None = None
         self.steps.run(self._run())
 
@@ -190,7 +190,7 @@ class SimulatedEngine:
         return not self._status.done()
 
     def die(self, status: int = SEGFAULT) -> None:
-        """It ends, whatever it was doing."""
+        """End, whatever the engine was doing."""
         if self.is_alive:
             self.steps.kill()
             self.beats.kill()
@@ -203,7 +203,7 @@ class SimulatedEngine:
             self.reader.feed_eof()
 
     def lost_its_server(self) -> None:
-        """It ends itself as soon as it reads that."""
+        """Let the engine end itself as soon as it reads that its server is gone."""
         self.steps.call_soon(self.die, 0)
 
     # ---- the process ----
@@ -248,7 +248,9 @@ class SimulatedEngine:
         return runner.thread_s if isinstance(runner, DeviceRunner) else self._loop.time
 
     async def _launch(self, loop: EngineLoop, runner: FakeRunner) -> bool:
-        """As the loop's; takes as long as the copies that come before it."""
+        """Launch a step as the loop does. Then wait as long as the copies before it take, and only
+        then send the messages of the launch.
+        """
         if not isinstance(runner, DeviceRunner):
             return loop.launch()
         self._unsent = []

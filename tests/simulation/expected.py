@@ -1,4 +1,4 @@
-"""What the fake runner's hash says an output must be: no engine, scheduler or fleet has a part."""
+"""The outputs that must come by the fake runner's hash, without engine, scheduler or fleet."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from simulation.engine import ORDINARY_IDS, EngineKind, adapter_of, info_of
 
 @dataclasses.dataclass
 class Answer:
-    """All of an output."""
+    """A whole answer: tokens, log-probabilities and finish reason."""
 
     token_ids: list[int]
     logprobs: Logprobs | None
@@ -38,7 +38,7 @@ class Answer:
 
 
 def expected(request: GenerationRequest, kind: EngineKind, config: ShardConfig) -> Answer:
-    """What every shard of this kind must answer."""
+    """Return the answer that every shard of this kind must give."""
     runner, sequence = _runner(kind), _sequence(request, kind, config)
     logprobs = None if request.logprobs is None else Logprobs(top_n=request.logprobs)
     prompt_logprobs = _prompt_logprobs(runner, sequence)
@@ -58,7 +58,7 @@ def expected(request: GenerationRequest, kind: EngineKind, config: ShardConfig) 
 def expected_vectors(
     request: EmbeddingRequest, kind: EngineKind, config: ShardConfig
 ) -> list[list[float]]:
-    """The vectors that every shard of this kind must give."""
+    """Return the vectors that every shard of this kind must give."""
     runner, info = _runner(kind), info_of(kind)
     asked = codec.embedding_request(codec.embed_request(request, "expected", ""))
     response = codec.EmbedResponse()

@@ -1,4 +1,4 @@
-"""What users of a fleet send: made-up traffic, the same for the same seed. Knows no shard."""
+"""Made-up traffic of a fleet's users, the same for the same seed. It knows no shard."""
 
 from __future__ import annotations
 

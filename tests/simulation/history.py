@@ -1,7 +1,7 @@
 """One history: a fleet, its shards, requests and troubles on virtual time, and what must hold.
 
-Every output must be what the fake runner's hash says, whatever happened on the way; every request
-ends, those of the fleet once; and nothing of it is left anywhere.
+Every output must be what the fake runner's hash says, whatever happened on the way. Every request
+must end, and those of the fleet once. Nothing of a request may be left anywhere.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _SETTLE_S = 90.0
 
 @dataclass
 class Outcome:
-    """What the reader of a request got."""
+    """The output of one request, as its reader got it."""
 
     arrival: Arrival
     token_ids: list[int] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Outcome:
     error: BaseException | None = None
     left: bool = False
     vectors: list[list[float]] | None = None
-    # Some of it came from other numerics than what was before.
+    # True if some output came from other numerics than the output before.
     is_approximate: bool = False
     request_id: str = ""
     over_at_s: float = 0.0
@@ -96,7 +96,7 @@ def _joined(first: Logprobs | None, later: Logprobs | None) -> Logprobs | None:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a history: faults, one line each, and some counts."""
+    """The result of a history: faults, one line each, and some counts."""
 
     plan: Plan
     faults: tuple[str, ...]
@@ -162,7 +162,7 @@ class History:
             self._exceptions.append(f"{type(error).__name__}: {error}")
 
     def _new_address(self) -> str:
-        """Nobody sends anything there."""
+        """Return a new address. Nothing is ever sent to it: the network is in memory."""
         self._last_host += 1
         return f"127.0.0.{self._last_host}:1"
 
@@ -307,7 +307,7 @@ class History:
         network.at(trouble.at_s + trouble.lasts_s, self._end, trouble)
 
     def _end_drain(self, trouble: Trouble) -> None:
-        """Whoever asked for it waits no longer: it must not reach the shard after this."""
+        """End the call that asked for the drain: it must not reach the shard after this."""
         drain = self._drains.pop(trouble, None)
         if drain is not None:
             drain.cancel()
@@ -415,7 +415,7 @@ class History:
         return faults
 
     def _wrong_answer(self, outcome: Outcome) -> list[str]:
-        """What is wrong with an answer, whichever weights it is of."""
+        """Return what is wrong with an answer; nothing if it is right for one of the kinds."""
         found: list[str] = []
         request = self._seeded(outcome)
         for kind in self._kinds:
@@ -436,7 +436,7 @@ class History:
 
     @property
     def _kinds(self) -> list[EngineKind]:
-        """All that serve at some time: a whole answer is of one."""
+        """The kinds of engines that serve at some time. A whole answer comes from one of them."""
         upgraded = any(
             trouble.what == "upgrade" or (trouble.what == "crash engine" and trouble.amount > 0.7)
             for trouble in self.plan.troubles
@@ -444,8 +444,8 @@ class History:
         return [self.plan.kind, self.plan.next_kind] if upgraded else [self.plan.kind]
 
     def _is_in_time(self, outcome: Outcome) -> bool:
-        """Whether it outlived its deadline by no more than it takes to notice that a shard is gone,
-        and was not ended for it before.
+        """True if the deadline did not end the request too early, and the request outlived its
+        deadline by no more than it takes to notice that a shard is gone.
         """
         request = outcome.arrival.request
         if isinstance(request, EmbeddingRequest) or request.objective.deadline_s is None:
@@ -457,12 +457,12 @@ class History:
         return not is_early and outcome.over_at_s <= ends_s + _NOTICE_S
 
     def _may_fail(self, outcome: Outcome, error: BaseException) -> bool:
-        """Whether such a plan may end a request with such an error."""
+        """True if the plan may end a request with this error."""
         arrival, request = outcome.arrival, outcome.arrival.request
         if isinstance(request, EmbeddingRequest):
-            # It waits for nobody, and three shards are enough.
+            # An embedding waits for no shard, and three shards are enough.
             return isinstance(error, ShardUnavailable | Overloaded)
-        # It may go on only with numerics that not all engines have.
+        # True if the request may go on only with numerics that not all engines have.
         needs_others = request.exact and not all(kind.is_exact for kind in self._kinds)
         match error:
             case DeadlineExceeded():
@@ -470,12 +470,12 @@ class History:
             case PoisonousRequest():
                 return self._is_poisoned(request) or self._num_deaths() >= POISON_DEATHS
             case NoShardAvailable():
-                # What began with weights that nobody has any more.
+                # The answer began with weights that no shard has any more.
                 return len({kind.weights for kind in self._kinds}) > 1 or needs_others
             case Overloaded() if not outcome.token_ids:
                 return self.plan.config.max_queued_requests < self._num_sequences()
             case ShardUnavailable():
-                # Nobody takes it elsewhere, or nobody may.
+                # No client takes the request elsewhere, or none may.
                 return arrival.direct is not None or needs_others
             case _:
                 return False
@@ -486,8 +486,8 @@ class History:
         return sum(len(r.inputs) if isinstance(r, EmbeddingRequest) else 1 for r in requests)
 
     def _num_deaths(self) -> int:
-        """How many engines may die with a request that is not at fault: of troubles, and of each
-        poison while it is tried with others.
+        """Return the number of engines that may die with a request that is not at fault: those that
+        troubles end, and those that each poison ends while it is tried with others.
         """
         deaths = ("crash engine", "hang engine", "stop", "stop engine")
         by_trouble = sum(trouble.what in deaths for trouble in self.plan.troubles)
@@ -504,7 +504,9 @@ def _differences(
     kind: EngineKind,
     config: ShardConfig,
 ) -> list[str]:
-    """Between what came and what had to come; of one that ended early, the beginning of it."""
+    """Return the differences between the output and the expected answer. If the output ended early,
+    compare it with the beginning of the answer.
+    """
     if isinstance(request, EmbeddingRequest):
         equal = outcome.vectors in (None, expected_vectors(request, kind, config))
         return [] if equal else ["its vectors are others"]

@@ -14,7 +14,9 @@ _MOVES = ("drain", "drain", "upgrade", "leave", "crash engine", "kill")
 
 
 def draw_moving(seed: int) -> Plan:
-    """As `draw`, of exact shards with memory for copies, from which requests are moved often."""
+    """Draw a plan as `draw` does, but of exact shards with memory for copies. Requests are moved
+    between them often.
+    """
     plan, rng = draw(seed), random.Random(seed)
     kind = dataclasses.replace(
         plan.kind,
@@ -56,7 +58,7 @@ def _longer(rng: random.Random, arrival: Arrival) -> Arrival:
 
 
 def _move(rng: random.Random, trouble: Trouble, num_shards: int) -> Trouble:
-    """Something else than planned, half of the time."""
+    """Return the trouble at another time and shard, and half of the time another trouble."""
     what = rng.choice([trouble.what, rng.choice(_MOVES)])
     shard = rng.randrange(num_shards)
     return dataclasses.replace(trouble, what=what, shard=shard, at_s=rng.uniform(0.2, 5.0))

@@ -32,32 +32,32 @@ class Way(Enum):
 
 @dataclass
 class Path:
-    """How frames fare between the client and an address."""
+    """The state of the way between the client and an address."""
 
     delay_s: float = LATENCY_S
-    # Frames of different calls overtake each other by up to so much.
+    # Frames of different calls may overtake each other by up to this many seconds.
     jitter_s: float = 0.0
-    # How many of a thousand messages come twice, the second time late.
+    # The messages in a thousand that come twice, the second time late.
     doubled: int = 0
-    # Nobody listens: connections are refused at once.
+    # True if nobody listens: connections are refused at once.
     is_refused: bool = False
-    # Directions in which nothing passes, though nobody is told.
+    # The directions in which nothing passes, without notice to anybody.
     closed: set[Way] = field(default_factory=set)
     closed_at_s: float = 0.0
-    # Where something has arrived at a closed way.
+    # The lanes with frames that have arrived at a closed way.
     held: dict[Lane, None] = field(default_factory=dict)
 
 
 class Lane:
-    """One direction of a call: frames arrive in order, at who reads them."""
+    """One direction of a call. Frames arrive in order."""
 
     def __init__(self, network: Network, path: Path, way: Way, *, doubles: bool = False) -> None:
-        """`doubles`: its messages may come twice."""
+        """`doubles`: messages on this lane may come twice."""
         self._network = network
         self._path = path
         self._way = way
         self._doubles = doubles
-        # What is on its way, and when it is there.
+        # The frames on their way, each with the time when it arrives.
         self._frames: deque[tuple[float, object]] = deque()
         self._take: Callable[[object], None] | None = None
 
@@ -78,7 +78,7 @@ class Lane:
         network.at(arrives_s, self.arrive)
 
     def send_message(self, frame: object, copy: object) -> None:
-        """As `send`; perhaps the copy too, a while later."""
+        """Send a message. On a lane that doubles, sometimes send the copy too, a little later."""
         self.send(frame)
         network, path = self._network, self._path
         if self._doubles and network.random.randrange(1000) < path.doubled:
@@ -86,7 +86,7 @@ class Lane:
             network.at(again_s, self.send, copy)
 
     def arrive(self) -> None:
-        """Hand over what is there by now, if the way is open."""
+        """Hand over the frames that are due by now, if the way is open."""
         if self._way in self._path.closed:
             self._path.held[self] = None
             return
@@ -95,7 +95,7 @@ class Lane:
             self._take(self._frames.popleft()[1])
 
     def end(self) -> None:
-        """What is still on its way arrives nowhere."""
+        """Drop the frames that are still on their way."""
         self._take = _drop
 
 
@@ -104,7 +104,7 @@ def _drop(frame: object) -> None:
 
 
 class Connection:
-    """Between the client and a host; either end may be told that it broke."""
+    """A connection between the client and a host. Either end may be told that it broke."""
 
     def __init__(self, path: Path, listener: Listener) -> None:
         self.path = path
@@ -133,7 +133,7 @@ class Listener:
         self.connections: dict[Connection, None] = {}
 
     def close(self) -> None:
-        """It is gone: its kernel resets what was open."""
+        """Reset all open connections, as a kernel does for a process that is gone."""
         for connection in list(self.connections):
             connection.break_off()
 
@@ -156,14 +156,14 @@ class Network:
         return self._paths.setdefault(address, Path())
 
     def at(self, time_s: float, action: Callable[..., None], *args: object) -> None:
-        """Whatever becomes of the process that asks for it."""
+        """Call an action at a time, whatever becomes of the process that asks for it."""
         self.loop.call_at(time_s, action, *args, context=self._process.context)
 
     def listen(self, address: str, listener: Listener) -> None:
         self._listeners[address] = listener
 
     def unlisten(self, address: str) -> None:
-        """Its process ended: connections are reset, and others refused."""
+        """Reset the connections to an address, and refuse new ones: its process has ended."""
         listener = self._listeners.pop(address, None)
         if listener is not None:
             listener.close()
@@ -195,7 +195,7 @@ class Network:
             self.at(self.loop.time() + KEEPALIVE_S, self._give_up, connection)
 
     def open_ways(self, address: str) -> None:
-        """What was held arrives, in order."""
+        """Let everything pass again. The frames that were held arrive in order."""
         path = self.path(address)
         path.closed.clear()
         held, path.held = list(path.held), {}

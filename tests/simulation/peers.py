@@ -24,7 +24,7 @@ _DAMAGED = 10
 
 
 class SimulatedPeers:
-    """Every shard is a peer, and is asked again whatever it sent."""
+    """The peers of a shard: all shards, each of which is asked again whatever it sent."""
 
     def __init__(
         self, find: Callable[[str], BlockTransfers | None], random_: random.Random
@@ -51,7 +51,7 @@ class SimulatedPeers:
             raise FetchFailed("it serves others") from None
 
     async def _carried(self, record: memoryview) -> memoryview:
-        """What arrives of a record."""
+        """Return a record as it arrives: whole, damaged, short or late. Raises if it is lost."""
         luck = self._random.randrange(1000)
         copy = bytearray(record)
         SEEN["carried"] += 1

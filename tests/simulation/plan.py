@@ -1,6 +1,6 @@
-"""What is to happen in a history: requests, and what goes wrong meanwhile; drawn from a seed.
+"""The plan of a history: its requests, and the troubles meanwhile, drawn from a seed.
 
-Plain data, so that a history that fails can be made shorter.
+A plan is plain data, so that a history that fails can be made shorter.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Plan:
 
     @property
     def calm_at_s(self) -> float:
-        """When the last trouble is over."""
+        """The time in seconds when the last trouble is over."""
         return max((each.at_s + each.lasts_s for each in self.troubles), default=0.0)
 
 
@@ -220,7 +220,7 @@ def _embedding(rng: random.Random) -> EmbeddingRequest:
 
 
 def _prompt(rng: random.Random) -> list[int]:
-    """Some begin alike, so that prefixes are shared."""
+    """Draw a prompt. Some prompts begin alike, so that prefixes are shared."""
     shared = [rng.randrange(20, 40)] * rng.choice([0, 20, 50])
     return [*shared, *(rng.choice(ORDINARY_IDS) for _ in range(rng.randint(1, 60)))]
 

@@ -53,7 +53,7 @@ _LIMITS = SchedulerLimits(64, 2048, 1024)
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request: what is new in its prompt, and how long after the turn before it comes."""
+    """One request: the new tokens of its prompt, and the seconds after the turn before it."""
 
     new_ids: Sequence[int]
     output_tokens: int
@@ -71,7 +71,7 @@ class Conversation:
 
 @dataclass(slots=True)
 class Answer:
-    """What became of one request, in seconds of the simulated clock."""
+    """The progress of one request, with times in seconds of the simulated clock."""
 
     shard: str
     reason: Reason
@@ -79,14 +79,15 @@ class Answer:
     prompt_tokens: int
     request_id: str = ""
     cached_tokens: int = 0
-    # When it first had a place in a step, and what was cached is known; None while it is queued.
+    # The time when it first had a place in a step, from when `cached_tokens` is known; None while
+    # it is queued.
     started_s: float | None = None
     is_ended: bool = False
     token_times_s: list[float] = field(default_factory=list)
 
     @property
     def first_token_s(self) -> float:
-        """How long it waited for its first token."""
+        """The seconds from arrival to the first token."""
         return self.token_times_s[0] - self.arrived_s
 
     @property
@@ -96,7 +97,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What every shard of the fleet is: by default one that computes 10,000 prompt tokens a second,
+    """The device of every shard of the fleet. By default it computes 10,000 prompt tokens a second,
     decodes 60 streams at 60 tokens a second each, and caches 160,000 tokens.
     """
 
@@ -109,7 +110,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run came to."""
+    """The results of a run."""
 
     requests: int
     output_tokens_per_s: float
@@ -130,7 +131,7 @@ class _Load(NamedTuple):
 
 
 class _View:
-    """What a router knows of a shard: what it was told, and what it sent there since."""
+    """A router's knowledge of a shard: the last report, and the requests sent there since."""
 
     def __init__(self, shard: _Shard) -> None:
         self._shard = shard
@@ -278,7 +279,7 @@ class SimulatedFleet:
         routers: int = 1,
         tells_pieces: bool = True,
     ) -> None:
-        """Without `tells_pieces` shards are of an older release, which does not."""
+        """`tells_pieces`: shards tell which pieces of prefixes they hold; older releases do not."""
         device = device or Device()
         self._shards = {f"s{i}": _Shard(f"s{i}", device, self._started) for i in range(num_shards)}
         self._new_policy = policy
@@ -294,11 +295,11 @@ class SimulatedFleet:
         self._requests: dict[str, tuple[Answer, Callable[[Answer], None]]] = {}
         self.started_s = self.now_s = _START_S
         self.answers: list[Answer] = []
-        # Once a second: requests on the busiest shard, and on all of them.
+        # Samples, one a second: the requests on the busiest shard, and on all shards.
         self.samples: list[tuple[int, int]] = []
 
     def start_router(self, number: int) -> None:
-        """It knows nothing but what shards tell."""
+        """Start a router anew. It knows nothing but what the shards tell."""
         self._policies[number] = self._new_policy()
         views = self._views[number] = {a: _View(shard) for a, shard in self._shards.items()}
         for view, shard in zip(views.values(), self._shards.values(), strict=True):
@@ -311,7 +312,9 @@ class SimulatedFleet:
     def run(
         self, conversations: Iterable[Conversation], progress: Callable[[float], None] | None = None
     ) -> list[Answer]:
-        """Until all have ended. `progress` is told the simulated time in seconds, once a second."""
+        """Run the conversations until all have ended, and return the answers. `progress` gets the
+        simulated time in seconds, once a second.
+        """
         for conversation in conversations:
             talk = _Talk(conversation)
             self._at(_START_S + conversation.start_s, partial(self._next_turn, talk))
@@ -319,7 +322,7 @@ class SimulatedFleet:
         return self.answers
 
     def run_until(self, ends_s: float, progress: Callable[[float], None] | None = None) -> None:
-        """Until all have ended, or so many seconds are over."""
+        """Run until all conversations have ended, or until `ends_s` simulated seconds are over."""
         self._at(_START_S, partial(self._sample, progress))
         while self._events and self._events[0][0] <= _START_S + ends_s:
             self.now_s, _, action = heapq.heappop(self._events)
@@ -330,7 +333,9 @@ class SimulatedFleet:
         self._at(self.now_s + seconds, action)
 
     def summary(self, seconds: float) -> Summary:
-        """Of all answers; the rate of tokens is that of the first `seconds`, when requests came."""
+        """Return the summary of all answers. The rate of tokens is taken over the first `seconds`,
+        in which requests came.
+        """
         answers = self.answers
         firsts = [answer.first_token_s for answer in answers]
         times_s = [time_s for answer in answers for time_s in answer.token_times_s]
@@ -347,8 +352,8 @@ class SimulatedFleet:
         )
 
     def imbalance(self, from_s: float = 0.0) -> float:
-        """How many requests the busiest shard had for each that the mean shard had, over seconds
-        from then on in which there was one for each shard at least.
+        """Return the busiest shard's requests over the mean shard's, averaged from `from_s` on over
+        the seconds with at least as many requests as shards.
         """
         count, samples = len(self._shards), self.samples[math.ceil(from_s / _SAMPLE_S) :]
         busy = [most * count / total for most, total in samples if total >= count]
@@ -410,7 +415,7 @@ class SimulatedFleet:
 
     @property
     def preemptions(self) -> int:
-        """How many times a sequence was put down, at all shards."""
+        """The number of times that a sequence was put down, at all shards."""
         return sum(shard.scheduler.preemptions_total for shard in self._shards.values())
 
     def retain(self, answer: Answer, seconds: float) -> None:

@@ -53,7 +53,7 @@ _CUTS = 35
 
 
 class Missed(Exception):
-    """What a scene found."""
+    """The failure that a scene found."""
 
 
 class Scenes:
@@ -68,7 +68,7 @@ class Scenes:
         self._shards = shards
 
     async def play(self, names: Iterable[str], tell: Callable[[str], None]) -> list[str]:
-        """What went wrong in the first of these scenes where something did; empty if nothing."""
+        """Play these scenes until one goes wrong. Return what went wrong; empty if nothing did."""
         for shard in self._shards:
             shard.replace_hanging_engine()
         for name in names:
@@ -85,7 +85,7 @@ class Scenes:
         return []
 
     async def _play(self, scene: Scene) -> None:
-        # Until the end of what was before is known everywhere.
+        # The shards and the fleet learn meanwhile of all that ended before.
         await asyncio.sleep(_CALM_S)
         await self._all_ready()
         await scene(self)
@@ -93,7 +93,7 @@ class Scenes:
     # ---- scenes ----
 
     async def stay_ready(self) -> None:
-        """Nothing is lost of shards that nobody asks for anything."""
+        """Check that the fleet loses no shard that gets no requests."""
         ends_s = self._now_s + _IDLE_S
         while self._now_s < ends_s:
             self._check(self._is_ready, "an idle shard is lost")
@@ -105,12 +105,12 @@ class Scenes:
         await self._check_released()
 
     async def leave_at_once(self) -> None:
-        """Where aborts overtake what they abort."""
+        """Leave requests at once, on a network where aborts overtake what they abort."""
         for shard in self._shards:
             self._network.path(shard.address).jitter_s = 0.05
         for _ in range(10):
             async with self._fleet.submit(_LONG):
-                # Until it is written.
+                # Give the request time to be written.
                 for _ in range(5):
                     await asyncio.sleep(0)
         await self._check_released()
@@ -144,7 +144,7 @@ class Scenes:
             shard.start()
 
     async def outlive_engines(self) -> None:
-        """Who gets on is not held to have ended the engines that it outlived."""
+        """Check that a request which makes progress is not blamed for engines that it outlived."""
         async with self._submit(_LONG) as stream:
             for death in range(_DEATHS):
                 await self._read_to(stream, (death + 1) * (TRIAL_TOKENS + 10))
@@ -152,7 +152,7 @@ class Scenes:
             await self._read_to(stream, (_DEATHS + 1) * (TRIAL_TOKENS + 10))
 
     async def outlive_connections(self) -> None:
-        """Nor is one that gets on ever tried too often."""
+        """Check that a request that makes progress may be tried any number of times."""
         async with self._submit(_LONG) as stream:
             for count in range(1, _CUTS):
                 await self._read_to(stream, count)
@@ -160,7 +160,7 @@ class Scenes:
                     self._network.cut(shard.address)
 
     async def lose_an_engine(self) -> None:
-        """One that says nothing is replaced."""
+        """Check that an engine that says nothing is replaced."""
         async with self._submit(_LONG) as stream:
             await anext(stream)
             busy = self._busy(stream)
@@ -169,7 +169,7 @@ class Scenes:
             busy.resume()
 
     async def crash_unheard(self) -> None:
-        """An end is not lost on a caller that could not read for a while."""
+        """Check that a caller which could not read for a while still learns of a request's end."""
         async with self._submit(_LONG) as stream:
             await anext(stream)
             busy = self._busy(stream)
@@ -181,7 +181,7 @@ class Scenes:
             await self._read_to(stream, _LONG_TOKENS)
 
     async def lose_a_host(self) -> None:
-        """A shard that says nothing is left for another."""
+        """Check that a request leaves a shard that says nothing."""
         async with self._submit(_LONG) as stream:
             await anext(stream)
             address = self._busy(stream).address
@@ -190,7 +190,7 @@ class Scenes:
             self._network.open_ways(address)
 
     async def meet_another_engine(self) -> None:
-        """No answer goes on with weights that are new where it goes, though nobody knows it yet."""
+        """Check that no answer goes on with new weights, even before anybody knows of them."""
         async with self._submit(_SHORT) as stream:
             first = await anext(stream)
             busy = self._busy(stream)
@@ -207,11 +207,11 @@ class Scenes:
             self._network.path(shard.address).delay_s = LATENCY_S
             shard.kind = kind
             shard.crash_engine()
-        # Until what is on its way has arrived.
+        # All that is on its way arrives meanwhile.
         await asyncio.sleep(late_s)
 
     async def stay_exact(self) -> None:
-        """Who asks for the same bits waits for them, though others have the weights."""
+        """Check that an exact request waits for an exact shard, though others have the weights."""
         if not self._shards[0].kind.is_exact:
             return
         request = dataclasses.replace(_LONG, exact=True)
@@ -230,7 +230,9 @@ class Scenes:
         await self._become(others, kind)
 
     async def survive_poison(self) -> None:
-        """Who ends engines is refused, and its like at once; those beside it are not."""
+        """Check that a request that ends engines is refused, and one like it at once, but not the
+        requests beside it.
+        """
         poison = dataclasses.replace(_LONG, prompt_token_ids=[*range(100, 110), POISON_ID])
         alike = dataclasses.replace(poison, sampling=SamplingParams(seed=2))
         readers = [asyncio.ensure_future(self._read_short()) for _ in range(3)]
@@ -242,7 +244,7 @@ class Scenes:
         await asyncio.gather(*readers)
 
     async def take_over(self) -> None:
-        """Of attempts on several calls the highest has the request, whatever comes late."""
+        """Check that the highest attempt of a request holds it, whatever lower ones come late."""
         shard = self._shards[0]
         async with self._client(shard) as first, self._client(shard) as second:
             low = first.submit(_SHORT, request_id="taken over", attempt=0)
@@ -260,7 +262,7 @@ class Scenes:
             await self._check_answer(high, shard, beginning)
 
     async def abort_before_an_attempt(self) -> None:
-        """An abort that comes before its attempt ends no later one."""
+        """Check that an abort that comes before its attempt ends no later attempt."""
         shard = self._shards[0]
         async with self._client(shard) as client:
             first = client.submit(_SHORT, request_id="aborted early", attempt=0)
@@ -270,7 +272,7 @@ class Scenes:
             await self._check_answer(second, shard)
 
     async def write_no_more(self) -> None:
-        """A caller that has written all that it will still gets all that it asked for."""
+        """Check that a caller that has finished writing still gets all its tokens."""
         channel = MemoryConnector(self._network).open_aio(self._shards[0].address, None)
         call = codec.stub(channel).Generate(metadata=())
         await call.write(codec.generate_request(_SHORT, "the last", Attempt(0)))
@@ -285,7 +287,7 @@ class Scenes:
         await channel.close()
 
     async def come_back(self) -> None:
-        """A shard that is in the fleet again before it has left stays."""
+        """Check that a shard stays if it is in the fleet again before it has left."""
         addresses = [shard.address for shard in self._shards]
         async with self._submit(_LONG) as stream:
             await anext(stream)
@@ -299,8 +301,8 @@ class Scenes:
         await self._all_ready()
 
     async def drain(self) -> None:
-        """Whoever drains is left at once by those whom another goes on with to the same bits, and
-        by no others.
+        """Check that a request leaves a draining shard at once if another one can go on with it to
+        the same bits, and stays otherwise.
         """
         async with self._submit(_LONG) as stream:
             await anext(stream)
@@ -316,14 +318,14 @@ class Scenes:
         busy.start()
 
     async def leave_the_fleet(self) -> None:
-        """Shards without requests leave at once."""
+        """Check that shards without requests leave at once."""
         for state in self._fleet.shards:
             self._fleet.remove(state.address)
         await asyncio.sleep(_CALM_S)
         self._check(not self._fleet.shards, "a shard does not leave the fleet")
 
     async def close_the_fleet(self) -> None:
-        """Who waits when the fleet is closed is told."""
+        """Check that a request that waits when the fleet is closed ends with an error."""
         for shard in self._shards:
             shard.kill()
         await asyncio.sleep(_CALM_S)
@@ -343,13 +345,13 @@ class Scenes:
 
     @property
     def _is_ready(self) -> bool:
-        """Whether the fleet has all shards; it may have other addresses, where none is any more."""
+        """True if the fleet has all shards ready. Other addresses of the fleet do not count."""
         ready = {state.address for state in self._fleet.shards if state.ready}
         return ready.issuperset(shard.address for shard in self._shards)
 
     @property
     def _are_alike(self) -> bool:
-        """Whether there are several shards, and each gives what the others do."""
+        """True if there are several shards, and all are of one kind."""
         return len(self._shards) > 1 and len({shard.kind for shard in self._shards}) == 1
 
     def _check(self, holds: bool, otherwise: str) -> None:
@@ -363,7 +365,7 @@ class Scenes:
             await asyncio.sleep(0.1)
 
     async def _become(self, shards: Sequence[SimulatedShard], kind: EngineKind) -> None:
-        """Their next engines are of this kind, and serve."""
+        """Crash the engines of these shards, and wait until engines of this kind serve there."""
         for shard in shards:
             shard.kind = kind
             shard.crash_engine()
@@ -376,7 +378,7 @@ class Scenes:
         self._check(not left, "; ".join(left))
 
     async def _check_goes_on(self, stream: FleetStream) -> None:
-        """Whoever computed it says nothing any more: it goes on all the same."""
+        """Check that a request goes on though its shard says nothing any more."""
         try:
             async with asyncio.timeout(_SILENCE_S):
                 await self._read_to(stream, 30)
@@ -400,7 +402,7 @@ class Scenes:
         raise Missed("what ends engines is computed")
 
     async def _check_deadline(self, deadline_s: float) -> None:
-        """A request that cannot be done by then ends then."""
+        """Check that a request that cannot meet its deadline ends when the deadline has come."""
         request = dataclasses.replace(_LONG, objective=Objective(deadline_s=deadline_s))
         # So long that no engine is done before.
         request = dataclasses.replace(request, max_tokens=500)
@@ -425,7 +427,7 @@ class Scenes:
         return ShardClient(shard.address, connector=connector, clock=clock)
 
     def _busy(self, stream: FleetStream) -> SimulatedShard:
-        """The shard that a stream runs on."""
+        """Return the shard that a stream runs on."""
         assert stream.shard is not None
         address = stream.shard.address
         return next(shard for shard in self._shards if shard.address == address)
@@ -436,7 +438,7 @@ class Scenes:
         return stream
 
     async def _read_to(self, stream: FleetStream, count: int) -> None:
-        """Read until it has so many tokens. Raises as the stream does."""
+        """Read until the stream has `count` tokens. Raises as the stream does."""
         while len(stream.token_ids) < count:
             await anext(stream)
 
@@ -447,7 +449,9 @@ class Scenes:
     async def _check_answer(
         self, stream: GenerationStream, shard: SimulatedShard, *outputs: Output
     ) -> None:
-        """Read to the end what follows the outputs: all must be as the shard's kind has it."""
+        """Read a stream to its end. Check that its tokens, after those of `outputs`, are what the
+        shard's kind must give.
+        """
         kind = shard.kind
         token_ids = [token_id for output in outputs for token_id in output.token_ids]
         async for output in stream:

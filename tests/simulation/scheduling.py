@@ -40,7 +40,7 @@ def linear_cost(
 
 @dataclass
 class Timeline:
-    """What one request went through, in seconds of the simulated clock."""
+    """The progress of one request, with times in seconds of the simulated clock."""
 
     request: EngineRequest
     sequence: Sequence
@@ -50,7 +50,7 @@ class Timeline:
 
     @property
     def first_token_s(self) -> float:
-        """How long it waited for its first token."""
+        """The seconds from arrival to the first token."""
         return self.token_times_s[0] - self.arrived_s
 
     @property
@@ -59,7 +59,7 @@ class Timeline:
 
 
 class SimulatedRunner:
-    """Every token is 7; steps take what `cost` says, one after the other."""
+    """A runner whose every token is 7. Steps run one after the other and take what `cost` says."""
 
     adapters: AdapterStore | None = None
     images: ImageEncoder | None = None
@@ -131,7 +131,9 @@ class Simulation:
         self._max_queued = max_queued_requests
 
     def run(self, arrivals: Iterable[tuple[float, EngineRequest]]) -> list[Timeline]:
-        """Until all have ended. `arrivals` are seconds from now."""
+        """Run until all requests have ended, and return their timelines. `arrivals` has for each
+        request the seconds from now until it arrives.
+        """
         start_s = self.runner.now_s
         ahead = [(start_s + at_s, number, request) for number, (at_s, request) in
                  enumerate(arrivals)]  # fmt: skip

@@ -68,7 +68,7 @@ class SimulatedShard:
         self.config = config
         self._server: Process | None = None
         self.supervisor: EngineSupervisor | None = None
-        # Of the present server, the last of them alive perhaps.
+        # The engines of the present server; the last may still be alive.
         self.engines: list[SimulatedEngine] = []
         self._ending: asyncio.Task[None] | None = None
 
@@ -79,11 +79,11 @@ class SimulatedShard:
         return self._ending is not None
 
     def move(self, address: str) -> None:
-        """Be at another address from the next start on."""
+        """Use another address from the next start on."""
         self.address = address
 
     def start(self) -> None:
-        """A new server process, which starts an engine."""
+        """Start a new server process, which starts an engine."""
         if self._server is not None:
             return
         self._server = process = Process(self._loop, f"server of {self.address}")
@@ -118,7 +118,7 @@ class SimulatedShard:
         return started
 
     def kill(self) -> None:
-        """Server and engine are gone at once, as by SIGKILL."""
+        """End server and engine at once, as SIGKILL does."""
         if self._server is None:
             return
         self._server.kill()
@@ -128,14 +128,14 @@ class SimulatedShard:
         self._is_down()
 
     def terminate(self) -> None:
-        """As SIGTERM: it drains, and ends."""
+        """Drain the shard and end it, as SIGTERM does."""
         if self._server is not None and self._ending is None:
             self._ending = self._server.run(self._drain_and_end())
 
     async def _drain_and_end(self) -> None:
         assert self.supervisor is not None
         await drain(self.supervisor, self._servicer, self.config)
-        # What the last outputs need to be written.
+        # The last outputs take this time to be written.
         await asyncio.sleep(0.5)
         self._running.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -158,24 +158,24 @@ class SimulatedShard:
             self._engine.die()
 
     def hang_engine(self, *, before_step: bool) -> None:
-        """Its next step never ends, or what it does before one; it still beats."""
+        """Let the engine's next step never end, or what comes before it. The engine still beats."""
         if self._engine is not None:
             self._engine.hangs = True
             self._engine.hangs_before_step = before_step
 
     def replace_hanging_engine(self) -> None:
-        """Now, and not at its next step."""
+        """End a hanging engine now, not at its next step."""
         if self._engine is not None and self._engine.hangs:
             self._engine.die()
 
     def stop(self) -> None:
-        """All its processes stand still until `resume`."""
+        """Stop the server and the engine until `resume`."""
         if self._server is not None:
             self._server.stop()
         self.stop_engine()
 
     def stop_engine(self) -> None:
-        """It alone stands still until `resume`."""
+        """Stop the engine alone until `resume`."""
         if self._engine is not None:
             self._engine.steps.stop()
             self._engine.beats.stop()
@@ -194,7 +194,7 @@ class SimulatedShard:
         return 0 if self.supervisor is None else self.supervisor.num_live
 
     def leftovers(self) -> list[str]:
-        """What an idle shard should not have."""
+        """Return what an idle shard should not have: live requests, and blocks in use."""
         found = []
         if self.num_live:
             found.append(f"{self.address}: {self.num_live} requests are live in its server")

@@ -29,12 +29,14 @@ def shorten(report: Report) -> Report:
 
 
 def _kind_of_fault(report: Report) -> list[str]:
-    """What went wrong first, without numbers."""
+    """Return the first four words of the first fault, without numbers."""
     return re.findall("[A-Za-z]+", report.faults[0])[:4] if report.faults else []
 
 
 def _shorter(plan: Plan) -> Iterator[Plan]:
-    """First without a half of its requests or troubles, then without one, and of its scenes."""
+    """Yield shorter plans: with either half of the requests, then without any one of them; then the
+    same for troubles and for scenes.
+    """
     for arrivals in _parts(plan.arrivals, least=1):
         yield dataclasses.replace(plan, arrivals=arrivals)
     for troubles in _parts(plan.troubles, least=0):

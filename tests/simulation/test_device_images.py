@@ -1,5 +1,6 @@
-"""What images cost streams on simulated GPUs. `benchmarks/simulated_images.py` is the same at
-length.
+"""The cost of images for streams on simulated GPUs.
+
+`benchmarks/simulated_images.py` measures the same for longer.
 """
 
 from __future__ import annotations

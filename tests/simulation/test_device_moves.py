@@ -1,4 +1,4 @@
-"""What moves cost on simulated GPUs. `benchmarks/simulated_moves.py` is the same at length."""
+"""The cost of moves on simulated GPUs. `benchmarks/simulated_moves.py` measures it for longer."""
 
 from __future__ import annotations
 

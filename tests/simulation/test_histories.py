@@ -1,4 +1,4 @@
-"""Whatever fails, outputs are those of a calm run: histories of failures on virtual time."""
+"""Histories of failures on virtual time. Outputs are those of a calm run, whatever fails."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ _TESTS = Path(__file__).parents[1]
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """What is logged of a failure, by the thousand; and pauses at times of the machine's choice."""
+    """No logs, which failures write by the thousand, and no garbage collection, which pauses at any
+    time.
+    """
     logging.disable()
     gc.disable()
     yield

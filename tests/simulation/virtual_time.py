@@ -31,13 +31,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
     """Has no file descriptors: what runs on it must open none."""
 
     def __init__(self, ends_s: float = 3600.0) -> None:
-        """Raises `Stuck` out of whatever runs once its time is `ends_s`."""
+        """Raise `Stuck` out of whatever runs, once the loop's time is `ends_s`."""
         super().__init__()
         self._ends_s = ends_s
         self._now_s = 0.0
-        # Turns since a time a millisecond ago at most.
+        # The turns since `_counts_from_s`, at most a millisecond of virtual time ago.
         self._turns, self._counts_from_s = 0, 0.0
-        # asyncio asks it for events, and how long to wait for them.
+        # asyncio asks the selector for events, with the time to wait for them.
         self._selector = self
         self.processes: list[Process] = []
 
@@ -45,7 +45,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._now_s
 
     def select(self, timeout_s: float | None) -> list[object]:
-        """Nothing ever happens outside: the next timer is due at once."""
+        """Move the time on to the next timer. Return no events: nothing happens outside."""
         if timeout_s is None:
             raise Stuck(f"at {self._now_s:.3f} s nobody has anything to do")
         self._now_s += max(timeout_s, _TURN_S)
@@ -67,7 +67,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., _Result], *args: Any
     ) -> asyncio.Future[_Result]:
-        """At once: threads would take turns as the machine likes."""
+        """Run the function at once: threads would take turns as the machine likes."""
         done = self.create_future()
         try:
             done.set_result(func(*args))
@@ -89,7 +89,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class Process:
-    """What runs in it can be stopped, let go on, and killed, as by SIGSTOP, SIGCONT and SIGKILL."""
+    """A simulated process, which can be stopped, resumed and killed, as by SIGSTOP, SIGCONT and
+    SIGKILL.
+    """
 
     def __init__(self, loop: VirtualLoop, name: str) -> None:
         self.name = name
@@ -98,33 +100,35 @@ class Process:
         self.context.run(_PROCESS.set, self)
         self.is_stopped = False
         self.is_dead = False
-        # Of a stopped process: callbacks that are due, and timers.
+        # The callbacks that are due and the timers of a stopped process.
         self._due: list[asyncio.Handle] = []
         self._timers: list[Any] = []
         loop.processes.append(self)
 
     def run(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
-        """As a task of this process."""
+        """Run a coroutine as a task of this process."""
         return self.loop.create_task(work, context=self.context.copy())
 
     def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
         self.loop.call_soon(callback, *args, context=self.context.copy())
 
     def hold(self, handle: asyncio.Handle) -> bool:
-        """Keep a callback that is due while the process is stopped; whether it may run."""
+        """True if a callback may run. While the process is stopped or dead, keep the callback and
+        return False.
+        """
         if self.is_stopped or self.is_dead:
             self._due.append(handle)
             return False
         return True
 
     def stop(self) -> None:
-        """Nothing of it runs until `resume`."""
+        """Stop the process: nothing of it runs until `resume`."""
         if not self.is_stopped and not self.is_dead:
             self.is_stopped = True
             self._take_out()
 
     def resume(self) -> None:
-        """What came due meanwhile runs now."""
+        """Let the process go on. Callbacks that came due meanwhile run now."""
         if self.is_stopped and not self.is_dead:
             self._go_on()
 
@@ -138,19 +142,19 @@ class Process:
         self._timers.clear()
 
     def kill(self) -> None:
-        """Nothing of it runs any more, not even what would clean up."""
+        """Kill the process: nothing of it runs any more, not even clean-up."""
         if not self.is_dead:
             self._take_out()
             self.is_dead = True
 
     def let_end(self) -> None:
-        """After all is over: let its tasks end."""
+        """Let a stopped or killed process go on after all is over, so that its tasks can end."""
         if self.is_stopped or self.is_dead:
             self._go_on()
 
     def _take_out(self) -> None:
         loop: Any = self.loop
-        # The loop has counted those that are ready, so that none may go.
+        # The loop has counted the ready handles already, so their number must stay.
         for index, handle in enumerate(loop._ready):
             if handle._context.get(_PROCESS) is self and not handle._cancelled:
                 self._due.append(handle)
@@ -193,7 +197,7 @@ def run(main: Callable[[VirtualLoop], Coroutine[Any, Any, _Result]], *, ends_s: 
 
 
 def _end_all_tasks(loop: VirtualLoop) -> None:
-    """Without what asyncio would say of tasks that nobody awaits."""
+    """End all tasks, without asyncio's warnings about tasks that nobody awaits."""
     loop.set_exception_handler(lambda loop, context: None)
     for process in loop.processes:
         process.let_end()

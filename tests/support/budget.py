@@ -1,4 +1,4 @@
-"""How much a random test tries, and with which seed. A failing seed is printed and can be given."""
+"""The amount that a random test tries, and its seed. The seed is printed and can be given."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import pytest
 
 
 def budget(small: int, full: int) -> int:
-    """`small` in `make test`, `full` in `make soak`."""
+    """Return `small` in `make test`, `full` in `make soak`."""
     return full if os.environ.get("PENSTOCK_SOAK") else small
 
 
 def in_soak(*values: Any) -> Any:
-    """Parameters of a test, in `make soak` only."""
+    """Return parameters of a test that runs in `make soak` only."""
     return pytest.param(*values, marks=pytest.mark.soak)
 
 
 def seeded(name: str) -> random.Random:
-    """A generator whose seed is printed; PENSTOCK_SEED repeats a run."""
+    """Return a random generator and print its seed. PENSTOCK_SEED repeats a run."""
     seed = int(os.environ.get("PENSTOCK_SEED") or random.randrange(2**32))
     print(f"{name}: PENSTOCK_SEED={seed}")
     return random.Random(seed)

@@ -16,18 +16,20 @@ SERVER_NAME = "shard.example"
 
 
 class Authority:
-    """One that signs, in a folder of its own."""
+    """A certificate authority, which writes its files to a folder."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
         self._name = name
-        # Elliptic curves: their keys are made in no time.
+        # Keys on elliptic curves are made in no time.
         self._ca = trustme.CA(key_type=trustme.KeyType.ECDSA)
         self.file = folder / f"{name}-ca.pem"
         self._ca.cert_pem.write_to_path(self.file)
 
     def issue(self, *names: str, expired: bool = False, ends: datetime | None = None) -> Pair:
-        """A certificate for these names, and its key; each call makes another."""
+        """Issue a certificate for these names, and return the files of it and its key. Each call
+        issues another.
+        """
         begins = _LONG_AGO[0] if expired or ends is not None else None
         ends = _LONG_AGO[1] if expired else ends
         made = self._ca.issue_cert(
@@ -40,7 +42,7 @@ class Authority:
         return pair
 
     def tls(self, pair: Pair | None = None, server_name: str | None = None) -> Tls:
-        """Of a client that trusts this authority and may show a certificate."""
+        """Return the settings of a client that trusts this authority and may show a certificate."""
         if pair is None:
             return Tls(str(self.file), server_name=server_name)
         return Tls(str(self.file), str(pair.cert), str(pair.key), server_name)
@@ -55,7 +57,7 @@ class Pair:
 
     @property
     def server_flags(self) -> list[str]:
-        """Of a router or shard that shows it."""
+        """The flags of a router or shard that shows the certificate."""
         return ["--tls-cert-file", str(self.cert), "--tls-key-file", str(self.key)]
 
     def copy_to(self, other: Pair) -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong between processes, on purpose: a proxy that loses or delays connections."""
+"""Trouble between processes, made on purpose: a proxy that loses or delays connections."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Trouble(Enum):
-    """What a proxy does to the connections through it."""
+    """The trouble that a proxy makes for the connections through it."""
 
     NONE = "none"
-    # Closed with a reset, new ones too.
+    # Connections, new ones too, are closed with a reset.
     RESET = "reset"
-    # Open, and nothing passes: a host that is gone.
+    # Connections stay open and nothing passes, as with a host that is gone.
     HALF_OPEN = "half open"
-    # Everything passes, late.
+    # Everything passes, but late.
     DELAY = "delay"
-    # One bit of each large piece is another.
+    # One bit of each large piece is flipped.
     FLIP = "flip"
-    # Closed in the middle of a large piece.
+    # A connection is closed in the middle of a large piece.
     TRUNCATE = "truncate"
 
 
@@ -32,7 +32,7 @@ _LARGE_BYTES = 16_384
 
 
 class Proxy:
-    """Passes TCP on to `target`, as well as it is allowed to."""
+    """A proxy that passes TCP on to `target`, with the trouble that is set."""
 
     def __init__(self, target: str, *, delay_s: float = 0.1) -> None:
         host, _, port = target.rpartition(":")
@@ -44,7 +44,7 @@ class Proxy:
         self._passing.set()
         self.trouble = Trouble.NONE
         self.address = ""
-        # Whether anybody ever connected.
+        # True once anybody has connected.
         self.was_reached = False
 
     async def start(self, port: int = 0) -> None:
@@ -52,7 +52,7 @@ class Proxy:
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     def set(self, trouble: Trouble) -> None:
-        """From now on; connections that a reset cuts stay cut."""
+        """Set the trouble from now on. Connections that a reset cuts stay cut."""
         self.trouble = trouble
         if trouble is Trouble.HALF_OPEN:
             self._passing.clear()
@@ -90,7 +90,7 @@ class Proxy:
                 each.transport.abort()
 
     async def _connect(self, client: asyncio.StreamWriter) -> Streams:
-        """To where this client's connection goes."""
+        """Connect to `target`, for this client's connection."""
         return await asyncio.open_connection(*self._target)
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -34,7 +34,7 @@ class Checkout:
 
     @property
     def python_path(self) -> str:
-        """Its packages, found where its own pyproject.toml says they are."""
+        """The paths of the tree's packages, which its own pyproject.toml names."""
         build = tomllib.loads((self.root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
         return os.pathsep.join(str(self.root / name) for name in build["dev-mode-dirs"])
 

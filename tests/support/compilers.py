@@ -59,7 +59,7 @@ def new_compiler(
     eos_token_ids: tuple[int, ...] = (END,),
     limits: ConstraintLimits = LIMITS,
 ) -> Compiler:
-    """One that has compiled nothing yet, of a vocabulary with such tokens added."""
+    """Return a compiler that has compiled nothing yet, for the vocabulary with `added` tokens."""
     added = added or {}
     return Compiler(tokenizer_json(added), VOCAB_SIZE + len(added), eos_token_ids, limits)
 
@@ -76,7 +76,7 @@ def marked_compiler() -> Compiler:
 
 @cache
 def two_ended_compiler() -> Compiler:
-    """For models of which any of `EOS_IDS` ends a text."""
+    """Return a compiler for models whose texts any of `EOS_IDS` ends."""
     return new_compiler(eos_token_ids=EOS_IDS)
 
 
@@ -94,6 +94,6 @@ def ids_of(compiler: Compiler, text: str) -> list[int]:
 
 
 def allows(compiler: Compiler, constraint: Constraint, text: str) -> bool:
-    """Whether the whole text is one of the constraint's."""
+    """True if the constraint allows the text as a whole."""
     matcher = compiler.compile(constraint)
     return matcher.consume_tokens(ids_of(compiler, text)) and matcher.is_accepting()

@@ -17,7 +17,7 @@ from support.walks import Walk
 
 
 class Walker:
-    """One sequence of a constraint."""
+    """A sequence of tokens under a constraint."""
 
     def __init__(self, compiler: Compiler, constraint: Constraint) -> None:
         self._compiler = compiler
@@ -28,7 +28,7 @@ class Walker:
         self.state = ConstraintState(request, matcher, compiler.distinct(constraint, matcher))
 
     def allowed(self) -> list[int]:
-        """The tokens that may follow; none if the state says why."""
+        """Return the tokens that may follow; none if the state has an error."""
         self._masks.fill([self.state])
         if self.state.mask is None:
             assert self.state.error
@@ -36,15 +36,16 @@ class Walker:
         return [int(token_id) for token_id in allowed_ids(self.state.mask)]
 
     def bits(self) -> bytes:
-        """The mask."""
+        """Return the mask of the tokens that may follow, as bytes."""
         self._masks.fill([self.state])
         return np.zeros(1).tobytes() if self.state.mask is None else self.state.mask.tobytes()
 
     def walk(
         self, rng: random.Random, limit: int = 300, liked: frozenset[int] = frozenset()
     ) -> Walk:
-        """Each token is as likely as any other, or of those `liked` where there is one; from
-        `limit` tokens on the walk ends where it may, and takes signs that lead there.
+        """Walk over random allowed tokens, all equally likely, up to a token that ends a text. With
+        `liked`, choose among its tokens and ends of texts where any is allowed. From `limit`
+        tokens on, choose among ends and closing signs where any is allowed.
         """
         token_ids: list[int] = []
         ends = self._compiler.tokenizer.eos_tokens
@@ -65,11 +66,13 @@ class Walker:
         return Walk(token_ids, False)
 
     def may_follow(self, text: str) -> bool:
-        """Whether a token of this text may."""
+        """True if a token with this text may follow."""
         return bool(set(self._compiler.vocabulary.exactly(text.encode())) & set(self.allowed()))
 
     def takes(self, text: str) -> bool:
-        """Whether the text may be written as a whole: marks as tokens, all else byte by byte."""
+        """True if the whole text may be written: marks as tokens, everything else byte by byte. The
+        walker is used up.
+        """
         for piece in self._pieces(text):
             found = set(piece).intersection(self.allowed())
             if not found:

@@ -79,12 +79,12 @@ def runner_info(
 
 
 def fake_block_bytes(groups: abc.Sequence[CacheGroup], block_size: int) -> tuple[int, ...]:
-    """Those of the fake runner: eight a token, or a state."""
+    """Return the bytes of the fake runner's blocks, by group: eight for a token, or for a state."""
     return tuple(8 if group.has_state else 8 * block_size for group in groups)
 
 
 def pools_of(num_blocks: int, groups: abc.Sequence[CacheGroup]) -> tuple[int, ...]:
-    """Of each group so many blocks, or half as many states."""
+    """Return the sizes of the pools: `num_blocks` blocks a group, or half as many states."""
     pools = pools_for(num_blocks, groups)
     for group in groups:
         if group.has_state:

@@ -75,7 +75,7 @@ def info(address: str, **differences: object) -> ShardInfo:
 
 @dataclasses.dataclass
 class Sent:
-    """What one shard was asked for."""
+    """A request that a shard was sent, with its attempt and its stream."""
 
     stream: GenerationStream
     request: GenerationRequest

@@ -74,7 +74,7 @@ async def many(jobs: Iterable[Callable[[], Awaitable[object]]]) -> None:
 
 @dataclass(slots=True)
 class Usage:
-    """Of a process and its children."""
+    """The memory (MiB) and open files of a process and its children."""
 
     rss_mb: float
     fds: int
@@ -144,17 +144,17 @@ def http_post(body: bytes, *headers: str, path: str = "/v1/completions") -> byte
 
 
 def status_of(answer: bytes) -> int:
-    """Of what came back: 0 without an answer."""
+    """Return the HTTP status of an answer; 0 without an answer."""
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.") else 0
 
 
 def echo(line: str) -> int:
-    """How many characters of a line of a log are what a stranger sent."""
+    """Return the number of characters in a line of a log that repeat what a stranger sent."""
     return line.count(MARK) * len(MARK)
 
 
 def messages(log: str) -> list[str]:
-    """Of a log in JSON, with all other fields."""
+    """Return the lines of a log. A line of JSON becomes its message and all its other values."""
     found = []
     for line in log.splitlines():
         try:

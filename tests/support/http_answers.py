@@ -100,7 +100,7 @@ class Refused(Exception):
 
 
 async def whole(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> Any:
-    """The answer in one piece. Raises `Refused`."""
+    """Return the answer in one piece. Raises `Refused`."""
     begun_s = time.monotonic()
     async with session.post(url, json=body) as response:
         await _check(response, begun_s)
@@ -113,7 +113,9 @@ async def streamed(
     body: Mapping[str, Any],
     on_event: Callable[[], None] = lambda: None,
 ) -> Any:
-    """What a stream comes to: how its deltas are cut is nobody's promise. Raises `Refused`."""
+    """Return the answer of a stream with its deltas joined, which may be cut anywhere. Raises
+    `Refused`.
+    """
     events: list[str] = []
     begun_s = time.monotonic()
     async with session.post(url, json={**body, "stream": True}) as response:
@@ -131,7 +133,9 @@ async def resumed(
     on_event: Callable[[], None],
     patience_s: float,
 ) -> Any:
-    """As `streamed`, by a client that asks for the rest after each silence of `patience_s`."""
+    """Return what `streamed` returns, by a client that asks for the rest after each silence of
+    `patience_s`.
+    """
     body, headers = {**body, "stream": True}, {"x-penstock-resumable": "1"}
     timeout = aiohttp.ClientTimeout(sock_connect=patience_s, sock_read=patience_s)
     events: list[str] = []
@@ -139,7 +143,7 @@ async def resumed(
         begun_s = time.monotonic()
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with session.post(url, json=body, headers=headers, timeout=timeout) as response:
-                # What has begun is never refused.
+                # An answer that has begun is never refused.
                 assert response.status == 200 or not events, await response.text()
                 await _check(response, begun_s)
                 async for event_id, data in _events(response):
@@ -157,7 +161,7 @@ async def _check(response: aiohttp.ClientResponse, begun_s: float) -> None:
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, str]]:
-    """The id and the data of each."""
+    """Yield the id and the data of each event."""
     event_id = ""
     async for line in response.content:
         name, _, value = line.decode().rstrip("\n").partition(": ")
@@ -169,7 +173,7 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, 
 
 
 def _same(answer: Any) -> Any:
-    """Without what differs between two runs."""
+    """Return an answer without the fields that differ between two runs."""
     if isinstance(answer, dict):
         return {name: _same(each) for name, each in answer.items() if name not in _OF_ONE_RUN}
     if isinstance(answer, list):
@@ -184,7 +188,7 @@ def _joined(events: list[str]) -> Any:
 
 
 def _joined_choices(events: Iterable[Any]) -> dict[int, dict[str, Any]]:
-    """Of a completion or a chat."""
+    """Join the events of a completion or a chat. Return the choices by index."""
     choices: dict[int, dict[str, Any]] = {}
     for event in events:
         assert "error" not in event
@@ -212,7 +216,9 @@ def _joined_choices(events: Iterable[Any]) -> dict[int, dict[str, Any]]:
 
 
 def _joined_items(events: Iterable[Any]) -> tuple[list[Any], dict[tuple[Any, ...], str]]:
-    """Of a message or a response: the events that are no deltas, and what deltas come to."""
+    """Join the events of a message or a response. Return the events that are no deltas, and the
+    joined texts of the deltas by kind and indices.
+    """
     others: list[Any] = []
     texts: dict[tuple[Any, ...], str] = {}
     for event in events:
@@ -222,7 +228,7 @@ def _joined_items(events: Iterable[Any]) -> tuple[list[Any], dict[tuple[Any, ...
             text = delta if isinstance(delta, str) else "".join(_texts(delta))
             place = (kind, *(event.get(f"{name}index") for name in ("", "output_", "content_")))
             texts[place] = texts.get(place, "") + text
-        # The first says how much there was at the time.
+        # `message_start` says how much there was at the time, which may differ.
         elif kind not in ("ping", "message_start"):
             others.append(_same(event))
     return others, texts

@@ -14,17 +14,17 @@ from collections.abc import Iterator
 def http_stub(
     *answers: bytes, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
 ) -> Iterator[int]:
-    """Its port. Each connection gets the next answer, the last one ever after."""
+    """Yield a server's port. Each connection gets the next answer; the last one is repeated."""
     left = list(answers)
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
             length = 0
-            # What a TLS client says first has no lines.
+            # The first bytes of a TLS client have no lines.
             is_tls = self.request.recv(1, socket.MSG_PEEK) == b"\x16" if tls is None else False
             while not is_tls and (line := self.rfile.readline().strip().lower()):
                 length = int(line.partition(b":")[2]) if b"content-length" in line else length
-            # All of it: closing a socket with something unread resets the connection.
+            # Read all of it: closing a socket with unread bytes resets the connection.
             self.rfile.read(length)
             self.wfile.write(left.pop(0) if len(left) > 1 else left[0])
 
@@ -33,7 +33,7 @@ def http_stub(
 
         def get_request(self) -> tuple[socket.socket, object]:
             plain, address = super().get_request()
-            # An error of the handshake makes socketserver close the connection, and serve on.
+            # After an error of the handshake, socketserver closes the connection and serves on.
             return (plain if tls is None else tls.wrap_socket(plain, server_side=True)), address
 
     with Server((host, 0), Handler) as server:

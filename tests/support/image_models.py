@@ -34,24 +34,24 @@ PARTS_ONLY_TEMPLATE = (
 
 @dataclass(frozen=True)
 class ImageModel:
-    """What the checkpoints of one family have in their files."""
+    """The contents of the files that a family's checkpoints have."""
 
     model_type: str
-    # preprocessor_config.json.
+    # The contents of preprocessor_config.json.
     images: dict[str, Any]
-    # What a template writes for an image.
+    # The text that a template writes for an image.
     shown: str
     special_tokens: tuple[str, ...]
-    # The token at whose positions images stand.
+    # The token that stands for parts of an image in a prompt.
     token: str
     processor: dict[str, Any] = field(default_factory=dict)
-    # Of tokenizer_config.json.
+    # The extra special tokens of tokenizer_config.json, by name.
     named_tokens: dict[str, str] = field(default_factory=dict)
-    # Of config.json, tokens by the names of their ids.
+    # The tokens whose ids config.json gives, by the name of the id.
     tokens_of_ids: dict[str, str] = field(default_factory=dict)
 
     def tokenizer(self) -> Tokenizer:
-        """One token for each byte, and the special ones."""
+        """Return a tokenizer with a token for each byte, and the special ones."""
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         vocabulary = {letter: number for number, letter in enumerate(alphabet)}
         tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -64,7 +64,7 @@ class ImageModel:
         return tokenizer
 
     def files(self, template: str = _PARTS) -> dict[str, bytes]:
-        """The files by name, as a router gets them."""
+        """Return the files by name, as a router gets them."""
         tokenizer = self.tokenizer()
         config = {
             "model_type": self.model_type,

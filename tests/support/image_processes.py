@@ -8,7 +8,7 @@ import psutil
 
 
 def image_processes() -> list[psutil.Process]:
-    """Others that tests beside these started are none of them."""
+    """Return the image processes that this process started, not those of tests beside it."""
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):

@@ -35,7 +35,7 @@ def data_url(encoded: bytes, media_type: str = "image/png") -> str:
 
 
 def pixels_of(encoded: bytes) -> Image.Image:
-    """As Pillow decodes it, by the rules of the documentation: turned, over white."""
+    """Return the pixels as Pillow decodes them by the documented rules: upright, over white."""
     image = ImageOps.exif_transpose(Image.open(BytesIO(encoded)))
     if image.has_transparency_data:
         layer, image = image.convert("RGBA"), Image.new("RGB", image.size, "white")
@@ -57,7 +57,7 @@ class SeeingShards:
 
 @dataclass
 class ImageSite:
-    """What is asked, and the shards behind it."""
+    """A router that is asked, and the shards behind it."""
 
     router: Router
     behind: SeeingShards
@@ -83,17 +83,17 @@ class ImageSite:
         return Tokenizer.from_file(str(self.directory / "tokenizer.json"))
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """As answers show it, but for bytes of no character at its end."""
+        """Return the text of tokens as answers show it, without a broken character at its end."""
         return self.tokenizer.decode(list(token_ids)).rstrip("\ufffd")
 
     def post(self, path: str, body: Any, status: int = 200) -> Any:
-        """The JSON of an answer, which must have this status."""
+        """Return the JSON of an answer, which must have this status."""
         got, text = self.router.ask(path, body)
         assert got == status, text
         return json.loads(text)
 
     def events(self, path: str, body: Any) -> list[Any]:
-        """The events of a stream, or its lines."""
+        """Return the events of a stream, or its lines."""
         if path in ("/v1/chat/completions", "/invocations"):
             body = {**body, "stream_options": {"include_usage": True}}
         got, text = self.router.ask(path, body)
@@ -104,14 +104,16 @@ class ImageSite:
     def answer_to(
         self, messages: Any, files: Iterable[bytes], num_tokens: int = NUM_TOKENS
     ) -> tuple[str, int]:
-        """What transformers says to a chat with these images, and the tokens of its prompt."""
+        """Return the text that transformers gives for a chat with these images, and the number of
+        prompt tokens.
+        """
         token_ids = self.post("/tokenize", {"model": self.name, "messages": messages})["tokens"]
         return self.text(self.expected(token_ids, files, num_tokens)), len(token_ids)
 
     def expected(
         self, token_ids: Sequence[int], files: Iterable[bytes], num_tokens: int = NUM_TOKENS
     ) -> list[int]:
-        """What transformers generates after these ids, of the files' pixels."""
+        """Return the ids that transformers generates after these ids and the files' pixels."""
         from models.image_prompts import together
         from models.tiny_vision import generate
 
@@ -181,13 +183,13 @@ def write_seeing_model(directory: Path, family: str, text: dict[str, Any] | None
 
 @contextmanager
 def seeing_shards(folder: Path, family: str, count: int, *flags: str) -> Iterator[SeeingShards]:
-    """So many with these flags."""
+    """Yield `count` shards of one model, with these flags."""
     directory = folder / "model"
     whole = write_seeing_model(directory, family)
     flags = "--dtype", "float32", "--threads", "1", "--check-integrity", *flags
     shards: list[Shard] = []
     with ExitStack() as stack:
-        # One after the other: the next takes what the first has kept of its load.
+        # Start one after the other: the next uses what the first has kept while it loaded.
         for number in range(count):
             shards.append(Shard(folder / f"shard{number}", "--model", str(directory), *flags))
             stack.enter_context(running(shards[-1]))

@@ -53,7 +53,7 @@ def _deep(colour: int, samples: int) -> Make:
 
 
 def _in_parts() -> bytes:
-    """Each row of pixels in a chunk of its own."""
+    """Return a PNG file whose pixels come in many chunks of seven bytes."""
     data = zlib.compress(b"".join(b"\0" + bytes([i % 256] * 50) for i in range(50)), 0)
     return png(header(50, 50), *[chunk(b"IDAT", data[i : i + 7]) for i in range(0, len(data), 7)])
 

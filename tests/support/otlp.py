@@ -51,7 +51,7 @@ class Received:
 
 @dataclass
 class Receiver:
-    """Where it listens, and what came."""
+    """A receiver: the endpoint where it listens, and the spans and headers that came."""
 
     endpoint: str
     spans: list[Received] = field(default_factory=list)

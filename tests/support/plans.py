@@ -36,7 +36,9 @@ def rows_of(scheduler: Scheduler, batch: Batch) -> list[Row]:
 def collect(
     scheduler: Scheduler, plan: Plan, token_id: int = 1, seconds: float | None = None
 ) -> None:
-    """What the engine does when a step is over: the same token for whoever sampled."""
+    """Update the scheduler as the engine does after a step. Every row that samples gets the same
+    token.
+    """
     results = [RowResult(token_id if row.samples else None) for row in plan.rows]
     scheduler.update(plan.batch, results, 0.0, seconds)
 

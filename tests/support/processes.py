@@ -161,12 +161,12 @@ class Service(ABC):
         return [child for child in self.children if self.engine_module in _command_of(child)]
 
     def environment(self, log_file: Path) -> dict[str, str]:
-        """Its variables beyond this process's own."""
+        """Return the service's environment variables beyond those of this process."""
         return {}
 
     @abstractmethod
     def healthy(self) -> bool:
-        """What `penstock health` says; never raises."""
+        """True if `penstock health` says that the service is healthy. Never raises."""
 
     def wait_healthy(self, timeout_s: float = START_TIMEOUT_S) -> float:
         def settled() -> bool:
@@ -272,11 +272,11 @@ class Router(Service):
         *,
         max_bytes: int | None = None,
     ) -> tuple[int, str]:
-        """As `ask` does."""
+        """Ask the router as the function `ask` does. Return the status and the text."""
         return ask(self.url + path, body, headers, max_bytes=max_bytes, context=self._context)
 
     def status(self, path: str) -> int:
-        """Of a GET; 0 without a connection."""
+        """Return the status of a GET; 0 without a connection."""
         try:
             with urllib.request.urlopen(
                 self.url + path, timeout=5, context=self._context

@@ -202,7 +202,7 @@ def random_call(rng: random.Random, letters: Sequence[str] = (), name: str = "")
 
 
 def random_calls(rng: random.Random, family: Family, letters: Sequence[str] = ()) -> list[Call]:
-    """As many as the family writes."""
+    """Return one to three random calls, or one if the family writes no parallel calls."""
     count = rng.randint(1, 3) if family.is_parallel else 1
     return as_meant(family, [random_call(rng, letters) for _ in range(count)])
 
@@ -268,7 +268,7 @@ def can_reason(family: Family) -> bool:
 
 
 def style_of(family: Family) -> ReasoningStyle | None:
-    """How the family reasons; None where that is no matter of style."""
+    """Return the style in which the family reasons; None if its format sets that."""
     if isinstance(format_of(family), ChannelFormat):
         return None
     if family.reasons is None:
@@ -330,12 +330,12 @@ def cut(rng: random.Random, text: str) -> list[str]:
 
 
 def text_of(pieces: Iterable[Piece], kind: PieceKind) -> str:
-    """All of one kind."""
+    """Return the joined text of the pieces of one kind."""
     return "".join([piece.text for piece in pieces if piece.kind is kind])
 
 
 def written_calls(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
-    """Each call's name, and its arguments as they were shown."""
+    """Return the name of each call, and its arguments as they were shown."""
     names = [piece.text for piece in pieces if piece.kind is PieceKind.CALL]
     arguments = [""] * len(names)
     for piece in pieces:

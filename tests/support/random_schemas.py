@@ -41,7 +41,7 @@ def random_schema(rng: random.Random) -> dict[str, Any]:
 
 
 class _Schemas:
-    """One schema on its way."""
+    """A maker of one schema and its definitions."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

@@ -1,8 +1,8 @@
-"""What models write when they call tools: their text, and what is meant by it.
+"""Recorded texts that models write when they call tools, with the meaning of each.
 
-Written down in the form of each family, one that is right and many that are nearly so. Each record
-is for an answer to a request with the tools in `TOOLS`. `content` is what is left as text; where it
-comes in several parts, they are joined.
+The texts are in the form of each family: one is right and many are nearly right. Each record is an
+answer to a request with the tools in `TOOLS`. `content` is the text that is left; where it comes in
+several parts, they are joined.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Recorded(NamedTuple):
 
 
 def _text(family: str, text: str) -> Recorded:
-    """No call: all of it is content."""
+    """Return a text without calls: all of it is content."""
     return Recorded(family, text, text, [])
 
 

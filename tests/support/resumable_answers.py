@@ -16,7 +16,7 @@ LASTING = {"max_tokens": 200, "seed": 9, "stream": True, "ignore_eos": True}
 
 @dataclass
 class Answer:
-    """What a client has put together from the events of one answer."""
+    """An answer as a client has put it together from its events."""
 
     texts: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[Any]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Answer:
     @property
     def shown(self) -> tuple[object, ...]:
         usage = dict(self.usage) if self.usage else {}
-        # Of a prompt that was computed twice the second finds more.
+        # A prompt that is computed a second time finds more of it cached.
         usage.pop("prompt_tokens_details", None)
         return self.texts, self.logprobs, self.token_ids, self.finish_reasons, usage
 
@@ -100,13 +100,13 @@ async def read(
 
 
 async def begun(answers: list[Answer]) -> None:
-    """Until each has something."""
+    """Wait until each answer has an event."""
     async with asyncio.timeout(30):
         while not all(answer.last_id for answer in answers):
             await asyncio.sleep(0.01)
 
 
 async def read_on(url: str, body: Mapping[str, Any], answers: list[Answer]) -> None:
-    """Each to its end, all at once."""
+    """Read all answers to their ends, at the same time."""
     reads = (read(url, "/v1/completions", body, answer) for answer in answers)
     assert set(await asyncio.gather(*reads)) <= {200}

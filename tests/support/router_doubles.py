@@ -71,7 +71,9 @@ def random_text(rng: random.Random, pieces: int) -> str:
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """As GPT-2, Llama 3, Qwen: byte-level BPE; one special token holds a space and an umlaut."""
+    """Return a byte-level BPE tokenizer like those of GPT-2, Llama 3 and Qwen. One special token
+    has a space and an umlaut.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -90,7 +92,9 @@ def byte_level_tokenizer() -> Tokenizer:
 
 
 def sentencepiece_tokenizer() -> Tokenizer:
-    """As Llama 2, Mistral: spaces as ▁, a space in front, bytes for what is not in it."""
+    """Return a tokenizer like those of Llama 2 and Mistral. A space is ▁, one stands in front of a
+    text, and characters outside the vocabulary are bytes.
+    """
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -120,7 +124,7 @@ def sentencepiece_tokenizer() -> Tokenizer:
 
 
 def wordpiece_tokenizer() -> Tokenizer:
-    """As BERT: what a token looks like depends on whether it is the first."""
+    """Return a tokenizer like BERT's. The text of a token depends on whether it is the first."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
@@ -134,7 +138,7 @@ def wordpiece_tokenizer() -> Tokenizer:
 
 
 def metaspace_tokenizer() -> Tokenizer:
-    """As T5, XLM-R: Metaspace and no bytes."""
+    """Return a tokenizer like those of T5 and XLM-R, with Metaspace and without bytes."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -323,11 +327,11 @@ class FakeFleet(Fleet):
         return True
 
     async def load_adapter(self, name: str, source: str, model: str = "") -> None:
-        """Its shards have none."""
+        """Refuse: the shards of this fleet have no adapters."""
         raise NotServed("adapters are not served", field="adapter")
 
     async def unload_adapter(self, name: str, model: str = "") -> None:
-        """Its shards have none."""
+        """Refuse: the shards of this fleet have no adapters."""
         raise NotServed("adapters are not served", field="adapter")
 
     async def embed(self, request: EmbeddingRequest) -> list[list[float]]:
@@ -434,7 +438,9 @@ def fake_logprobs(
 
 
 class MemoryTransport(asyncio.Transport):
-    """Between a client in this process and the server's protocol. `blocked` is a full socket."""
+    """A transport between a client in this process and the server's protocol. The socket is full
+    while `unsent_bytes` is not 0.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, address: str = "") -> None:
         super().__init__()
@@ -443,7 +449,7 @@ class MemoryTransport(asyncio.Transport):
         self.protocol: asyncio.Protocol | None = None
         self.closed = False
         self.writes = 0
-        # What a real socket would not have taken yet.
+        # The bytes that a real socket would not have taken yet.
         self.unsent_bytes = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -523,7 +529,7 @@ def parse_events(body: bytes) -> list[Any]:
 
 
 class Connection:
-    """One HTTP/1.1 connection to the server in memory."""
+    """An HTTP/1.1 connection to the server, in memory."""
 
     def __init__(self, server: web.Server, address: str = "") -> None:
         self.reader = asyncio.StreamReader(limit=2**26)
@@ -541,7 +547,7 @@ class Connection:
         self.protocol.data_received(data)
 
     def stop_reading(self) -> None:
-        """The socket is full, and the server is told."""
+        """Fill the socket, and tell the server."""
         self.transport.unsent_bytes = 2**20
         self.protocol.pause_writing()
 
@@ -571,7 +577,7 @@ class Connection:
         return Answer(status, headers, b"".join([part async for part in self.chunks(headers)]))
 
     def close(self) -> None:
-        """The client goes away."""
+        """Close the connection, as a client that goes away does."""
         self.transport.close()
 
 
@@ -622,7 +628,7 @@ _MEMORY_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
 async def _models_loaded(app: web.Application) -> None:
-    """Until the tokenizer of each model that is served was read, which takes a thread."""
+    """Wait until a thread has read the tokenizer of each model that is served."""
     async with asyncio.timeout(30.0):
         while app[ROUTER].models.not_ready_because == "the models are being loaded":
             await asyncio.sleep(0.001)

@@ -138,6 +138,6 @@ def constrained_request(
 def mixed_request(
     rng: random.Random, vocab_size: int, *, max_tokens: int = 120
 ) -> GenerationRequest:
-    """With a constraint, or without."""
+    """Return a random request, with a constraint, with a thinking budget, or with neither."""
     make = constrained_request if rng.random() < 0.4 else any_request
     return make(rng, vocab_size, max_tokens=max_tokens)

@@ -12,8 +12,8 @@ import numpy as np
 
 
 def use_interpreter() -> bool:
-    """Whether there is a Triton; if so its kernels run in its interpreter from now on. Must come
-    before anything imports Triton.
+    """Run Triton's kernels in its interpreter from now on, and return True; False without Triton.
+    Call this before anything imports Triton.
     """
     if importlib.util.find_spec("triton") is None:
         return False
@@ -31,7 +31,9 @@ def use_interpreter() -> bool:
 
 
 def _let_scalars_be_bounds(interpreter: Any) -> None:
-    """Its scalars are arrays of one element, which numpy 2.4 makes no integers of any more."""
+    """Let the interpreter's scalars be used as integers. They are arrays of one element, which
+    numpy 2.4 no longer converts.
+    """
     patched = interpreter._patch_lang_tensor
 
     def patch(tensor: Any, scope: Any) -> None:
@@ -42,8 +44,8 @@ def _let_scalars_be_bounds(interpreter: Any) -> None:
 
 
 def _multiply_row_by_row(interpreter: Any) -> None:
-    """It hands tiles to numpy, whose library gives a row other bits in a larger tile, as no tensor
-    core does; and bfloat16 as the integers that have its bits.
+    """Multiply tiles row by row. The interpreter hands whole tiles to numpy: a row then gets other
+    bits in a larger tile, as on no tensor core, and bfloat16 comes as the integers with its bits.
     """
 
     def create_dot(self: Any, a: Any, b: Any, sums: Any, *others: Any) -> Any:
@@ -61,8 +63,8 @@ def _widened(handle: Any, dtype: Any) -> Any:
 
 
 def _round_to_even(interpreter: Any) -> None:
-    """As devices do, and torch. It cuts to bfloat16, is wrong about most of fp8, and reads the
-    smallest numbers of bfloat16 as others.
+    """Round to even, as devices and torch do. The interpreter truncates to bfloat16, gets most of
+    fp8 wrong, and reads the smallest numbers of bfloat16 as others.
     """
     builder = interpreter.InterpreterBuilder
     for name in ("cast_impl", "create_fp_to_fp"):
@@ -70,7 +72,9 @@ def _round_to_even(interpreter: Any) -> None:
 
 
 def _by_torch(cast: Any, handle: Any) -> Any:
-    """The cast, but for float32 to bfloat16 and to fp8, and from bfloat16."""
+    """Return the cast, with torch's in place of it from float32 to bfloat16 and fp8, and from
+    bfloat16 to float32.
+    """
     kinds = {"bf16": ("bfloat16", "uint16"), "fp8e4nv": ("float8_e4m3fn", "uint8")}
 
     def rounded(self: Any, source: Any, to: Any, *mode: Any) -> Any:
@@ -90,7 +94,9 @@ def _by_torch(cast: Any, handle: Any) -> Any:
 
 
 def _patch_once_a_launch(interpreter: Any) -> None:
-    """It looks through the whole language again at each call of one kernel function by another."""
+    """Patch each module once a launch. The interpreter looks through the whole language again each
+    time that one kernel function calls another.
+    """
     patched, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
     modules = set[str]()
 
@@ -109,12 +115,12 @@ def _patch_once_a_launch(interpreter: Any) -> None:
 
 
 def _overflow_in_silence(interpreter: Any) -> None:
-    """As a device does; numpy warns."""
+    """Overflow without a warning, as a device does. numpy warns."""
     executor = interpreter.GridExecutor
     run = executor.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> None:
-        # A row of nothing but NaN is a warning of another kind.
+        # numpy warns of a row of NaN alone in another way.
         silent = warnings.catch_warnings(action="ignore", category=RuntimeWarning)
         with np.errstate(all="ignore"), silent:
             run(self, *args, **kwargs)
@@ -123,16 +129,16 @@ def _overflow_in_silence(interpreter: Any) -> None:
 
 
 def _look_for_no_overflow(interpreter: Any) -> None:
-    """It computes each sum of integers a second time in 64 bits, for an assertion that it makes in
-    its debug mode only: a quarter of its time.
+    """Compute each sum of integers once. The interpreter computes it again in 64 bits, for an
+    assertion of its debug mode alone, which takes a quarter of its time.
     """
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
 
 
 def _remember_types(interpreter: Any) -> None:
-    """It lists all types to find numpy's for one, and makes and writes out the type of each shape's
-    tuple, which nobody asks for: a third of its time.
+    """Remember types. The interpreter lists all types to find the numpy type of one, and makes and
+    writes out the type of each shape's tuple, which nobody asks for: a third of its time.
     """
     language = interpreter.tl.core
     find = interpreter._get_np_dtype

@@ -45,7 +45,7 @@ def named(shard: Shard, name: str) -> psutil.Process:
 
 
 def _command_of(process: psutil.Process) -> str:
-    """Its command line; empty if it has ended."""
+    """Return the command line of a process; empty if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return " ".join(process.cmdline())
     return ""

@@ -13,7 +13,7 @@ from penstock_shard.structured_output.matcher_state import allowed_ids
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """`finished`: it ended with a token that ends a text."""
+    """The tokens of a walk. `finished`: it ended with a token that ends a text."""
 
     token_ids: list[int]
     finished: bool
@@ -26,7 +26,7 @@ def allowed(matcher: LLMatcher, vocab_size: int) -> list[int]:
 
 
 def walk(matcher: LLMatcher, tokenizer: LLTokenizer, rng: random.Random, limit: int = 2000) -> Walk:
-    """Each token that is allowed is as likely as any other."""
+    """Walk over random tokens, where all allowed tokens are equally likely."""
     token_ids: list[int] = []
     while len(token_ids) < limit:
         choices = allowed(matcher, tokenizer.vocab_size)
@@ -40,5 +40,5 @@ def walk(matcher: LLMatcher, tokenizer: LLTokenizer, rng: random.Random, limit: 
 
 
 def accepts(matcher: LLMatcher, token_ids: list[int]) -> bool:
-    """Whether these are a whole text of the constraint; the matcher is used up."""
+    """True if the tokens are a whole text of the constraint. The matcher is used up."""
     return matcher.consume_tokens(token_ids) and matcher.is_accepting()

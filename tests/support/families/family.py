@@ -1,6 +1,6 @@
-"""How models of a family write answers: what tests of formats are made from.
+"""Families of models, by how they write answers. Tests of formats are made from them.
 
-A family's writer is written after what its models write, not after the reader that is tested.
+A family's writer follows what its models write, not the reader that is tested.
 """
 
 from __future__ import annotations

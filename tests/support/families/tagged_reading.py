@@ -1,5 +1,5 @@
-"""What tests of formats with tags share: tools, random values, and answers in which marks are
-tokens.
+"""Parts that tests of formats with tags share: tools, random values, and answers in which marks
+are tokens.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def read(
 
 
 def calls_of(pieces: Sequence[Piece]) -> list[tuple[str, Any]]:
-    """Each call's name and arguments; these as text where they are no JSON."""
+    """Return the name and arguments of each call. Arguments that are not JSON stay text."""
     calls = [(piece.text, "") for piece in pieces if piece.kind is PieceKind.CALL]
     for piece in pieces:
         if piece.kind is PieceKind.ARGUMENTS:

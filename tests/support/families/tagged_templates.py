@@ -69,7 +69,7 @@ def _said(text: str) -> str:
 
 
 def _each(pair: str) -> str:
-    """What a template writes for each argument."""
+    """Return the part of a template that writes `pair` for each argument."""
     return "{%- for key, value in call.arguments | items %}" + pair + "{%- endfor %}"
 
 

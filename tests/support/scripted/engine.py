@@ -58,7 +58,7 @@ class ScriptedRunner(FakeRunner):
         return turn, "The script has no such turn."
 
     def _token(self, sequence: Any, draw: bytes, position: int) -> int | None:
-        """None, which is an error, where a constraint forbids what the script says."""
+        """Return the script's token; None, which is an error, if a constraint forbids it."""
         answer = self._answers[sequence.request.request_id]
         token_id = answer[position] if position < len(answer) else self.info.eos_token_ids[0]
         if sequence.constraint is None:

@@ -55,7 +55,7 @@ class Asked:
 
     @classmethod
     def read_all(cls, model: Path) -> list[Self]:
-        """In the order in which they came."""
+        """Return the requests in the order in which they came."""
         if not (model / _ASKED).exists():
             return []
         return [cls(**json.loads(line)) for line in (model / _ASKED).read_text().splitlines()]
@@ -79,7 +79,7 @@ def make_scripted_model(
 
 @cache
 def _tokenizer() -> Tokenizer:
-    """One that cuts English and code as finely as those of released models, more or less."""
+    """Return a tokenizer that cuts English and code about as finely as released models do."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -16,7 +16,7 @@ _ENGINE = "support.scripted.engine"
 
 
 class ScriptedShard(Shard):
-    """Of a directory that `make_scripted_model` made."""
+    """A shard of a model directory that `make_scripted_model` made."""
 
     module = "support.scripted.shard"
     engine_module = _ENGINE
