@@ -1,7 +1,7 @@
-"""Each process of a vLLM shard is killed amid streams, again and again: streams go on at another
-shard, and nothing is left of what was killed.
+"""Kills of each process of a vLLM shard amid streams: the streams go on at another shard, and no
+process and no shared memory of the killed shard is left.
 
-PENSTOCK_KILLS says how often each is (5).
+PENSTOCK_KILLS is the number of kills of each process (default: 5).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One model over two machines by vLLM's processes; both are this machine, over the loopback."""
+"""A model that vLLM's processes share over two machines; this machine is both, by its loopback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which IP addresses may be shards, and where a name leads: a stub says so, nothing is sent."""
+"""IP addresses that may be shards, and names that lead to them; a stub resolves, nothing is sent.
+"""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def _longest_wait_s(timeline: Timeline) -> float:
 
 
 def _gaps_of_streams(long_prompt: EngineRequest | None) -> list[float]:
-    """Of 64 decoding streams, the longest gap before each of their tokens."""
+    """Return the longest gap before each token, in seconds, among 64 decoding streams."""
     cost = linear_cost(step_s=0.01, decode_s=0.001, prompt_token_s=0.0008, key_s=0.5e-6)
     simulation = Simulation(SchedulerLimits(128, 2048, 512), cost)
     num_tokens = budget(800, 2500)
