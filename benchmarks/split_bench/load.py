@@ -41,8 +41,8 @@ _PATIENCE_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """The load. Without `rate`, `streams` at once send one request after another each; else `rate`
-    requests a second are sent at random times.
+    """The load. Without `rate`, each of `streams` clients sends one request after another; else
+    `rate` requests a second are sent at random times.
     """
 
     streams: int

@@ -1,4 +1,4 @@
-"""A model that vLLM's processes share over two machines; this machine is both, by its loopback."""
+"""A model that vLLM splits over two machines; this machine is both, over the loopback."""
 
 from __future__ import annotations
 

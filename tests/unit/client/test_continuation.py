@@ -623,8 +623,7 @@ async def test_time_on_a_shard_is_no_waiting(make: Make) -> None:
 
 
 async def test_time_on_a_shard_that_had_no_room_after_all_is_waiting(make: Make) -> None:
-    """The shard may run out of memory with this request; others must not lose steps to it for ever.
-    """
+    """A shard may lack memory for a request; other requests must not lose steps for it for ever."""
     world = make("a", wait_s=0.3)
     stream = world.start()
     stream.feed(Output([10], 0))

@@ -1,5 +1,4 @@
-"""IP addresses that may be shards, and names that lead to them; a stub resolves, nothing is sent.
-"""
+"""IP addresses that may be shards, and where names lead. A stub resolves names; nothing is sent."""
 
 from __future__ import annotations
 

@@ -78,8 +78,7 @@ def test_a_piece_takes_few_bytes_at_any_fill() -> None:
 
 
 def test_no_change_takes_long_however_many_there_are() -> None:
-    """A change copies a bounded number of entries, so a larger index makes the slowest no slower.
-    """
+    """Each change copies a bounded number of entries, so a larger index makes none slower."""
     index, rng = PieceIndex(), random.Random(3)
     for _ in range(budget(50_000, 1_000_000)):
         index.put(rng.getrandbits(64), 1)

@@ -1,5 +1,4 @@
-"""Policies and their effects on simulated shards. `benchmarks/fleet.py` runs the same for longer.
-"""
+"""Policies and their effects on simulated shards. `benchmarks/fleet.py` runs this for longer."""
 
 from __future__ import annotations
 

@@ -100,7 +100,8 @@ def _carry(
     num_known: int | None = None,
 ) -> None:
     """Carry the blocks of the target's last fetch from the source, as servers do. `change` may
-    alter each record. With `num_known`, the blocks after so many come, in place of those asked for.
+    alter each record. With `num_known`, all blocks after the first `num_known` come, in place of
+    those that were asked for.
     """
     fetch = target.of(Fetch)[-1]
     export = Export(fetch.number, fetch.prefix, fetch.num_known if num_known is None else num_known)
@@ -396,8 +397,7 @@ def test_blocks_of_other_tokens_than_were_asked_for_are_refused() -> None:
 
 
 def _blocks_at(shard: _Shard, asker: _Shard, number: int) -> int:
-    """Return how many blocks `shard` gives to another shard of the prefix that `asker` wanted last.
-    """
+    """Count the blocks that `shard` exports of the prefix that `asker` last wanted to fetch."""
     fetch = asker.of(Fetch)[-1]
     export = Export(number, fetch.prefix, 0)
     shard.under_test.engine.take_blocks(Inbox([], [], exports=[export]))

@@ -1,4 +1,4 @@
-"""The path to a cache: nobody else may write to it, or they could replace kernels and loads."""
+"""The path to a cache: others must not write to it, as they could replace kernels and loads."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_others_may_write_to_what_is_above_a_cache_only_where_its_user_says_so(
     volume.chmod(0o2777)
     monkeypatch.setenv("PENSTOCK_TRUSTED_DIRECTORIES", f"/elsewhere:{volume}")
     check(cache)
-    # Only that one, and not the cache itself.
+    # Only that directory is trusted: none above it, and not the cache itself.
     further.chmod(0o777)
     with pytest.raises(PermissionError, match=f"{further} has mode 777"):
         check(cache)

@@ -26,7 +26,7 @@ class Steps:
         self.scheduler = Scheduler(limits, blocks, step_time, policy)
         self.now_s = 0.0
         self._arrivals = 0
-        # Learned before, so that time bounds chunks from the start.
+        # Learn the times of steps first, so that time bounds chunks from the start.
         for name in ("one", "two"):
             self.add(name, 200, 0, max_tokens=4)
             for _ in range(6):

@@ -13,7 +13,7 @@ from penstock_shard.errors import (
 
 
 class OutOfMemoryError(RuntimeError):
-    """An error with the name of torch's, which is known by its class, whatever its text."""
+    """An error with the name of torch's: its class tells what it is, even without a text."""
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,7 @@ def test_every_part_of_a_submit_is_filled_by_some_field() -> None:
         thinking_budget=ThinkingBudget(7, 5, 6),
     )
     full, plain = submitted(sent), submitted(PLAIN)
-    # Of an attempt, of a continued request, and of other calls.
+    # Fields of an attempt, of a continued request, and of other calls.
     others = {"request_id", "attempt", "hand_back", "kv_source", "output", "pooling"}
     others.add("only_fetches")
     for name in set(EngineRequest.__struct_fields__) - others:

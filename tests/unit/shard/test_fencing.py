@@ -128,9 +128,7 @@ def _end(request_id: str, attempt: int = 0, error: Error | None = None) -> Reque
 async def _give(
     calls: Calls, call: AsyncIterator[pb.GenerateResponse], *outputs: RequestOutput
 ) -> pb.GenerateResponse:
-    """Have the engine give outputs once it has their requests. Returns the next response of the
-    call.
-    """
+    """Have the engine give outputs once it has their requests. Returns the next response."""
     async with asyncio.timeout(30):
         reading = asyncio.ensure_future(anext(call))
         while any(output.request_id not in calls.engine.deliver for output in outputs):
@@ -416,8 +414,7 @@ _DIGEST = image_digest(*_SIZE, _PIXELS)
 
 
 async def _put(calls: Calls, *pixels: bytes, stalls: bool = False) -> Any:
-    """Send an image in chunks. Returns the shard's answer; status and text if it refuses the image.
-    """
+    """Send an image in chunks. Returns the shard's answer; status and text if it refuses."""
     ready = calls.engine.ready
     assert ready is not None
     info = dataclasses.replace(ready.info, capabilities=ready.info.capabilities | {"images"})

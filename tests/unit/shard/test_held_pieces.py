@@ -46,8 +46,7 @@ class _Told:
 
 
 def _walked(engine: EngineUnderTest, groups: tuple[CacheGroup, ...]) -> dict[int, int]:
-    """Look up the pieces of the tree and the disk one by one. Returns the tier of each by its name.
-    """
+    """Look up the pieces of the tree and the disk one by one. Returns their tiers by name."""
     whole = [i for i, group in enumerate(groups) if group.reach is None and not group.has_state]
     tree, each = engine.blocks.prefixes._tree._by_digest, piece_blocks(engine.blocks.block_size)
     disk = engine.blocks.prefixes.held.disk

@@ -174,9 +174,7 @@ def read_or_refused(path: Path) -> str:
 
 
 def seconds(act: Callable[[], object]) -> float:
-    """Return the processor time that `act` takes this process, in seconds: the least of three
-    tries.
-    """
+    """Return the seconds of processor time that `act` takes here: the least of three tries."""
     took = []
     for _ in range(3):
         begin_s = time.process_time()

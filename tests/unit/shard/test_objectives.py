@@ -24,7 +24,7 @@ _SLO_S = 0.05
 def _traffic(
     rng: random.Random, rate: float, duration_s: float
 ) -> list[tuple[float, EngineRequest]]:
-    """Poisson arrivals with lengths as chats have them."""
+    """Return Poisson arrivals with lengths as chats have them."""
     arrivals: list[tuple[float, EngineRequest]] = []
     at_s = rng.expovariate(rate)
     while at_s < duration_s:
@@ -43,10 +43,11 @@ def _with_slo(request: EngineRequest) -> EngineRequest:
 
 
 def _overload(seed: int, duration_s: float, *, with_slo: bool) -> tuple[Simulation, float, float]:
-    """1.3 times what the device can serve, a fifth of it with an slo.
+    """Simulate 1.3 times the load that the device can serve. A fifth of the requests is chosen, and
+    has an slo if `with_slo`.
 
-    Returns the simulation, output tokens per second, and the share of the fifth of whose tokens
-    all but one in twenty came as close together as they asked.
+    Returns the simulation, output tokens per second, and the share of chosen requests that attain
+    the slo: at least 95 % of their gaps are no longer.
     """
     rng = random.Random(seed)
     arrivals = _traffic(rng, 3.9, duration_s)

@@ -201,9 +201,7 @@ def test_retained_blocks_get_copies_in_host_memory() -> None:
 
 
 def check_retained(blocks: BlockManager) -> None:
-    """Check that prefixes count what retains them, and that retained blocks are those of such
-    prefixes.
-    """
+    """Check that prefixes count what retains them, and that all retained blocks are theirs."""
     retention = blocks.retention
     counts: Counter[Prefix] = Counter()
     for entry in retention._retained.values():
@@ -389,9 +387,7 @@ class Moves:
 
 
 def copied(num_blocks: int = 32) -> tuple[BlockManager, NextTurns]:
-    """Return blocks after the end of a request, with copies of its three blocks, and its next
-    turns.
-    """
+    """End a request with copies of its three blocks. Returns the blocks, and the next turns."""
     blocks = BlockManager([num_blocks], BLOCK, host_slots=[16], retained_share=0.5)
     run(blocks, "talk", range(13))
     retain(blocks, "talk", 1.0)

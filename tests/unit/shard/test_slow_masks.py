@@ -121,7 +121,7 @@ def _alike(count: int) -> Constraint:
 
 
 def _consuming_s(compiler: Compiler, constraint: Constraint, text: str) -> float:
-    """The processor time of the slowest token, the fastest of several tries."""
+    """Return the seconds of processor time of the slowest token: the least of three tries."""
     worst = []
     for _ in range(3):
         matcher, slowest_s = compiler.compile(constraint), 0.0

@@ -19,8 +19,7 @@ LONGEST = 64
 
 
 def _learned() -> StepTime:
-    """Return the learned times: a millisecond for each prompt token, each decode row and each step.
-    """
+    """Return learned times: a millisecond for each prompt token, each decode row and each step."""
     time = StepTime()
     for decodes in range(8):
         for tokens in (0, 16, 64):

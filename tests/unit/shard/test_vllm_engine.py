@@ -377,7 +377,7 @@ class Running:
             await asyncio.sleep(0)
 
     async def change(self, change: AdapterChange) -> AdapterChanged:
-        """Take a change of adapters. Returns the answer to it, which comes from another thread."""
+        """Have the bridge change an adapter. Returns the answer, from another thread."""
         self.bridge.take(Inbox([], [], [change]))
         async with asyncio.timeout(5):
             while True:

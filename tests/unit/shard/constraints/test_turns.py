@@ -51,8 +51,7 @@ class _Waiting:
             await asyncio.sleep(0)
 
     async def order(self) -> str:
-        """Let all tasks have their turn and leave. Returns the names in the order of their turns.
-        """
+        """Let all tasks have their turn and leave. Returns their names in the order of turns."""
         while any(not task.done() for task in self._tasks.values()):
             for name in list(self.had):
                 await self.leave(name)
