@@ -41,8 +41,8 @@ _PATIENCE_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Without `rate`, `streams` at once, each with one request after another; else `rate` requests
-    a second at random times.
+    """The load. Without `rate`, each of `streams` clients sends one request after another; else
+    `rate` requests a second are sent at random times.
     """
 
     streams: int

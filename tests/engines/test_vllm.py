@@ -172,7 +172,7 @@ _CONSTRAINTS = [
 
 
 async def _told(client: ShardClient, request: GenerationRequest) -> tuple[list[int], str]:
-    """The tokens, and the error that they end with."""
+    """Return the tokens, and the error that they end with, if any."""
     tokens: list[int] = []
     try:
         async for output in client.generate(request):

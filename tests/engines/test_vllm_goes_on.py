@@ -90,7 +90,7 @@ async def _read_all(
 async def _read(
     fleet: Fleet, request: GenerationRequest, under_way: asyncio.Event | None = None
 ) -> list[int]:
-    """The tokens; sets the event when eight of them are there."""
+    """Return the tokens. Set the event when eight of them are there."""
     tokens: list[int] = []
     async for output in fleet.submit(request):
         tokens += output.token_ids

@@ -61,7 +61,7 @@ def _picture(seed: int, size: tuple[int, int]) -> Picture:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """Its directory, and the id that stands for images."""
+    """The directory of a model, and the token id that stands for images."""
     directory = tmp_path_factory.mktemp("qwen2_vl")
     made: Any = _make_vision(directory, "qwen2_vl")
     return directory, made.config.image_token_id
@@ -71,7 +71,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 def shards(
     model: tuple[Path, int], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Shard, Shard]]:
-    """vLLM's, and penstock's own."""
+    """A shard with vLLM's engine, and a shard with penstock's own, of the same model."""
     folder, named = tmp_path_factory.mktemp("shards"), ("--model", str(model[0]))
     flags = ("--runner", "model", "--dtype", "float32", "--max-model-len", "512")
     shards = start(folder / "vllm", *named, python=SEES), Shard(folder / "own", *named, *flags)
@@ -92,7 +92,7 @@ async def clients(shards: tuple[Shard, Shard]) -> AsyncIterator[list[ShardClient
 
 
 def _asked(token_id: int, pictures: Sequence[Picture], **fields: Any) -> GenerationRequest:
-    """Images between words."""
+    """Return a request with the images between words."""
     ids, images = list(range(40, 60)), []
     for picture in pictures:
         size = picture.width, picture.height

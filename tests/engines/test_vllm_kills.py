@@ -1,7 +1,7 @@
-"""Each process of a vLLM shard is killed amid streams, again and again: streams go on at another
-shard, and nothing is left of what was killed.
+"""Kills of each process of a vLLM shard amid streams: the streams go on at another shard, and no
+process and no shared memory of the killed shard is left.
 
-PENSTOCK_KILLS says how often each is (5).
+PENSTOCK_KILLS is the number of kills of each process (default: 5).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STREAMS = 6
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(600 * TIMES), INSTALLED]
 
-# What is killed, and how: by name of its process; the server is the shard's own process.
+# The processes to kill, by name, and the signals. The server is the shard's own process.
 _CORE, _WORKER, _FRONTEND = "EngineCore", "Worker", "penstock_shard.vllm_engine.main"
 VICTIMS = {
     "core": (_CORE, signal.SIGKILL),
@@ -112,7 +112,7 @@ async def test_streams_go_on_and_nothing_is_left(pair: Pair, victim: str) -> Non
     for _ in range(TIMES):
         await asyncio.to_thread(pair.renew)
         addresses = [pair.first.address, pair.second.address]
-        # Some streams at each: an idle core that is stopped does nothing that one could miss.
+        # Each shard gets some streams: nothing shows that an idle core is stopped.
         async with Fleet(addresses, policy="round-robin") as fleet:
             await fleet.wait_ready(60)
             calm = await _read_all(fleet)

@@ -1,4 +1,4 @@
-"""One model over two machines by vLLM's processes; both are this machine, over the loopback."""
+"""A model that vLLM splits over two machines; this machine is both, over the loopback."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ async def _read(client: ShardClient, request: GenerationRequest) -> list[Output]
 
 
 async def _check_what_all_serve(shard: Shard) -> None:
-    """Log-probabilities, what goes on, aborts."""
+    """Check log-probabilities, a request that goes on, and an abort."""
     async with ShardClient(shard.address) as client:
         outputs = await _read(client, dataclasses.replace(_REQUEST, prompt_logprobs=1))
         tokens = [token_id for each in outputs for token_id in each.token_ids]

@@ -64,7 +64,7 @@ st.register_type_strategy(float, st.floats(allow_nan=False))
 
 
 def _as_read(value: Any) -> Any:
-    """With tuples where there may have been other sequences."""
+    """Return the value as it is read back: each sequence but text becomes a tuple."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         return type(value)(**{name: _as_read(getattr(value, name)) for name in names})

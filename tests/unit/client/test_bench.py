@@ -95,7 +95,7 @@ def _bench(double: _Double, *flags: str) -> int:
 async def _run(
     double: _Double, plan: Plan, rng: random.Random | None = None
 ) -> tuple[list[Answer], float]:
-    """Answers to a load, and its seconds; load and server share this loop."""
+    """Return the answers to a load, and its seconds. Load and server share this loop."""
     answers: list[Answer] = []
     fields = {"stream_options": {"include_usage": True}}
     async with TestServer(double.app()) as server:

@@ -1,4 +1,4 @@
-"""When a shard that fails requests is asked again."""
+"""The circuit breaker: when a shard that fails requests is asked again."""
 
 from __future__ import annotations
 

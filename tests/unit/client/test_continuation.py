@@ -1,4 +1,4 @@
-"""What becomes of a request whose shard fails, with shards that do as they are told."""
+"""Requests whose shard fails, over shards that do as the test tells them."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ async def test_what_one_shard_refuses_another_may_take_and_if_none_does_that_is_
 async def test_a_shard_that_would_not_see_what_a_request_asks_for_does_not_get_it(
     make: Make,
 ) -> None:
-    """Of an older revision: what it does not know it drops in silence."""
+    """A shard of an older revision silently drops what it does not know."""
     world = make("old")
     budget = ThinkingBudget(5, begin_token_id=1, end_token_id=2)
     with pytest.raises(NotServed, match="thinking_budget") as refused:
@@ -495,7 +495,7 @@ def adapters(content: str) -> dict[str, Adapter]:
 
 
 def lose(world: World, name: str) -> None:
-    """The shard says nothing any more."""
+    """Have the shard say nothing any more."""
     shard = world.shards[name]
     shard.info, shard.load = None, LoadReport()
     world.continuations.on_shard_change(shard)
@@ -623,7 +623,7 @@ async def test_time_on_a_shard_is_no_waiting(make: Make) -> None:
 
 
 async def test_time_on_a_shard_that_had_no_room_after_all_is_waiting(make: Make) -> None:
-    """One that runs out of memory with it, say: others must not lose steps for it for ever."""
+    """A shard may lack memory for a request; other requests must not lose steps for it for ever."""
     world = make("a", wait_s=0.3)
     stream = world.start()
     stream.feed(Output([10], 0))

@@ -21,7 +21,7 @@ BUSY = LoadReport(serving=True, num_blocks=10, queued_prompt_tokens=50_000)
 
 
 def ended(make: Make, policy: Policy | None = None) -> tuple[World, FleetStream, FetchesAhead]:
-    """A session's turn has ended at shard a, of two."""
+    """End a session's turn at shard a of two. Returns the world, the turn and its fetches ahead."""
     policy = PrefixAffinity() if policy is None else policy
     world = make(policy=policy)
     for name in ("a", "b"):

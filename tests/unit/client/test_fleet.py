@@ -301,7 +301,7 @@ async def test_a_source_of_addresses_that_fails_is_followed_again(
 async def test_a_shard_whose_reports_are_cancelled_from_below_is_watched_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As gRPC does when a channel is closed while a call goes on: nobody asked the watch to end."""
+    """gRPC cancels a call in this way when its channel is closed; nobody asked the watch to end."""
     asked = asyncio.Semaphore(0)
 
     async def reports() -> AsyncGenerator[LoadReport, None]:

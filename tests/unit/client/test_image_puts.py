@@ -46,7 +46,7 @@ def _puts(world: World, name: str) -> str:
 
 
 async def _answer(world: World, name: str, error: Exception | None = None) -> None:
-    """What the shard answers to the put that waits longest."""
+    """Answer the put that has waited longest at the shard; fail it with `error`, if given."""
     answer = next(answer for _, answer in world.at(name).puts if not answer.done())
     if error is None:
         answer.set_result(None)

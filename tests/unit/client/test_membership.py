@@ -1,4 +1,4 @@
-"""Where addresses come from: what is refused, what changes a set, and what leaves it alone."""
+"""Sources of addresses: what they refuse, what changes their set, and what leaves it alone."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _info(ip: str, port: int) -> AddressInfo:
 
 
 async def seen(source: Source, world: World) -> list[tuple[int, set[str]]]:
-    """(round, set) for each set that comes before the script is over."""
+    """Return (round, set) for each set that comes before the script is over."""
     sets: list[tuple[int, set[str]]] = []
     with contextlib.suppress(Over):
         async for found in source.addresses():
@@ -213,7 +213,9 @@ def test_without_a_settling_time_a_set_is_what_was_found() -> None:
 
 
 def test_a_settled_set_is_what_was_found_within_the_settling_time() -> None:
-    """Against the definition: a set holds what every answer of the last `settle_s` lacks not."""
+    """The set is compared with its definition: a name stays until it has been missing for
+    `settle_s`.
+    """
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -325,7 +327,7 @@ async def test_the_machines_own_resolver_answers() -> None:
 
 
 def _write(path: Path, content: str | bytes) -> None:
-    """As an operator should: the new file takes the old one's place in one step."""
+    """Replace the file in one step, as an operator should."""
     new = path.with_suffix(".new")
     new.write_bytes(content.encode() if isinstance(content, str) else content)
     new.rename(path)
@@ -420,7 +422,9 @@ async def test_whatever_becomes_of_a_file_its_last_good_set_stays(
 
 
 async def test_a_changed_file_is_seen_in_real_time_however_it_was_replaced(tmp_path: Path) -> None:
-    """A rename, a symlink that is swapped two levels up as Kubernetes does, a write in place."""
+    """The ways are a symlink swapped two levels up, as Kubernetes does, a rename, and a write in
+    place.
+    """
     for name, content in (("v1", "a:1"), ("v2", "b:2")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "shards").write_text(content)

@@ -33,7 +33,7 @@ def _world(make: Make, *names: str) -> World:
 
 
 def _running(world: World, num_streams: int = 1) -> list[FleetStream]:
-    """Streams that have given a token each."""
+    """Start streams that have given a token each."""
     streams = [world.start(prompt_token_ids=_LONG, max_tokens=50) for _ in range(num_streams)]
     for stream in streams:
         stream.feed(Output([10], 0))
@@ -48,7 +48,7 @@ def _answer(asked: asyncio.Future[int], answer: Exception | int) -> None:
 
 
 async def _arrive(world: World, stream: FleetStream, name: str, index: int = 0) -> None:
-    """The blocks of a stream are at a shard, and its next token comes."""
+    """Have the blocks of a stream arrive at a shard, and then its next token."""
     world.at(name).prefetches[index][2].set_result(200)
     await settled()
     stream.feed(Output([99], stream.num_tokens))

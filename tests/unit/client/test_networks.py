@@ -1,4 +1,4 @@
-"""Which IP addresses may be shards, and where a name leads: a stub says so, nothing is sent."""
+"""IP addresses that may be shards, and where names lead. A stub resolves names; nothing is sent."""
 
 from __future__ import annotations
 

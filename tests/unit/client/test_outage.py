@@ -1,4 +1,4 @@
-"""What is said of a shard that is away: its cause, for as long as nothing better is known."""
+"""The problem that is told of a shard that is away: its cause, until something better is known."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ CAUSES = (REFUSED, HANGS)
 
 
 def told(*said: tuple[float, str]) -> tuple[str, list[str]]:
-    """What is said at the end of an outage, and what was news on the way, of texts and their
-    times.
+    """Return the problem at the end of an outage, and each problem that was news on the way. `said`
+    has the times in seconds, each with its text.
     """
     outage, news = Outage(), []
     for now_s, text in said:

@@ -17,7 +17,7 @@ _GONE = int(Tier.GONE)
 
 
 def _name(number: int) -> int:
-    """As uniform as a hash."""
+    """Return a name of 64 bits, as uniform as a hash."""
     return random.Random(number).getrandbits(64)
 
 
@@ -57,7 +57,7 @@ def _num_bytes(index: PieceIndex) -> int:
 
 
 def test_a_piece_takes_few_bytes_at_any_fill() -> None:
-    """Filled to a million, and emptied to a thousand again."""
+    """The index is filled to up to a million names, and emptied to a thousand again."""
     most = budget(2**16, 2**20)
     index, names, worst = PieceIndex(), [random.Random(1).getrandbits(64)], 0.0
     rng = random.Random(1)
@@ -78,7 +78,7 @@ def test_a_piece_takes_few_bytes_at_any_fill() -> None:
 
 
 def test_no_change_takes_long_however_many_there_are() -> None:
-    """What one change copies is bounded, so the longest of many takes no longer with more."""
+    """Each change copies a bounded number of entries, so a larger index makes none slower."""
     index, rng = PieceIndex(), random.Random(3)
     for _ in range(budget(50_000, 1_000_000)):
         index.put(rng.getrandbits(64), 1)

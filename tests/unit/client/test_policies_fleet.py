@@ -1,4 +1,4 @@
-"""What policies do to a fleet, on simulated shards. `benchmarks/fleet.py` is the same at length."""
+"""Policies and their effects on simulated shards. `benchmarks/fleet.py` runs this for longer."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_prefix_affinity_finds_more_cached_in_chats_and_nobody_waits_longer() ->
 
 
 def test_routers_that_share_nothing_find_as_much_cached_as_one() -> None:
-    """And one that is started anew does, from its first request on. Shards that do not tell what
-    they hold leave each router to what it sent itself.
+    """A router that is started anew does so too, from its first request on. If shards do not tell
+    what they hold, each router knows only what it sent itself.
     """
     one = _chat().cached_share
     several, restarted = _chat(routers=2).cached_share, _chat(routers=2, restart=True).cached_share

@@ -31,7 +31,7 @@ def _candidate(
 
 
 def _prompt(*parts: int) -> GenerationRequest:
-    """Each part is a piece of its own, and there is a last token that is never found."""
+    """Return a request with a piece for each part, and a last token, which belongs to no piece."""
     return GenerationRequest([part for part in parts for _ in range(PIECE_TOKENS)] + [1])
 
 

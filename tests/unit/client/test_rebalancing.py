@@ -25,7 +25,7 @@ async def _looks() -> None:
 
 
 def _report(world: World, name: str, running: int, waiting: int, blocks: int = 0) -> None:
-    """As of a shard where prompts of three tokens wait."""
+    """Report the load of a shard; each prompt that waits there has three tokens."""
     load = LoadReport(
         serving=True,
         num_blocks=10,

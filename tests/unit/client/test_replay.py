@@ -1,4 +1,4 @@
-"""What `penstock replay` sends, where, and what it says of the answer; shards are stand-ins."""
+"""`penstock replay`: what it sends, where, and what it says of the answer. Shards are stand-ins."""
 
 from __future__ import annotations
 

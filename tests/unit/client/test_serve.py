@@ -1,4 +1,4 @@
-"""What `penstock serve` starts: whose flag goes to whom, and which shard gets which GPU."""
+"""`penstock serve`: what it starts, which process gets which flag, and which shard which GPU."""
 
 from __future__ import annotations
 

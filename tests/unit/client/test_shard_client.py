@@ -195,7 +195,7 @@ async def test_a_higher_attempt_takes_over_and_outlives_the_lower_ones_cancel(
 
 
 def test_a_process_that_was_forked_mints_other_ids_than_its_parent() -> None:
-    """As servers do that load an application once and fork its workers."""
+    """Some servers load an application once and fork its workers."""
     program = """
 import os
 from penstock_client.rpc.shard_client import new_request_id
@@ -217,7 +217,7 @@ print(new_request_id(), os.read(hears, 1000).decode())
 async def test_a_proxy_that_is_meant_for_the_internet_is_not_asked_for_a_shard(
     scripted: tuple[_Scripted, str], variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a shard needs one to download a model."""
+    """A shard may need such a proxy to download a model."""
     monkeypatch.setenv(variable, "http://127.0.0.1:9")
     async with ShardClient(scripted[1]) as client:
         assert [o.token_ids async for o in client.submit(GenerationRequest([2]))] == [[1]]

@@ -1,4 +1,4 @@
-"""What is refused after engines died, and for how long."""
+"""Requests that are refused after engines died of them, and for how long."""
 
 from __future__ import annotations
 

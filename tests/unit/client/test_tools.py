@@ -57,7 +57,7 @@ _ENDS_WITHOUT_DONE = _HEAD + _event(_TEXT) + _END
 
 
 def _status(main: Main, *arguments: str) -> int:
-    """Of a command that may find its arguments wrong."""
+    """Return the exit status of a command, which may find its arguments wrong."""
     try:
         return main(arguments)
     except SystemExit as ended:
@@ -91,7 +91,7 @@ def _bench(*answers: bytes, requests: int = 1) -> int:
 
 
 def _complaint(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on stderr."""
+    """Return the one line on stderr."""
     text = capsys.readouterr().err
     assert text.count("\n") == 1
     assert text.strip().isprintable()
@@ -351,7 +351,7 @@ def test_bench_with_nobody_is_one_line_and_status_1(capsys) -> None:
 
 
 def _said_by(tool: Any, url: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line of a tool that cannot do its work."""
+    """Return the one line of a tool that cannot do its work."""
     flags = ["--requests", "1"] if tool is bench else []
     where = [url] if tool in (info, health) else ["--url", url]
     assert _status(tool.main, *where, *flags) == 1
@@ -443,7 +443,7 @@ def test_a_routers_port_instead_of_a_shards_is_told_so(tool, capsys) -> None:
 
 
 def _card(name: str, root: str, **more: object) -> dict[str, object]:
-    """As a router's."""
+    """Return a model's card, as a router sends it."""
     card: dict[str, object] = {"id": name, "root": root, "parent": None, "max_model_len": 4096}
     read: dict[str, object] = {"tool_call_parser": None, "reasoning_parser": None}
     read["chat_template_notes"] = []
@@ -560,7 +560,7 @@ def test_a_chat_opens_with_whom_it_talks_to(monkeypatch, capsys) -> None:
 
 
 def _opened(monkeypatch: pytest.MonkeyPatch, answer: bytes, *flags: str) -> int:
-    """A chat that may not come to its first prompt."""
+    """Return the exit status of a chat, which may not come to its first prompt."""
     monkeypatch.setattr("builtins.input", lambda _: "")
     with http_stub(answer) as port:
         return _status(chat.main, "--url", f"http://127.0.0.1:{port}", *flags)
@@ -623,7 +623,7 @@ def test_ctrl_c_at_the_prompt_leaves_the_shell_a_line_of_its_own(monkeypatch, ca
 
 @pytest.fixture
 def ipv6() -> None:
-    """Some containers have none."""
+    """The IPv6 loopback. Without it, as in some containers, the test is skipped."""
     try:
         with socket.create_server(("::1", 0), family=socket.AF_INET6):
             pass
@@ -665,7 +665,7 @@ async def test_serve_waits_for_an_ipv6_router_and_prints_its_url(ipv6, capsys) -
 def test_a_router_is_probed_without_the_proxies_of_the_environment(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Containers are given those for the internet, and no proxy knows a container's own ports."""
+    """Containers are given proxies for the internet, and no proxy knows a container's own ports."""
     for variable in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9")
     with http_stub(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n") as port:

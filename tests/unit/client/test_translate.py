@@ -86,7 +86,7 @@ def of(result: Translation, subject: str) -> tuple[Loss, str]:
 
 
 def check_parses(result: Translation) -> None:
-    """Our own parsers take the translation, each what is its."""
+    """Check that our own parsers take the translation, each its part."""
     arguments = result.arguments[1:]
     split = arguments.index("--") if "--" in arguments else len(arguments)
     _, shard = serve_parser().parse_known_args(arguments[:split])

@@ -1,4 +1,4 @@
-"""When certificates expire: read from files, told to metrics, warned of in time."""
+"""Expiry dates of certificates: read from files, told to metrics, and warned of in time."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_is_no_certificate_has_no_date(authority: Authority) -> None:
 
 
 def _two(authority: Authority) -> tuple[bytes, float, float]:
-    """A file of two certificates, and when the first and the last of them expire."""
+    """Return a file of two certificates, and the times at which the first and the last expire."""
     early, late = NOW + timedelta(days=100), NOW + timedelta(days=300)
     pairs = [authority.issue("localhost", ends=ends) for ends in (late, early)]
     return b"".join(pair.cert.read_bytes() for pair in pairs), early.timestamp(), late.timestamp()

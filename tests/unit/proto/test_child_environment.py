@@ -1,4 +1,4 @@
-"""Which variables a child process gets."""
+"""The environment variables that a child process gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request asks of an engine, and which of it the engine does not honour."""
+"""The features that a request asks of an engine, and those that the engine does not honour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What command lines have in common."""
+"""The parts that command lines have in common: keys, flags, variables, values and help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What names an image on the wire. These values must never change."""
+"""The digest that names an image on the wire. These values must never change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which addresses are reached by this machine alone."""
+"""Addresses that only this machine can reach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is counted, under the names that dashboards and scalers of other servers read."""
+"""Metrics under the names that dashboards and autoscalers of other servers read."""
 
 from __future__ import annotations
 

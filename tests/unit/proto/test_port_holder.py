@@ -1,4 +1,4 @@
-"""Who has a port. The contents of /proc are those of this machine."""
+"""The process that holds a port, found in this machine's real /proc."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_port_that_this_process_listens_on_is_its_own() -> None:
 
 
 def test_a_connection_from_a_port_holds_it_too() -> None:
-    """As those do that get their ports from the system: then nobody listens there."""
+    """The system may give a port to a connection; then nobody listens there."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as connection,

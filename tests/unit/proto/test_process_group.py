@@ -1,4 +1,4 @@
-"""What an engine process started ends with it, whoever ends it and however."""
+"""Processes that an engine process started: they end with it, whoever ends it and however."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ sys.exit(3)
 
 
 async def start_family(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ChildProcess, int]:
-    """A child with three descendants, and its group."""
+    """Start a child with three descendants. Returns the child and its group."""
     (folder / "with_family.py").write_text(_WITH_FAMILY)
     monkeypatch.setenv("PYTHONPATH", str(folder))
     before = set(psutil.Process().children())
@@ -49,13 +49,13 @@ async def start_family(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[C
 
 
 def check_over(child: ChildProcess, group: int) -> None:
-    """Nothing of a family is left; closes our end of its link."""
+    """Close our end of the child's link, and check that only zombies of its group are left."""
     child.writer.transport.abort()
     assert [pid for pid in members_of(group) if psutil.Process(pid).status() != "zombie"] == []
 
 
 def members_of(group: int) -> list[int]:
-    """Zombies too."""
+    """Return the ids of all processes in a group, also of zombies."""
     found = []
     for pid in psutil.pids():
         try:

@@ -192,7 +192,7 @@ _HANGS = "it accepts connections and does not answer: it hangs, or is stopped"
 
 
 def _handshake(client: ssl.SSLContext, server: ssl.SSLContext) -> str | None:
-    """The version that two contexts agree on, in memory."""
+    """Return the version that two contexts agree on, in memory."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [
         client.wrap_bio(back, there, server_hostname="localhost"),

@@ -1,4 +1,4 @@
-"""In which order waiting requests of several classes have their places, when some have aged."""
+"""The order in which waiting requests of several classes get places when some have aged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def waiting(name: str, priority: int, arrived_s: float, count: int) -> list[Sequ
 def places(
     *groups: list[Sequence], state: SequenceState = SequenceState.RUNNING, most: int = 100
 ) -> list[str]:
-    """Who has places, one after another, in that order."""
+    """Return the ids of the requests that get places, in that order; `most` of them at most."""
     policy = PriorityPolicy(BlockManager([1000], 16), StepTime(), aging_s=30.0)
     all_ = [sequence for group in groups for sequence in group]
     for sequence in all_:

@@ -61,7 +61,7 @@ class _Shard:
         self.start_engine()
 
     def start_engine(self) -> None:
-        """The first, or another one in its place."""
+        """Start an engine: the first, or another one in its place."""
         memory = self._memory
         self.arena = Arena(memory, runner_info(num_blocks=40, cache_groups=self.groups))
         self.under_test: EngineUnderTest = make_engine(
@@ -99,8 +99,9 @@ def _carry(
     *,
     num_known: int | None = None,
 ) -> None:
-    """What the servers do for the last fetch; `change` may do something to a record. Those behind
-    `num_known` come, rather than what was asked for.
+    """Carry the blocks of the target's last fetch from the source, as servers do. `change` may
+    alter each record. With `num_known`, all blocks after the first `num_known` come, in place of
+    those that were asked for.
     """
     fetch = target.of(Fetch)[-1]
     export = Export(fetch.number, fetch.prefix, fetch.num_known if num_known is None else num_known)
@@ -124,7 +125,7 @@ def _carry(
 
 
 def _with_true_checksums(record: bytearray) -> None:
-    """A byte of the block is another, and the checksums are of that."""
+    """Change a byte of the block, and make the checksums fit the change."""
     record[-1] ^= 255
     header = len(record) - 128
     struct.pack_into("<I", record, 8, zlib.crc32(record[header:]))
@@ -396,7 +397,7 @@ def test_blocks_of_other_tokens_than_were_asked_for_are_refused() -> None:
 
 
 def _blocks_at(shard: _Shard, asker: _Shard, number: int) -> int:
-    """How many blocks it gives another shard of the last prefix that this one wanted."""
+    """Count the blocks that `shard` exports of the prefix that `asker` last wanted to fetch."""
     fetch = asker.of(Fetch)[-1]
     export = Export(number, fetch.prefix, 0)
     shard.under_test.engine.take_blocks(Inbox([], [], exports=[export]))

@@ -1,4 +1,4 @@
-"""What the server does with blocks: reads and writes slots, and passes on what came."""
+"""The server's transfers of blocks: it reads and writes slots, and passes on what came."""
 
 from __future__ import annotations
 

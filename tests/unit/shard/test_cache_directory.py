@@ -1,4 +1,4 @@
-"""What leads to a cache: nobody else may write to it, or kernels and loads would be another's."""
+"""The path to a cache: others must not write to it, as they could replace kernels and loads."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_links_in_a_circle_are_an_error_of_the_system(tmp_path: Path) -> None:
 def test_a_users_own_group_may_write_above_a_cache(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As Kubernetes mounts volumes, and as the umask of many systems has it."""
+    """Kubernetes mounts volumes in such a mode, and the umask of many systems gives it."""
     cache.parent.chmod(0o2775)
     monkeypatch.setattr(os, "getgid", lambda: cache.parent.stat().st_gid)
     monkeypatch.setattr(os, "getuid", lambda: cache.parent.stat().st_gid)
@@ -114,12 +114,12 @@ def test_a_users_own_group_may_write_above_a_cache(
 def test_others_may_write_to_what_is_above_a_cache_only_where_its_user_says_so(
     check: Check, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the volumes of pods are."""
+    """The volumes of pods have such a mode."""
     volume, further = cache.parents[0], cache.parents[1]
     volume.chmod(0o2777)
     monkeypatch.setenv("PENSTOCK_TRUSTED_DIRECTORIES", f"/elsewhere:{volume}")
     check(cache)
-    # Only that one, and not the cache itself.
+    # Only that directory is trusted: none above it, and not the cache itself.
     further.chmod(0o777)
     with pytest.raises(PermissionError, match=f"{further} has mode 777"):
         check(cache)

@@ -23,7 +23,7 @@ def manager(num_blocks: int, *groups: CacheGroup) -> BlockManager:
 
 
 def compute(blocks: BlockManager, sequence: Sequence, num_tokens: int) -> None:
-    """As the scheduler does: its tokens up to `num_tokens`, chunk by chunk."""
+    """Compute the sequence up to `num_tokens`, chunk by chunk, as the scheduler does."""
     while sequence.num_computed < num_tokens:
         start = sequence.num_computed
         blocks.slide(sequence, start)

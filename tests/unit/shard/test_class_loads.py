@@ -1,4 +1,4 @@
-"""What a shard's server counts of its live requests, by class."""
+"""The counts that a shard's server keeps of its live requests, by class."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def route(name: str, priority: int, num_tokens: int = 10) -> Route:
 
 
 def counted(routes: list[Route]) -> list[ClassLoad]:
-    """The same, counted anew."""
+    """Count the requests anew, by class."""
     loads = []
     for priority in sorted({each.priority for each in routes}):
         its = [each for each in routes if each.priority == priority]

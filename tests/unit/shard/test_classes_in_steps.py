@@ -1,4 +1,4 @@
-"""What prompts of two classes get of each step."""
+"""The shares of each step that prompts of two classes get."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock_shard.worker.base import RowResult
 
 
 class Steps:
-    """A scheduler of 256 tokens a step, of which a step takes 10 ms and 20 us for each more."""
+    """A scheduler of at most 256 tokens a step. A step takes 10 ms, and 20 us for each token."""
 
     def __init__(self, max_num_seqs: int = 64, max_prefill_tokens: int = 64) -> None:
         blocks, step_time = BlockManager([4000], 16), StepTime()
@@ -26,7 +26,7 @@ class Steps:
         self.scheduler = Scheduler(limits, blocks, step_time, policy)
         self.now_s = 0.0
         self._arrivals = 0
-        # Learned before, so that time bounds chunks from the start.
+        # Learn the times of steps first, so that time bounds chunks from the start.
         for name in ("one", "two"):
             self.add(name, 200, 0, max_tokens=4)
             for _ in range(6):

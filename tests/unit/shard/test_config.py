@@ -59,7 +59,7 @@ def test_an_empty_key_in_the_environment_does_not_serve_without_one(
 
 
 def test_a_shard_on_all_addresses_has_its_machines_name_in_its_log() -> None:
-    """Of a container all addresses would be the same in every log."""
+    """Containers listen on all addresses, which would look the same in every log."""
     here = socket.gethostname()
     for host in ("0.0.0.0", "::"):
         assert parse_config(["--host", host, "--port", "5"]).log_name == f"{here}:5"

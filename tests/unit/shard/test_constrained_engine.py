@@ -205,7 +205,7 @@ class _Unwatched:
 
 
 class _Panic(BaseException):
-    """As what comes out of the library: of no class that anybody foresees."""
+    """An error as the library raises it: of a class that nobody foresees."""
 
 
 def test_whatever_goes_wrong_with_a_constraint_ends_its_request_alone() -> None:
@@ -310,7 +310,9 @@ def test_many_that_are_taken_up_at_once_do_not_wear_out_what_they_share() -> Non
 
 
 def _wear_out(begin: Callable[[], LLMatcher], compiler: Compiler) -> None:
-    """By outputs that need more than there is between two masks, of matchers that share it."""
+    """Wear out the lexer that all matchers of `begin` share. The outputs are followed without a
+    mask, and so need more than is allowed between two masks.
+    """
     random = seeded("words")
     matcher = begin()
     while not matcher.is_error():

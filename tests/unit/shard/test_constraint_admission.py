@@ -247,7 +247,7 @@ async def test_each_request_ends_once_or_is_handed_over_once() -> None:
 async def _act(
     supervisor: _Supervisor, rng: random.Random, num_taken: int
 ) -> list[tuple[str, int]]:
-    """Do something; the requests that were taken."""
+    """Do something at random. Returns the request that was taken, if any."""
     request_id = rng.choice("abcdef")
     answers = list(supervisor.checker.answers.values())
     match rng.randrange(5):

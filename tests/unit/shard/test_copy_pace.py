@@ -1,4 +1,4 @@
-"""How many blocks a turn copies."""
+"""The number of blocks that a turn copies."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class _Disk:
         with_salted: bool = False,
         namespace: bytes = _NAMESPACE,
     ) -> Segments:
-        """Of which nothing is known yet."""
+        """Return segments that have not been scanned, so that nothing is known of them yet."""
         return Segments(
             self.directory,
             namespace,

@@ -1,4 +1,4 @@
-"""How a supervisor and its engine come to an end together."""
+"""The end of a supervisor and its engine, together."""
 
 from __future__ import annotations
 

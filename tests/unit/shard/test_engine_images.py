@@ -1,4 +1,4 @@
-"""Which images the server has the engine keep, and which it has dropped."""
+"""Images that the server has the engine keep, and images that it has the engine drop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock_shard.server.images import EngineImages
 
 
 def _put(kept: EngineImages, colour: int) -> bytes:
-    """An image of one pixel: its digest."""
+    """Put an image of one pixel. Returns its digest."""
     pixels = bytes([colour, 0, 0])
     digest = image_digest(1, 1, pixels)
     incoming = kept.begin(digest, 1, 1)

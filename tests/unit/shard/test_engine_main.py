@@ -23,7 +23,9 @@ from penstock_shard.model_loader.load_runner import load_runner
 
 
 def _beats(sleeps_s: list[float], started_s: Callable[[float], float]) -> list[float]:
-    """What each beat says, where so much time lies between them; `started_s` of the time."""
+    """Return the age of the running step, in seconds, that each beat tells. `sleeps_s` lie between
+    the beats; `started_s` maps a time to the start of the step that runs then.
+    """
     clock = SimpleNamespace(now_s=100.0)
 
     class Loop:

@@ -39,7 +39,7 @@ _MAX_MODEL_LEN = 96
 
 
 def _have_states(groups: tuple[CacheGroup, ...]) -> bool:
-    """Such models verify no drafts."""
+    """True if layers have a state; such models verify no drafts."""
     return any(group.has_state for group in groups)
 
 
@@ -141,7 +141,7 @@ class ModelledEngine:
 
 
 def _alone(request: EngineRequest) -> list[int]:
-    """What the request gives on an engine of its own."""
+    """Return the tokens that the request gets on an engine of its own."""
     copy = msgspec.structs.replace(request, request_id="alone", attempt=0)
     alone = ModelledEngine(16, 1, 256, 0)
     tokens: list[int] = []
@@ -153,7 +153,7 @@ def _alone(request: EngineRequest) -> list[int]:
 
 
 class Foresight:
-    """What a request will give, from an engine of its own."""
+    """The whole output that each request will have, from an engine of its own."""
 
     def __init__(self) -> None:
         self._outputs: dict[EngineRequest, list[int]] = {}

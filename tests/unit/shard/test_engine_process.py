@@ -35,7 +35,7 @@ class Processes:
 
         class Writer:
             def close(self) -> None:
-                """Nothing is written."""
+                """Do nothing, because nothing is written."""
 
         async def wait() -> int:
             return -9

@@ -1,4 +1,4 @@
-"""How errors of libraries are told in one line."""
+"""Errors of libraries, told in one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock_shard.errors import (
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch's is called, which is known without its words."""
+    """An error with the name of torch's: its class tells what it is, even without a text."""
 
 
 @pytest.mark.parametrize(

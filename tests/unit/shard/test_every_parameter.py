@@ -101,7 +101,7 @@ def names_of(kind: Any) -> set[str]:
 
 
 def message_of(sent: GenerationRequest) -> pb.GenerateRequest:
-    """As it comes out of the network."""
+    """Return the message for a request as it comes out of the network."""
     data = codec.generate_request(sent, "id", Attempt(2, "an engine", True, True))
     return pb.GenerateRequest.FromString(data.SerializeToString())
 
@@ -204,7 +204,7 @@ def test_an_adapter_is_refused_where_none_are_served() -> None:
 
 
 def test_a_shard_reads_every_field_of_the_message() -> None:
-    """Each set alone changes what the shard makes of it."""
+    """Each field, set alone, changes what the shard makes of the message."""
     plain = codec.submission(pb.GenerateRequest())
     lists = {"prompt_token_ids", "output_token_ids", "stop_token_ids", "logprob_token_ids"}
     for path, descriptor in leaves(pb.GenerateRequest.DESCRIPTOR, ()):
@@ -242,7 +242,7 @@ VALUES = {
 
 
 def leaves(descriptor: Any, path: tuple[str, ...]) -> Any:
-    """Fields of a message and of its parts."""
+    """Yield the fields of a message and of its parts."""
     for field in descriptor.fields:
         here = (*path, field.name)
         is_part = field.name in ("sampling", "stop", "output", "objective", "constraint")
@@ -254,7 +254,7 @@ def leaves(descriptor: Any, path: tuple[str, ...]) -> Any:
 
 
 def test_every_part_of_a_submit_is_filled_by_some_field() -> None:
-    """With all fields set at once, none of the checked request is at its default."""
+    """No field of the checked request is at its default when all fields are set at once."""
     sent = GenerationRequest(
         **{name: value for name, (value, _, _) in REQUEST.items() if name != "output_token_ids"},
         sampling=SamplingParams(**{name: value for name, (value, _) in SAMPLING.items()}),
@@ -263,7 +263,7 @@ def test_every_part_of_a_submit_is_filled_by_some_field() -> None:
         thinking_budget=ThinkingBudget(7, 5, 6),
     )
     full, plain = submitted(sent), submitted(PLAIN)
-    # Of an attempt, of a continued request, and of other calls.
+    # Fields of an attempt, of a continued request, and of other calls.
     others = {"request_id", "attempt", "hand_back", "kv_source", "output", "pooling"}
     others.add("only_fetches")
     for name in set(EngineRequest.__struct_fields__) - others:

@@ -36,7 +36,7 @@ def _step(runner: FakeRunner, row: Row, *, admits: bool) -> int:
 
 
 def _tokens(runner: FakeRunner, sequence: Sequence, cached: int) -> list[int]:
-    """Its prompt but for what is cached in one step, then two more tokens."""
+    """Run a step for the prompt after `cached` tokens, then two more. Returns three tokens."""
     sequence.slot = 0
     tokens = [_step(runner, Row(sequence, cached, 33 - cached, samples=True), admits=True)]
     return tokens + [

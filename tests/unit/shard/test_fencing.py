@@ -1,4 +1,4 @@
-"""Which requests a shard takes, from whom, and for which engine and attempt."""
+"""Requests that a shard takes: from whom, and for which engine and attempt."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ class Calls:
         return self.servicer.Generate(sent(), cast("Any", context or Context()))
 
     async def outputs(self, *messages: pb.GenerateRequest) -> list[pb.Output]:
-        """All of a call that ends by itself."""
+        """Return all outputs of a call that ends by itself."""
         return [output for each in await rest(self.begin(*messages)) for output in each.outputs]
 
 
 async def rest(call: AsyncIterator[pb.GenerateResponse]) -> list[pb.GenerateResponse]:
-    """What is left of a call, which ends with an error or without."""
+    """Return the remaining responses of a call, which may end with an error."""
     responses: list[pb.GenerateResponse] = []
     with contextlib.suppress(grpc.aio.AbortError):
         async for response in call:
@@ -128,7 +128,7 @@ def _end(request_id: str, attempt: int = 0, error: Error | None = None) -> Reque
 async def _give(
     calls: Calls, call: AsyncIterator[pb.GenerateResponse], *outputs: RequestOutput
 ) -> pb.GenerateResponse:
-    """What the caller is sent of what the engine gives once it has the requests."""
+    """Have the engine give outputs once it has their requests. Returns the next response."""
     async with asyncio.timeout(30):
         reading = asyncio.ensure_future(anext(call))
         while any(output.request_id not in calls.engine.deliver for output in outputs):
@@ -414,7 +414,7 @@ _DIGEST = image_digest(*_SIZE, _PIXELS)
 
 
 async def _put(calls: Calls, *pixels: bytes, stalls: bool = False) -> Any:
-    """What the shard answers to these chunks; its status if it refuses them."""
+    """Send an image in chunks. Returns the shard's answer; status and text if it refuses."""
     ready = calls.engine.ready
     assert ready is not None
     info = dataclasses.replace(ready.info, capabilities=ready.info.capabilities | {"images"})

@@ -1,4 +1,4 @@
-"""Which pieces a shard says it holds: all that it does, where, and none before it is computed."""
+"""Pieces that a shard says it holds: all that it has, where, and none before it is computed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _GONE = int(Tier.GONE)
 
 
 class _Told:
-    """Who hears of an engine's pieces: name to tier."""
+    """A listener that is told an engine's pieces; `tiers` maps their names to their tiers."""
 
     def __init__(self, engine: EngineUnderTest) -> None:
         self._engine = engine.engine
@@ -46,7 +46,7 @@ class _Told:
 
 
 def _walked(engine: EngineUnderTest, groups: tuple[CacheGroup, ...]) -> dict[int, int]:
-    """What the tree and the disk have, looked up one by one."""
+    """Look up the pieces of the tree and the disk one by one. Returns their tiers by name."""
     whole = [i for i, group in enumerate(groups) if group.reach is None and not group.has_state]
     tree, each = engine.blocks.prefixes._tree._by_digest, piece_blocks(engine.blocks.block_size)
     disk = engine.blocks.prefixes.held.disk
@@ -79,7 +79,7 @@ def disk(tmp_path: Path) -> Iterator[DiskTier]:
 
 
 def _prompt(rng: random.Random) -> list[int]:
-    """One of few, up to somewhere, and then what only it has."""
+    """Return the start of one of nine texts, cut at random, and a random token after it."""
     start = rng.randrange(9) * 90
     return [start + i % 97 for i in range(rng.randint(1, 400))] + [rng.randrange(900)]
 
@@ -188,7 +188,7 @@ def test_what_an_engine_before_has_left_is_told_without_traffic(
 
 
 def _cache() -> tuple[PrefixCache, BlockPool, list[Prefix]]:
-    """One whose prefixes of one to four blocks are a piece each two."""
+    """Return a cache, its pool, and prefixes of one to four blocks. Two blocks are a piece."""
     pool = BlockPool(8)
     cache = PrefixCache([CacheGroup()], [pool], 64, [BlockPool(8)])
     prefixes = [cache.root(b"root" * 4)]

@@ -31,14 +31,14 @@ def _engine(
 
 
 def _ask(engine: EngineUnderTest, name: str, prompt: list[int] | None = None) -> int:
-    """Have a request computed; how many of its tokens were cached."""
+    """Have a request computed. Returns how many of its tokens were cached."""
     engine.engine.submit(make_request(name, _PROMPT if prompt is None else prompt, seed=7))
     engine.run()
     return next(o.cached_tokens for o in engine.outputs if o.request_id == name) or 0
 
 
 def _use_all_blocks(engine: EngineUnderTest) -> None:
-    """By requests that are like no other."""
+    """Use all blocks, for requests that begin like no others."""
     for number in range(10):
         _ask(engine, f"other {number}", [200 + (number * 53 + i * i) % 700 for i in range(150)])
 
@@ -96,7 +96,7 @@ def test_a_preempted_request_goes_on_from_copies_of_its_blocks() -> None:
 
 
 def test_who_waits_for_copies_when_a_step_is_out_of_memory_gets_its_state_all_the_same() -> None:
-    """Its state was to be copied by that step, in which it has no row."""
+    """The failed step was to copy the state of the request, which has no row in that step."""
     fails_next = False
 
     def fails(step: ShadowStep) -> bool:

@@ -40,7 +40,7 @@ class Server:
         asyncio.get_running_loop().call_soon(self.adapters.on_answer, answer)
 
     def start_engine(self, *, without: Sequence[str] = ()) -> list[WantedAdapter]:
-        """One that loads all but those names; what it was told to load."""
+        """Start an engine that loads all but `without`. Returns the adapters it was to load."""
         wanted = self.adapters.begin_engine()
         loaded = (adapter(each.name, each.source) for each in wanted if each.name not in without)
         self.adapters.on_engine_ready(tuple(loaded))

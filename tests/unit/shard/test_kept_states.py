@@ -28,7 +28,7 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def serve(under_test: EngineUnderTest, name: str, prompt: Sequence[int]) -> int:
-    """How many of its tokens were found cached."""
+    """Serve a request. Returns how many tokens of its prompt were found cached."""
     under_test.engine.submit(make_request(name, prompt, max_tokens=4))
     under_test.run()
     (first, *_) = [each for each in under_test.outputs if each.request_id == name]

@@ -1,4 +1,4 @@
-"""Which addresses KV blocks are fetched from, and for how long not."""
+"""Addresses that KV blocks are fetched from, and how long a harmful one is avoided."""
 
 from __future__ import annotations
 

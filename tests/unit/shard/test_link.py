@@ -1,4 +1,4 @@
-"""What server and engine say to each other survives the way."""
+"""The link between server and engine: what each says arrives as it was sent."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _header(length: int) -> bytes:
 
 
 async def _means_the_end(frame: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    """At both ends, each of which says so."""
+    """Check that the frame ends the link at both ends, and that both log an error."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.settimeout(10)

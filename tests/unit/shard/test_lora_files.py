@@ -37,7 +37,7 @@ def test_an_adapter_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("root", ["model.language_model.", "language_model.model."])
 def test_modules_are_called_as_in_the_text_model_alone(root: str, tmp_path: Path) -> None:
-    """As peft calls them in a model of images and text."""
+    """peft gives modules such names in a model of images and text."""
     modules = {name.replace("model.", root, 1): sizes for name, sizes in MODULES.items()}
     pattern = {f"{root}layers.1.mlp.up_proj": 8}
     adapter = make_adapter(tmp_path / "a", modules, rank=4, lora_alpha=6, alpha_pattern=pattern)
@@ -158,14 +158,14 @@ def test_many_patterns_for_many_modules_are_refused_before_they_take_long(tmp_pa
 
 
 def test_a_pattern_for_each_module_is_as_quick_as_one_for_all(tmp_path: Path) -> None:
-    """As adapters have them whose ranks were found in training."""
+    """Adapters whose ranks were found in training have a pattern for each module."""
     modules = {f"model.layers.{each}.self_attn.q_proj": (1, 1) for each in range(3000)}
     path = make_adapter(tmp_path / "a", modules, rank=1, rank_pattern=dict.fromkeys(modules, 1))
     assert seconds(lambda: read_adapter_files(path)) < 4.0
 
 
 def read_or_refused(path: Path) -> str:
-    """Empty if it was read."""
+    """Return the refusal of an adapter; empty if it was read."""
     try:
         read_adapter_files(path)
     except ModelError as error:
@@ -174,7 +174,7 @@ def read_or_refused(path: Path) -> str:
 
 
 def seconds(act: Callable[[], object]) -> float:
-    """Of this process's processor time, the least of three tries."""
+    """Return the seconds of processor time that `act` takes here: the least of three tries."""
     took = []
     for _ in range(3):
         begin_s = time.process_time()
@@ -376,7 +376,7 @@ def odd_bytes(text: bytes, chance: random.Random) -> bytes:
 
 
 def odd_json(text: bytes, chance: random.Random) -> bytes:
-    """One value within is another."""
+    """Return the JSON with one value in it replaced by an odd one."""
     value = json.loads(text)
     holder, key = value, chance.choice(list(value))
     while isinstance(holder[key], dict | list) and holder[key] and chance.random() < 0.8:

@@ -1,4 +1,4 @@
-"""How many KV blocks a shard gets, and what it says when they are too few."""
+"""The number of KV blocks that a shard gets, and what it says when they are too few."""
 
 from __future__ import annotations
 

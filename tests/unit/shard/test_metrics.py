@@ -1,4 +1,4 @@
-"""What a shard counts: steps as the engine says them, requests as they end."""
+"""A shard's metrics: steps as the engine reports them, requests as they end."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def submit(request_id: str) -> EngineRequest:
 
 @pytest.fixture
 def supervisor() -> EngineSupervisor:
-    """One whose engine is ready: nobody reads what it is sent."""
+    """A supervisor whose engine is ready; nobody reads what that engine is sent."""
     made = EngineSupervisor(ShardConfig(max_num_seqs=2, max_queued_requests=0))
     made._ready = object()  # type: ignore[assignment]
     return made

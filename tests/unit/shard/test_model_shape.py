@@ -1,4 +1,4 @@
-"""How large a model is, by its files."""
+"""The size of a model, by its files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG = {
 
 
 def write(folder: Path, config: dict[str, Any], **files: dict[str, list[int]]) -> Path:
-    """A model whose files have tensors of these shapes, in 16 bits."""
+    """Write a model whose files have tensors of these shapes, in 16 bits. Returns its folder."""
     (folder / "config.json").write_text(json.dumps(config))
     for name, shapes in files.items():
         header, end = {}, 0

@@ -24,7 +24,7 @@ _SLO_S = 0.05
 def _traffic(
     rng: random.Random, rate: float, duration_s: float
 ) -> list[tuple[float, EngineRequest]]:
-    """Poisson arrivals with lengths as chats have them."""
+    """Return Poisson arrivals with lengths as chats have them."""
     arrivals: list[tuple[float, EngineRequest]] = []
     at_s = rng.expovariate(rate)
     while at_s < duration_s:
@@ -43,10 +43,11 @@ def _with_slo(request: EngineRequest) -> EngineRequest:
 
 
 def _overload(seed: int, duration_s: float, *, with_slo: bool) -> tuple[Simulation, float, float]:
-    """1.3 times what the device can serve, a fifth of it with an slo.
+    """Simulate 1.3 times the load that the device can serve. A fifth of the requests is chosen, and
+    has an slo if `with_slo`.
 
-    Returns the simulation, output tokens per second, and the share of the fifth of whose tokens
-    all but one in twenty came as close together as they asked.
+    Returns the simulation, output tokens per second, and the share of chosen requests that attain
+    the slo: at least 95 % of their gaps are no longer.
     """
     rng = random.Random(seed)
     arrivals = _traffic(rng, 3.9, duration_s)
@@ -93,7 +94,7 @@ def _longest_wait_s(timeline: Timeline) -> float:
 
 
 def _gaps_of_streams(long_prompt: EngineRequest | None) -> list[float]:
-    """Of 64 decoding streams, the longest gap before each of their tokens."""
+    """Return the longest gap before each token, in seconds, among 64 decoding streams."""
     cost = linear_cost(step_s=0.01, decode_s=0.001, prompt_token_s=0.0008, key_s=0.5e-6)
     simulation = Simulation(SchedulerLimits(128, 2048, 512), cost)
     num_tokens = budget(800, 2500)

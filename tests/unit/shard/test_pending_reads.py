@@ -21,7 +21,7 @@ _PROMPT = list(range(100, 200))
 
 
 class _Shards:
-    """One after another on the same directory, each with empty memory."""
+    """Shards that run one after another on the same directory, each with empty memory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -52,7 +52,7 @@ def shards(tmp_path: Path) -> Iterator[_Shards]:
 
 
 def _ask(engine: EngineUnderTest, name: str, cache_salt: str = "") -> int:
-    """Have a request computed; how many of its tokens were cached."""
+    """Have a request computed. Returns how many of its tokens were cached."""
     engine.engine.submit(make_request(name, _PROMPT, seed=7, cache_salt=cache_salt))
     while not engine.endings(name):
         engine.step()

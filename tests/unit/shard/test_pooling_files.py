@@ -1,4 +1,4 @@
-"""What sentence-transformers' files say of pooling, and what of it is not served."""
+"""The pooling that sentence-transformers' files name, and kinds of it that are not served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a shard says of each request that is over: to its log, and as spans of a trace."""
+"""A shard's record of each request that is over: in its log, and as spans of a trace."""
 
 from __future__ import annotations
 

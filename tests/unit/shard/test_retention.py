@@ -27,7 +27,7 @@ def manager(num_blocks: int = 16, share: float = 0.5) -> BlockManager:
 
 
 def run(blocks: BlockManager, name: str, prompt: range | list[int]) -> int:
-    """A sequence that is computed and ends; how many of its tokens were found."""
+    """Compute a sequence to its end. Returns how many of its tokens were found cached."""
     sequence = make_sequence(name, prompt)
     found = blocks.acquire_prefix(sequence)
     assert blocks.grow(sequence, sequence.num_tokens)
@@ -38,14 +38,14 @@ def run(blocks: BlockManager, name: str, prompt: range | list[int]) -> int:
 
 
 def retain(blocks: BlockManager, name: str, until_s: float, priority: int = 50) -> None:
-    """What comes of a hint."""
+    """Retain the blocks of an ended request, as a hint does."""
     ended = blocks.retention.ended(name)
     if ended is not None:
         blocks.retain(ended.prefix, until_s, priority)
 
 
 def fill(blocks: BlockManager, turn: int = 0) -> None:
-    """Other requests, one after another, need all blocks once."""
+    """Use all blocks once, for other requests one after another."""
     for start in range(0, blocks.num_blocks, 2):
         begin = 10_000 * (turn + 1) + 100 * start
         run(blocks, f"other-{turn}-{start}", range(begin, begin + 2 * BLOCK))
@@ -201,7 +201,7 @@ def test_retained_blocks_get_copies_in_host_memory() -> None:
 
 
 def check_retained(blocks: BlockManager) -> None:
-    """Prefixes count what retains them, and each retained block is one of such a prefix."""
+    """Check that prefixes count what retains them, and that all retained blocks are theirs."""
     retention = blocks.retention
     counts: Counter[Prefix] = Counter()
     for entry in retention._retained.values():
@@ -387,7 +387,7 @@ class Moves:
 
 
 def copied(num_blocks: int = 32) -> tuple[BlockManager, NextTurns]:
-    """A request has ended, of whose three blocks there are copies."""
+    """End a request with copies of its three blocks. Returns the blocks, and the next turns."""
     blocks = BlockManager([num_blocks], BLOCK, host_slots=[16], retained_share=0.5)
     run(blocks, "talk", range(13))
     retain(blocks, "talk", 1.0)

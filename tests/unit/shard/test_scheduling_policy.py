@@ -1,4 +1,4 @@
-"""Whose turn it is where no objective counts."""
+"""The order of requests in a scheduler without a policy, where no objective counts."""
 
 from __future__ import annotations
 

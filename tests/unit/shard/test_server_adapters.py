@@ -15,7 +15,7 @@ from penstock_shard.server.validation import Refusal
 
 
 class Adapters(ServerAdapters):
-    """With the adapter `one`, and an engine that answers when it is told to."""
+    """A server's adapters: `one` is loaded, and the engine answers when the test says so."""
 
     def __init__(self) -> None:
         self.sent: list[AdapterChange] = []
@@ -32,7 +32,7 @@ def _adapter(name: str) -> Adapter:
 
 
 async def _both(adapters: Adapters) -> tuple[asyncio.Task[Adapter], asyncio.Task[None]]:
-    """The same adapter is loaded again, and unloaded before the engine has answered."""
+    """Load the same adapter again, and unload it before the engine has answered."""
     loading = asyncio.create_task(adapters.load("one", "source"))
     unloading = asyncio.create_task(adapters.unload("one"))
     await asyncio.sleep(0)

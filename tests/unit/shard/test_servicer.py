@@ -1,4 +1,4 @@
-"""What stands between the engine and a call: outbox, responses of bounded size, routes."""
+"""The parts between the engine and a call: outbox, responses of bounded size, routes."""
 
 from __future__ import annotations
 
@@ -369,7 +369,7 @@ async def test_an_engine_that_makes_no_sense_is_one_that_is_gone(
 
 
 class _Process:
-    """Cannot be killed, as one that waits for a device."""
+    """A process that cannot be killed, like one that waits for a device."""
 
     def __init__(self) -> None:
         self.reader = asyncio.StreamReader()
@@ -377,7 +377,7 @@ class _Process:
 
     @property
     def writer(self) -> Any:
-        """Whose transport closes the server's end of the socket."""
+        """A writer whose transport, when aborted, closes the server's end of the socket."""
         return SimpleNamespace(transport=SimpleNamespace(abort=self.reader.feed_eof))
 
     def kill(self) -> None:
@@ -547,7 +547,7 @@ class _Context:
 async def test_callers_whose_certificates_have_no_name_have_request_ids_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By their certificates: as gRPC shows those, each has the same empty name."""
+    """Certificates tell such callers apart; gRPC shows the same empty name for each."""
     supervisor = _Supervisor()
     ids: list[str] = []
     monkeypatch.setattr(supervisor, "abort", lambda request_id, attempt: ids.append(request_id))

@@ -121,7 +121,7 @@ def _alike(count: int) -> Constraint:
 
 
 def _consuming_s(compiler: Compiler, constraint: Constraint, text: str) -> float:
-    """The processor time of the slowest token, the fastest of several tries."""
+    """Return the seconds of processor time of the slowest token: the least of three tries."""
     worst = []
     for _ in range(3):
         matcher, slowest_s = compiler.compile(constraint), 0.0
@@ -161,7 +161,7 @@ def test_a_choice_may_have_thousands_of_options() -> None:
 
 @pytest.fixture
 def all_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each mask counts as slow."""
+    """A limit of time that makes each mask count as slow."""
     monkeypatch.setattr(pace, "SLOW_S", -1.0)
     monkeypatch.setattr(matcher_state, "SLOW_S", -1.0)
 
@@ -275,7 +275,7 @@ def test_sequences_of_one_constraint_share_its_pace() -> None:
 
 
 def test_a_slow_mask_in_a_step_is_found_among_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that is slow, and no other, waits aside from then on."""
+    """Only the slow constraint waits aside from then on."""
     for module in (pace, matcher_state):
         monkeypatch.setattr(module, "SLOW_S", SLOW_S / 4)
     compiler = new_compiler()

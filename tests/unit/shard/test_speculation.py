@@ -188,7 +188,7 @@ def test_an_error_after_right_drafts_comes_after_their_tokens() -> None:
 
 
 def _decoding(under_test: EngineUnderTest, count: int, **options: Any) -> Plan:
-    """The first step in which all of these decode."""
+    """Return the plan of the first step in which all of these requests decode."""
     for number in range(count):
         prompt = range(number * 20, number * 20 + 10)
         under_test.engine.submit(make_request(str(number), prompt, **options))

@@ -1,4 +1,4 @@
-"""What is left of a step while it is filled."""
+"""The budget of a step: what is left while the step is filled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONGEST = 64
 
 
 def _learned() -> StepTime:
-    """A millisecond a prompt token, a decode row and a step."""
+    """Return learned times: a millisecond for each prompt token, each decode row and each step."""
     time = StepTime()
     for decodes in range(8):
         for tokens in (0, 16, 64):

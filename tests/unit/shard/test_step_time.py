@@ -1,4 +1,4 @@
-"""What a step will take: learned from steps, robust against disturbed ones, never negative."""
+"""The predicted time of a step: learned from steps, robust to disturbed ones, never negative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of a model's files a router gets."""
+"""The files of a model that a router gets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock_shard.errors import ModelError
 
 
 def write(directory: Path, **files: Any) -> None:
-    """Each as JSON in NAME.json."""
+    """Write each value as JSON to NAME.json."""
     for name, value in files.items():
         (directory / f"{name}.json").write_text(json.dumps(value))
 

@@ -334,7 +334,7 @@ def time_within(most_s: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def memory_within(num_bytes: int) -> Iterator[None]:
-    """The most that this process has had grows by no more."""
+    """Check that this process's peak of memory grows by no more."""
     before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     yield
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb) * 1024 < num_bytes
@@ -345,7 +345,7 @@ ODD += [float("nan"), float("inf"), "", "2", "x\n", "\x00", [], [[]], {}, {"a": 
 
 
 def odd_value(text: bytes, chance: random.Random) -> bytes:
-    """One value within is another."""
+    """Return the JSON with one value in it replaced by an odd one."""
     root = [json.loads(text)]
     holder: Any = root
     key: Any = 0
@@ -364,7 +364,7 @@ def odd_bytes(content: bytes, chance: random.Random) -> bytes:
 
 
 def small_model(directory: Path) -> None:
-    """The built-in model with little of everything else that is read."""
+    """Write the built-in model, with a little of every other file that is read."""
     shutil.copytree(BUILTIN_MODEL, directory)
     (directory / "model.safetensors").unlink()
     save_file({"w": np.ones((2, 2), dtype=np.float32)}, directory / "model-1.safetensors")
@@ -379,7 +379,7 @@ def small_model(directory: Path) -> None:
 
 
 def read_all(directory: Path) -> None:
-    """By all readers that need no torch."""
+    """Read the files of a model with all readers that need no torch."""
     config = ShardConfig(model=str(directory), runner="fake")
     load_runner(config, lambda line: None)
     check_directory(directory)

@@ -72,7 +72,7 @@ INFO = RunnerInfo(
 
 
 class Reason(enum.IntEnum):
-    """As vLLM's, whose text is what it is known by."""
+    """A finish reason like vLLM's, which is known by its text."""
 
     STOP = 0
     LENGTH = 1
@@ -100,7 +100,7 @@ def request(**changes: Any) -> EngineRequest:
 
 
 def given(**changes: Any) -> Any:
-    """What the core says of one request after a step."""
+    """Return what the core says of one request after a step, with these fields changed."""
     fields: dict[str, Any] = {
         "request_id": "r/0",
         "new_token_ids": [],
@@ -377,7 +377,7 @@ class Running:
             await asyncio.sleep(0)
 
     async def change(self, change: AdapterChange) -> AdapterChanged:
-        """Its answer, which comes from another thread."""
+        """Have the bridge change an adapter. Returns the answer, from another thread."""
         self.bridge.take(Inbox([], [], [change]))
         async with asyncio.timeout(5):
             while True:

@@ -55,7 +55,7 @@ def allowed(grammars: Grammars, grammar: Grammar) -> set[int]:
 
 
 def ended(grammars: Grammars, request: EngineRequest, *token_ids: int) -> Any:
-    """What the server is told of a request that the core ends with an error."""
+    """Return the output that the server gets for a request that the core ends with an error."""
     given = SimpleNamespace(
         request_id="r/1",
         new_token_ids=list(token_ids),

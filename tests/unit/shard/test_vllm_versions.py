@@ -1,4 +1,4 @@
-"""What of vLLM is touched, and versions that run by `generate()`, without vLLM."""
+"""The names of vLLM that are used, and versions that run by `generate()`; vLLM is not needed."""
 
 from __future__ import annotations
 

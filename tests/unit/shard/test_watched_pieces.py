@@ -1,4 +1,4 @@
-"""Who follows a shard's pieces has what the shard has, however slowly it reads."""
+"""Readers that follow a shard's pieces: each has what the shard has, however slowly it reads."""
 
 from __future__ import annotations
 

@@ -21,14 +21,14 @@ IN_WINDOWS = (CacheGroup(window=20, bidirectional_images=True), CacheGroup())
 
 
 def images(*places: tuple[int, int]) -> tuple[PromptImage, ...]:
-    """Of offsets and numbers of tokens."""
+    """Return images at these places, each an offset and a number of tokens."""
     return tuple(
         PromptImage(f"{offset % 251:02x}" * 32, 8, 8, offset, count) for offset, count in places
     )
 
 
 def rows(under_test: EngineUnderTest) -> list[tuple[str, int, int]]:
-    """The request, the first token and the number of tokens of each row that is planned next."""
+    """Run a step. Returns the request, the first token and the number of tokens of each row."""
     scheduler = under_test.scheduler
     batch = scheduler.schedule()
     under_test.engine._release()
@@ -42,7 +42,7 @@ def rows(under_test: EngineUnderTest) -> list[tuple[str, int, int]]:
 
 
 def chunks(under_test: EngineUnderTest, sequence: Sequence) -> list[int]:
-    """How many tokens of its prompt each step computes, alone."""
+    """Compute a prompt alone. Returns how many of its tokens each step computes."""
     under_test.scheduler.add(sequence)
     counts = []
     while sequence.num_computed < sequence.num_prompt_tokens:
@@ -156,7 +156,7 @@ class _Watched:
 
 
 def _traffic(rng: random.Random) -> int:
-    """Checks that no step computes a part of an image; how many begin with one."""
+    """Check that no step computes a part of an image. Returns how many rows begin with an image."""
     under_test = make_engine(
         num_blocks=rng.choice([14, 40]),
         max_num_batched_tokens=rng.choice([34, 64]),

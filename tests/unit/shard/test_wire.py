@@ -1,4 +1,4 @@
-"""From a client's request to the engine's, and log-probabilities back: nothing is lost between."""
+"""A client's request on its way to the engine, and log-probabilities back: nothing is lost."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ FULL = GenerationRequest(
 
 
 def _at_the_engine(sent: GenerationRequest) -> EngineRequest:
-    """Through the message, the checks, the socket and back."""
+    """Return the engine's request, after the message, the checks and the socket."""
     attempt = Attempt(2, "an engine", hand_back=True, suspect=True)
     message = codec.generate_request(sent, "id", attempt)
     sent_on = codec.submission(pb.GenerateRequest.FromString(message.SerializeToString()))

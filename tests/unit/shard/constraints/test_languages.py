@@ -1,4 +1,4 @@
-"""What each language allows, and what is refused."""
+"""The languages of constraints: what each allows, and what is refused."""
 
 from __future__ import annotations
 

@@ -175,7 +175,9 @@ def test_walks_through_a_format_are_of_its_pattern(compiler, case):
 
 
 def _led_walk(compiler: Compiler, matcher, rng, lead: str) -> str | None:
-    """Mostly along a text that is allowed, often beside it: free text does not end by chance."""
+    """Walk mostly along `lead`, a text that is allowed, but often beside it: free text does not end
+    by chance. Returns the text; None if it does not end.
+    """
     token_ids: list[int] = []
     wanted = ids_of(compiler, lead)
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""In which order those who wait for a place get one."""
+"""The order in which those who wait for a place get one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock_shard.structured_output.turns import Turns
 
 
 class _Waiting:
-    """Who waits for places; each that has one keeps it until told otherwise."""
+    """Tasks that wait for places. A task that has a place keeps it until told otherwise."""
 
     def __init__(self, num_places: int) -> None:
         self.turns = Turns(num_places)
@@ -20,7 +20,7 @@ class _Waiting:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def add(self, *names: str) -> None:
-        """Each letter of a name is a caller that waits for it."""
+        """Start a task for each name; the letters of the name are the callers that wait for it."""
         for name in names:
             self._leave[name] = asyncio.Event()
             self.callers[name] = [letter for letter in name if letter.isalpha()]
@@ -51,7 +51,7 @@ class _Waiting:
             await asyncio.sleep(0)
 
     async def order(self) -> str:
-        """Let all have their turn, and leave."""
+        """Let all tasks have their turn and leave. Returns their names in the order of turns."""
         while any(not task.done() for task in self._tasks.values()):
             for name in list(self.had):
                 await self.leave(name)
