@@ -15,7 +15,7 @@ from penstock_common.shared_flags import add_api_key
 from penstock_common.tls import Tls, TlsFilesUnusable
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-MODEL_HELP = "which model to ask (default: the only one that is served)"
+MODEL_HELP = "model to ask (default: the only one that is served)"
 
 positive_int = number(int, at_least=1)
 # At most a day, because longer times overflow elsewhere.
@@ -39,9 +39,9 @@ def add_url(parser: argparse.ArgumentParser) -> None:
 
 def add_shard_tls(parser: argparse.ArgumentParser) -> None:
     for flag, about in (
-        ("--tls-ca-file", "speak TLS to shards, whose certificates come from these authorities"),
+        ("--tls-ca-file", "speak TLS to shards, with certificates from these authorities"),
         ("--tls-cert-file", "certificate to show to shards that ask for one"),
-        ("--tls-key-file", "and its key"),
+        ("--tls-key-file", "private key"),
     ):
         variable = f"PENSTOCK_SHARD_{flag[2:].upper().replace('-', '_')}"
         default = os.getenv(variable) or None

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         "machine, at the port that PORT names, or 8000)",
     )
     parser.add_argument(
-        "--live", action="store_true", help="alive instead of ready: still loads, drains, restarts"
+        "--live", action="store_true", help="ask if alive, not ready: also in load, drain, restart"
     )
     parser.add_argument(
         "--timeout",

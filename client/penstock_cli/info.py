@@ -55,7 +55,7 @@ def _parser(key_variables: Sequence[str]) -> argparse.ArgumentParser:
         help="HOST:PORT of a shard, or the http:// or https:// address of a router "
         "(default: %(default)s)",
     )
-    add_api_key(parser, "API key to send; a router is not sent a shard's", key_variables)
+    add_api_key(parser, "API key to send; a router gets no shard's key", key_variables)
     add_shard_tls(parser)
     return parser
 

@@ -50,18 +50,18 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=OneLineParser)
     new = commands.add_parser("new", help="make a key, show it once, and write its entry")
     new.set_defaults(run=_new)
-    new.add_argument("name", metavar="NAME", help="what logs, metrics and the console call it")
+    new.add_argument("name", metavar="NAME", help="name in logs, metrics and the console")
     _add_file(new, f"that gets the entry (default: {_VARIABLE}, or the entry is printed)")
     new.add_argument(
         "--scope",
         **choice(key_file_format.SCOPES),
         default=None,
-        help="admin: what user may do, and /admin and the console (default: user)",
+        help="admin: all that user may, /admin and the console (default: user)",
     )
     new.add_argument(
         "--another",
         action="store_true",
-        help="one more key of a name that is there, with its scope and limits; both hold",
+        help="add a key to a name that exists, with its scope and limits; both keys hold",
     )
     new.add_argument(
         "--expires",
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     revoked.set_defaults(run=_revoke)
     revoked.add_argument("name", metavar="NAME")
     revoked.add_argument(
-        "--older", action="store_true", help="of several keys of the name all but the newest"
+        "--older", action="store_true", help="all keys of that name but the newest"
     )
     _add_file(revoked, f"(default: {_VARIABLE})", required=True)
     hashed = commands.add_parser("hash", help="the hash of a key that is read from stdin")

@@ -97,13 +97,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         required=True,
         type=_addresses,
         metavar="HOST:PORT,...",
-        help="shards to do it on",
+        help="shards that replay",
     )
     add_api_key(parser, "API key to send", SHARD_API_KEY)
     add_shard_tls(parser)
     parser.add_argument("--key-file", metavar="FILE", help="the log's key, if it has one")
     parser.add_argument(
-        "--limit", type=positive_int, metavar="N", help="no more than the first N records"
+        "--limit", type=positive_int, metavar="N", help="replay the first N records only"
     )
     parser.add_argument(
         "--concurrency",

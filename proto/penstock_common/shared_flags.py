@@ -101,15 +101,15 @@ class ListeningConfig:
     """Flags for a router's address and shutdown, which `penstock serve` passes on to its router."""
 
     host: str = flag("127.0.0.1", "address to listen on", group=SERVING)
-    port: int = flag(8000, "0 takes a free one", at_least=0, at_most=65535)
+    port: int = flag(8000, "port; 0: any free", at_least=0, at_most=65535)
     workers: int = processes(1, "processes that share the port")
     tls_cert_file: str | None = flag(
         None,
         "serve HTTPS with this certificate, read again when it changes",
         alias="--ssl-certfile",
     )
-    tls_key_file: str | None = flag(None, "and its key", alias="--ssl-keyfile")
-    shutdown_timeout_s: float = seconds(30.0, "how long SIGTERM waits for requests in flight")
+    tls_key_file: str | None = flag(None, "private key", alias="--ssl-keyfile")
+    shutdown_timeout_s: float = seconds(30.0, "wait for requests in flight after SIGTERM")
 
 
 OBSERVING = "metrics, logs and traces"
@@ -125,7 +125,7 @@ class ObservingConfig:
         read=_metrics_names,
     )
     log_level: str = flag(
-        "info", "leave out lines of a lower level", choices=("debug", "info", "warning", "error")
+        "info", "omit lines of lower levels", choices=("debug", "info", "warning", "error")
     )
     log_format: str = flag(
         "auto", "auto: text on a terminal, a JSON object a line elsewhere", choices=FORMATS

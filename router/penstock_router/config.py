@@ -33,14 +33,14 @@ from penstock_router.text.reasoning import AUTO, STYLES
 _count = functools.partial(flag, at_least=1, at_most=10**15)
 _count_or_none = functools.partial(flag, at_least=0, at_most=10**15)
 
-_EACH_KEY = "the same for each API key, or each address without a known key (default: no bound)"
+_EACH_KEY = "bound for each API key, or each address without a known key (default: none)"
 
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig(ObservingConfig, ListeningConfig):
     shards: str = required(
-        "HOST:PORT of a shard, dns://NAME:PORT for all that a name resolves to, or file:///PATH of "
-        "a file with a HOST:PORT a line, which is watched",
+        "HOST:PORT of a shard, dns://NAME:PORT for all that a name resolves to, or "
+        "file:///PATH of a watched file with one HOST:PORT a line",
         group="shards",
         metavar="WHERE[,...]",
         gather=",".join,
@@ -51,10 +51,10 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         "key to send to shards (default: PENSTOCK_SHARD_API_KEY, or the API key)",
     )
     shard_tls_ca_file: str | None = flag(
-        None, "use TLS to shards, whose certificates must come from these authorities"
+        None, "use TLS to shards, with certificates from these authorities"
     )
     shard_tls_cert_file: str | None = flag(None, "client certificate, for mutual TLS")
-    shard_tls_key_file: str | None = flag(None, "and its key")
+    shard_tls_key_file: str | None = flag(None, "private key")
     shard_tls_server_name: str | None = flag(
         None,
         "name in the certificates of shards, if not their address: dns:// gives IP addresses",
@@ -62,34 +62,32 @@ class RouterConfig(ObservingConfig, ListeningConfig):
     )
     shard_networks: tuple[Network, ...] = flag(
         PRIVATE_NETWORKS,
-        "where shards may be that are added over /admin, as in 10.0.0.0/8,fd00::/8 (default: this "
-        "machine and private networks); link-local addresses never",
+        "networks for shards added over /admin, as 10.0.0.0/8,fd00::/8 (default: this machine "
+        "and private networks); link-local addresses never",
         metavar="NETWORK[,...]",
         read=values.networks,
     )
-    policy: str = flag(DEFAULT_POLICY, "which shard takes a request", choices=tuple(POLICIES))
+    policy: str = flag(DEFAULT_POLICY, "choice of a shard", choices=tuple(POLICIES))
     first_token_allowance_s: float = seconds(
         2.0,
-        "how long a turn may wait for prompts before it at the shard of its session, by the rate "
-        "measured there; beyond that load decides (policies prefix-affinity and session)",
+        "longest wait of a turn for earlier prompts at the shard of its session, by its "
+        "measured rate; beyond that, load decides (policies prefix-affinity and session)",
     )
     stall_timeout_s: float = seconds(
-        3.0, "move the requests of a shard that has reported nothing for so long to others"
+        3.0, "move requests away from a shard after this time without a report"
     )
-    failover_timeout_s: float = seconds(
-        60.0, "how long a request waits for a shard that can take it"
-    )
+    failover_timeout_s: float = seconds(60.0, "longest wait for a shard that can take a request")
     tool_pause_s: float | None = flag(
         None,
-        "after an answer that calls tools, have its shard retain its KV blocks for so long; 0: "
-        "never (default: twice the longest pause of the session of late, 10 s to 10 minutes)",
+        "time for which a shard retains KV blocks after an answer that calls tools; 0: none "
+        "(default: twice the longest recent pause of the session, 10 s to 10 minutes)",
         at_least=0,
         at_most=86_400,
         metavar="S",
     )
     shard_wait_s: float | None = seconds(
         None,
-        "hold requests for a model that no shard serves for so long, as when shards are started on "
+        "hold requests this long for a model without a shard, as when shards are started on "
         "demand; the router counts as ready meanwhile (default: refuse them at once)",
     )
 
@@ -103,8 +101,8 @@ class RouterConfig(ObservingConfig, ListeningConfig):
     )
     trust_request_chat_template: bool = flag(
         False,
-        "take a chat_template of a request; it runs in a sandbox, in a process for such templates, "
-        "for five seconds at most",
+        "accept requests' chat_template; it runs in a sandbox, in a process for such "
+        "templates, for at most five seconds",
     )
     tool_call_parser: str = flag(
         AUTO,
@@ -123,8 +121,8 @@ class RouterConfig(ObservingConfig, ListeningConfig):
     # (name, model)
     model_aliases: tuple[tuple[str, str], ...] = flag(
         (),
-        "serve MODEL under NAME too, and under `default` to requests that name none; may be given "
-        "several times",
+        "serve MODEL under NAME too; NAME `default` is for requests that name none; may be "
+        "given several times",
         name="--model-alias",
         metavar="NAME=MODEL",
         read=values.alias,
@@ -150,18 +148,18 @@ class RouterConfig(ObservingConfig, ListeningConfig):
     )
 
     log_requests: bool = flag(
-        True, "a line for each request, without its texts", group=OBSERVING, negatable=True
+        True, "log each request in a line, without texts", group=OBSERVING, negatable=True
     )
     log_clients: bool = flag(
         False,
-        "the address that each request came from, in its line: personal data in many places; "
-        "behind a proxy it is the proxy's",
+        "log the address that a request came from: personal data in many places; behind a "
+        "proxy, the proxy's",
         group=OBSERVING,
     )
     metrics_by_key: bool = flag(
         False,
-        "show tokens and requests of each API key by its name in /metrics, which anybody may read "
-        "who reaches the router; /admin/usage has them without this",
+        "show tokens and requests of each API key by its name in /metrics, which all who reach "
+        "the router may read; /admin/usage has them without this",
     )
 
     api_key: str | None = key(
@@ -196,17 +194,15 @@ class RouterConfig(ObservingConfig, ListeningConfig):
         default="",
         group="resuming, recording and verifying answers",
     )
-    resume_grace_s: float = seconds(
-        10.0, "how long a resumable stream continues without its client"
-    )
+    resume_grace_s: float = seconds(10.0, "time a resumable stream continues without its client")
     audit_log: str | None = flag(
         None,
-        "record each sequence in this file, of several workers in FILE-worker0 and so on; see "
+        "record each sequence in this file (several workers: FILE-worker0 and so on); see "
         "`penstock replay`",
         metavar="FILE",
     )
     audit_prompts: bool = flag(False, "record prompts too, not only their hashes")
-    audit_key_file: str | None = flag(None, "holds a key for its hashes, 16 to 64 bytes")
+    audit_key_file: str | None = flag(None, "key for the log's hashes, 16 to 64 bytes")
     audit_key: bytes | None = field(default=None, repr=False)
     verify_share: float = flag(
         0.0,
@@ -218,8 +214,7 @@ class RouterConfig(ObservingConfig, ListeningConfig):
 
     prefill_tokens: int = flag(
         PREFILL_TOKENS,
-        "prompts of at least so many tokens are sent to shards of --role prefill, where there are "
-        "such",
+        "shortest prompt, in tokens, to send to shards of --role prefill, if there are any",
         at_least=1,
         metavar="TOKENS",
     )
@@ -227,24 +222,24 @@ class RouterConfig(ObservingConfig, ListeningConfig):
     # "": use a temporary file, made by the workers' parent process.
     response_store: str = flag(
         "",
-        "where answers of /v1/responses are kept, also after this router ends (default: in a "
-        "temporary file)",
+        "file for answers of /v1/responses, kept after this router ends (default: a temporary "
+        "file)",
         group="keeping responses",
         metavar="FILE",
     )
     response_store_bytes: int = flag(
         256 * 1024 * 1024,
-        "beyond this the oldest of the key that holds most are dropped",
+        "size; beyond it, drop the oldest of the key that holds most",
         at_least=MIN_BYTES,
         at_most=10**15,
     )
-    response_ttl_s: float = seconds(86400.0, "how long a response is kept")
+    response_ttl_s: float = seconds(86400.0, "time to keep a response")
 
     max_images: int = _count(16, "images in a request; more get 400", group="images")
-    max_image_bytes: int = _count(20 * 1024 * 1024, "of one as it is sent or fetched")
+    max_image_bytes: int = _count(20 * 1024 * 1024, "image size as sent or fetched")
     max_image_pixels: int = flag(
         2**25,
-        "of one, whose sides may have 16384 each; decoding takes up to 24 bytes a pixel",
+        "pixels of an image, sides up to 16384; decoding takes up to 24 bytes a pixel",
         at_least=1,
         at_most=2**28,
     )
@@ -257,8 +252,8 @@ class RouterConfig(ObservingConfig, ListeningConfig):
     )
     allowed_media_networks: tuple[Network, ...] = flag(
         (),
-        "and where they have addresses of these networks, which are not public; link-local ones "
-        "never (default: none)",
+        "networks where those hosts may have addresses that are not public; never link-local "
+        "ones (default: none)",
         metavar="NETWORK[,...]",
         read=values.networks,
     )
@@ -271,19 +266,19 @@ class RouterConfig(ObservingConfig, ListeningConfig):
 
     max_connections: int = _count(
         16384,
-        "over all workers; beyond them 503 at once. One address gets no more than it leaves free: "
-        "alone, half of them",
+        "most in all workers; beyond, 503 at once. One address gets no more than it leaves "
+        "free: alone, half of them",
         group="limits",
     )
     header_timeout_s: float = seconds(
         10.0,
         "close connections that take longer for a TLS handshake, or to send a request's headers",
     )
-    max_body_bytes: int = _count(32 * 1024 * 1024, "longer ones get 413")
+    max_body_bytes: int = _count(32 * 1024 * 1024, "larger ones get 413")
     bound_max_tokens: bool = flag(
         False,
-        "take a max_tokens beyond the end of the context as up to that end (default: 400); "
-        "messages and Ollama's routes always do",
+        "cut a max_tokens that exceeds the context to what fits (default: 400); messages and "
+        "Ollama's routes always do",
     )
     max_answer_bytes: int = _count(
         256 * 1024 * 1024,
@@ -300,7 +295,7 @@ class RouterConfig(ObservingConfig, ListeningConfig):
     max_concurrent_requests_per_key: int | None = _count(None, _EACH_KEY)
     max_queued_requests_per_key: int | None = _count_or_none(None, _EACH_KEY)
     max_queued_tokens_per_key: int | None = _count(None, _EACH_KEY)
-    queue_timeout_s: float = seconds(10.0, "429 after waiting so long")
+    queue_timeout_s: float = seconds(10.0, "429 after this wait")
     request_timeout_s: float | None = flag(
         None,
         "504 for requests that take longer (default: no limit)",
@@ -309,13 +304,12 @@ class RouterConfig(ObservingConfig, ListeningConfig):
     )
     write_timeout_s: float = seconds(
         60.0,
-        "cut off a client that reads nothing for so long, or less than 1 kB/s for longer",
+        "cut off a client that reads nothing for this time, or under 1 kB/s for longer",
     )
-    keep_alive_s: float = seconds(15.0, "send a comment on streams that are silent for so long")
+    keep_alive_s: float = seconds(15.0, "send a comment on a stream after this silence")
     silence_timeout_s: float = seconds(
         600.0,
-        "504 when shards say nothing of a request for so long, also while it waits there or for "
-        "one",
+        "504 after this time without news from shards, even while a request waits there or for one",
     )
 
     # This worker's index, and the file by which workers share fleet changes. The parent sets both.

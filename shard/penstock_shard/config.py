@@ -69,17 +69,17 @@ class ShardConfig(ObservingConfig):
 
     model: str | None = flag(
         None,
-        "a directory, a GGUF file, or a hub id, with a colon and the end of a GGUF file's name if "
-        "there are several (default: the built-in toy model)",
+        "a directory, a GGUF file or a hub id; HUB_ID:END names one of several GGUF files by "
+        "the end of its name (default: the built-in toy model)",
         group="model",
         metavar="PATH_OR_HUB_ID",
     )
     revision: str | None = flag(None, "branch, tag or commit of a hub model")
-    download_dir: str | None = flag(None, "where hub models are kept (default: HF_HOME)")
+    download_dir: str | None = flag(None, "folder for hub models (default: HF_HOME)")
     served_model_names: tuple[str, ...] = flag(
         (),
-        "name clients ask for, and further aliases (default: the hub id, or of a path the name of "
-        "its directory or GGUF file)",
+        "name that clients ask for, and aliases (default: the hub id, or the name of the "
+        "directory or GGUF file)",
         name="--served-model-name",
         metavar="NAME",
         several=True,
@@ -90,8 +90,8 @@ class ShardConfig(ObservingConfig):
     trust_remote_code: bool = flag(False, "run Python code that comes with the model")
     embeddings: str = flag(
         "auto",
-        "serve embeddings, of the last token or the mean of all tokens (default: as the model's "
-        "modules.json says, where there is one)",
+        "serve embeddings: of the last token, or the mean of all (default: as in the model's "
+        "modules.json, if it has one)",
         choices=("auto", "last", "mean"),
     )
     load_format: str = flag(
@@ -102,13 +102,13 @@ class ShardConfig(ObservingConfig):
 
     host: str = flag("127.0.0.1", "address", group="server")
     port: int = _port(SHARD_PORT, "port")
-    api_key: str | None = key(SHARD_API_KEY, "refuse calls without it")
+    api_key: str | None = key(SHARD_API_KEY, "key that calls need")
     tls_cert_file: str | None = flag(
         None,
         "speak TLS with this certificate, read again when it changes",
         alias="--ssl-certfile",
     )
-    tls_key_file: str | None = flag(None, "and its key", alias="--ssl-keyfile")
+    tls_key_file: str | None = flag(None, "private key", alias="--ssl-keyfile")
     tls_client_ca_file: str | None = flag(
         None,
         "refuse clients without a certificate of these authorities (mutual TLS)",
@@ -116,8 +116,8 @@ class ShardConfig(ObservingConfig):
     )
     stall_timeout_s: float = flag(
         10.0,
-        "restart an engine that gives no sign of life for so long, or whose step takes so long and "
-        "ten times as long as expected",
+        "restart an engine after this time without a sign of life, or in one step that also "
+        "takes ten times as long as expected",
         at_least=0,
     )
     max_restarts: int = _count(5, "give up after this many failed engine starts in a row")
@@ -128,17 +128,17 @@ class ShardConfig(ObservingConfig):
     )
     drain: str = flag(
         "migrate",
-        "on SIGTERM, move running requests to other shards at once, or let them finish here; those "
-        "that no other shard can continue finish",
+        "migrate: on SIGTERM, move running requests to other shards at once; those that none "
+        "can continue finish here; finish: all finish here",
         choices=("migrate", "finish"),
     )
     role: str = flag(
         "both",
-        "what routers should send here: long prompts, whose requests go on at other shards once "
-        "they are computed, or all else; needs --kv-peers",
+        "prefill: routers send long prompts here, and move their requests on once computed; "
+        "decode: they send all else; needs --kv-peers",
         choices=("both", "prefill", "decode"),
     )
-    drain_timeout_s: float = flag(30.0, "on SIGTERM, how long that may take", at_least=0)
+    drain_timeout_s: float = flag(30.0, "longest time for --drain", at_least=0)
 
     metrics_port: int | None = _port(
         None,
@@ -146,13 +146,13 @@ class ShardConfig(ObservingConfig):
         group=OBSERVING,
     )
     log_requests: bool = flag(
-        False, "a line for each request; the router's log has one too", negatable=True
+        False, "log a line for each request, as the router does", negatable=True
     )
 
-    runner: str = flag("model", "what computes tokens", group="engine", choices=("model", "fake"))
+    runner: str = flag("model", "source of the tokens", group="engine", choices=("model", "fake"))
     engine: str = flag(
         "penstock",
-        "whose engine computes; vllm: that of an environment of its own (--engine-python)",
+        "engine that computes; vllm: the one in another environment (--engine-python)",
         choices=("penstock", "vllm"),
     )
     engine_python: str | None = flag(
@@ -170,8 +170,8 @@ class ShardConfig(ObservingConfig):
     device: str = flag("auto", "default: cuda where there is one", choices=("auto", "cpu", "cuda"))
     dtype: str = flag(
         "auto",
-        "auto: the model's own on cuda; on cpu weights in float16 and arithmetic in float32, where "
-        "bfloat16 rounds what goes into products, which is faster with AVX-512 BF16",
+        "auto: the model's own on cuda; float16 weights and float32 arithmetic on cpu. "
+        "bfloat16 on cpu rounds the inputs of products; faster with AVX-512 BF16",
         choices=("auto", "float32", "float16", "bfloat16"),
     )
     quantization: str | None = flag(
@@ -184,7 +184,7 @@ class ShardConfig(ObservingConfig):
     )
     kv_cache_dtype: str = flag(
         "auto",
-        "auto: as precise as activations, on cpu as weights; fp8 needs the attention backend "
+        "auto: precision of activations (cpu: of weights); fp8 needs the attention backend "
         "triton or sdpa",
         choices=("auto", "float32", "float16", "fp8"),
     )
@@ -198,12 +198,12 @@ class ShardConfig(ObservingConfig):
         choices=("auto", "cpu", "sdpa", "flash_attn", "torch_varlen", "triton"),
     )
     enforce_eager: bool = flag(
-        False, "do not record decode steps: as CUDA graphs, or as calls of kernels on a cpu"
+        False, "do not record decode steps as CUDA graphs, or as calls of kernels (cpu)"
     )
     load_cache_bytes: int = flag(
         16 * 2**30,
-        "on cpu, disk for what loads made of models' files, beside the compiled kernels: the next "
-        "start takes it instead, and is ready seconds sooner; 0: keep none",
+        "disk for what loads on cpu made of models' files, beside compiled kernels: the next "
+        "start reads it, and is ready seconds sooner; 0: keep none",
         name="--load-cache",
         read=size_with_unit,
         at_least=0,
@@ -226,17 +226,15 @@ class ShardConfig(ObservingConfig):
         "devices that share one model, each with a process",
         group="a model over several devices",
     )
-    nnodes: int = _count(1, "machines that these are on, as many on each")
+    nnodes: int = _count(1, "machines with an equal number of these")
     node_rank: int = flag(
         0,
-        "which of the machines this is; 0 answers, the others compute",
+        "number of this machine; 0 answers, the others compute",
         at_least=0,
         metavar="R",
     )
-    master_addr: str | None = flag(
-        None, "where machine 0 is, with several machines", metavar="HOST"
-    )
-    master_port: int = _port(29501, "and its port for the others")
+    master_addr: str | None = flag(None, "address of machine 0, with --nnodes", metavar="HOST")
+    master_port: int = _port(29501, "port at --master-addr")
 
     max_model_len: int | None = _count(
         None,
@@ -255,7 +253,8 @@ class ShardConfig(ObservingConfig):
     )
     aging_s: float = flag(
         30.0,
-        "a request that has waited so long for its next token goes first, whatever its priority",
+        "a request goes first after this wait for its next token; one of a lower class every "
+        "eighth time",
         above=0,
     )
     enable_chunked_prefill: bool = flag(
@@ -286,14 +285,14 @@ class ShardConfig(ObservingConfig):
     )
     block_size: int | None = _count(
         None,
-        "tokens in a KV block (default: what the attention backend wants)",
+        "tokens in a KV block (default: that of the attention backend)",
         metavar="TOKENS",
     )
     state_spacing: int = _count(
         512,
-        "where layers have a state in place of keys, keep it for others every so many tokens of a "
-        "prompt, a multiple of the block size; also kept are the states at the last full block of "
-        "each prompt, and where prompts part",
+        "distance of kept states, for layers with a state in place of keys; a multiple of the "
+        "block size. States at the last full block of each prompt, and where prompts part, are "
+        "kept too",
         metavar="TOKENS",
     )
     kv_blocks: int | None = _count(None, "number of KV blocks (default: from free memory)")
@@ -306,71 +305,69 @@ class ShardConfig(ObservingConfig):
     )
     image_cache_bytes: int = flag(
         2**30,
-        "memory of the machine for what the encoder of a model that sees made of images, as 512M "
-        "or 2G, and as much for their pixels; 0: only text is served",
+        "host memory for encoded images, of a model that sees, as 512M or 2G, and as much "
+        "again for their pixels; 0: serve only text",
         read=size,
         at_least=0,
         metavar="BYTES",
     )
     retained_kv_share: float = flag(
         0.5,
-        "most of the KV blocks that are retained for requests that have ended, whose clients run "
-        "tools meanwhile; 0: none",
+        "largest share of KV blocks to retain for ended requests while their clients run "
+        "tools; 0: none",
         at_least=0,
         at_most=1,
         metavar="F",
     )
     kv_host_bytes: int = flag(
         0,
-        "memory of the machine for copies of KV blocks whose prefixes are used again, as 512M or "
-        "2G: they are found when the device has reused the blocks, and by the next engine when one "
-        "dies",
+        "host memory for copies of KV blocks whose prefixes are used again, as 512M or 2G: "
+        "found once the device has reused the blocks, and by the next engine if one dies",
         read=size,
         at_least=0,
         metavar="BYTES",
     )
     kv_disk: str | None = flag(
         None,
-        "a directory for copies of those blocks on disk, of which no other shard has one: they are "
-        "found by the next shard here too",
+        "a directory, of no other shard, for copies of those blocks on disk: the next shard "
+        "here finds them too",
         metavar="DIR",
     )
     kv_disk_bytes: int = flag(
-        0, "most bytes there; the oldest are deleted", read=size, at_least=0, metavar="BYTES"
+        0, "size of --kv-disk; the oldest go first", read=size, at_least=0, metavar="BYTES"
     )
     kv_disk_age_s: float = flag(
         86_400.0,
-        "delete what was written longer ago, as keys and values reveal prompts",
+        "delete older copies, as keys and values reveal prompts",
         above=0,
         at_most=1e9,
     )
     kv_disk_salted: bool = flag(
-        False, "write blocks of requests with a cache_salt there too, which otherwise are not"
+        False, "write blocks of requests with a cache_salt to --kv-disk too"
     )
     kv_peers: tuple[str, ...] = flag(
         (),
-        "other shards, each HOST:PORT, from which KV blocks are fetched rather than computed, and "
-        "which may fetch ours; a name may stand for several; needs --kv-host-bytes and "
+        "HOST:PORT of other shards: KV blocks are fetched from there, not computed, and they "
+        "may fetch ours; a name may stand for several; needs --kv-host-bytes and "
         "PENSTOCK_KV_PEER_KEY",
         metavar="ADDRESS",
         several=True,
     )
     kv_peer_key: str | None = key(
-        "PENSTOCK_KV_PEER_KEY", "the key that shards have for each other, which no client has"
+        "PENSTOCK_KV_PEER_KEY", "key of shards for each other, which no client has"
     )
     kv_peer_ca_file: str | None = flag(
         None,
-        "speak TLS with peers, whose certificates are of these authorities; ours is that of "
-        "--tls-cert-file",
+        "speak TLS with peers that have certificates of these authorities; ours is --tls-cert-file",
         metavar="FILE",
     )
     kv_peer_server_name: str | None = flag(
-        None, "the name in their certificates (default: what of --kv-peers is connected to)"
+        None, "name in peers' certificates (default: the address connected to)"
     )
     check_integrity: bool = flag(
         False,
-        "whenever the engine is idle, count again which request has which KV block; an engine "
-        "whose counts differ logs the difference, ends and is started again",
+        "recount which request has which KV block when the engine is idle; if counts differ, "
+        "the engine logs it, ends and is started again",
     )
 
     max_constraint_bytes: int = _count(
@@ -384,7 +381,7 @@ class ShardConfig(ObservingConfig):
         2.0, "refuse a constraint that takes a processor longer to compile", above=0
     )
     constraint_memory_bytes: int = _count(
-        2**28, "and one that takes more memory, as 512M or 2G", read=size, metavar="BYTES"
+        2**28, "refuse a constraint of more, as 512M or 2G", read=size, metavar="BYTES"
     )
     constraint_threads: int = _count(
         1, "threads of the engine that compile constraints and fill their masks"
@@ -401,22 +398,22 @@ class ShardConfig(ObservingConfig):
         gather=tuple,
     )
     enable_lora: bool = flag(
-        False, "let adapters be loaded while the shard runs (default: only with --lora)"
+        False, "allow loading adapters while the shard runs (default: only with --lora)"
     )
     keep_loras: bool = flag(
         True,
-        "load those again that were loaded while the shard ran, when it is started at this port "
-        "for this model the next time",
+        "reload adapters that were loaded while the shard ran, at its next start at this port "
+        "for this model",
         negatable=True,
     )
     max_loras: int = _count(
-        8, "most adapters at once, which a GPU has memory set aside for", at_most=256
+        8, "most adapters at once; a GPU sets memory aside for all", at_most=256
     )
     max_lora_rank: int = _count(64, "highest rank of an adapter", at_most=512, metavar="R")
 
     step_ms: float = flag(
         20.0,
-        "how long a step takes",
+        "time of a step",
         group="fake runner (no torch, no weights)",
         at_least=0,
     )

@@ -123,18 +123,18 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=number(int), default=0, metavar="N",
         help="seed of prompts, lengths and arrivals (default: %(default)s)")  # fmt: skip
     add("--body", type=_fields, default={}, metavar="JSON",
-        help="further fields of each request; null leaves one out that a server does not know, "
+        help="further fields of each request; null omits a field that a server does not know, "
         'as in \'{"ignore_eos": null, "stream_options": null}\'')  # fmt: skip
     add("--chat", action="store_true", help="send chats of one message (/v1/chat/completions)")
     add("--no-done", action="store_true",
-        help="for a server that does not end its streams with [DONE]")  # fmt: skip
+        help="the server does not end streams with [DONE]")  # fmt: skip
     add("--no-keepalive", action="store_true", help="a new connection for each request")
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("results").add_argument
     add("--slo-ttft-ms", type=_positive, metavar="MS",
-        help="objective: time to first token; tells the share of requests within")  # fmt: skip
+        help="objective for time to first token; shows the share within it")  # fmt: skip
     add("--slo-tpot-ms", type=_positive, metavar="MS",
         help="objective: mean time per output token after the first")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object a load, each on its line")

@@ -66,10 +66,8 @@ _ROUTER_VARIABLES = (
 class ServeConfig(ListeningConfig):
     """Flags of `penstock serve` itself; all others are for shards or the router."""
 
-    port: int = flag(8000, "its port", group=SERVING, at_least=1, at_most=_MAX_PORT)
-    shutdown_timeout_s: float = seconds(
-        10.0, "how long running requests may take to finish when this ends"
-    )
+    port: int = flag(8000, "port", group=SERVING, at_least=1, at_most=_MAX_PORT)
+    shutdown_timeout_s: float = seconds(10.0, "time for running requests to finish when this ends")
     api_key: str | None = flag(
         None,
         "key that callers of the router and of its shards must send "
@@ -77,9 +75,9 @@ class ServeConfig(ListeningConfig):
         metavar="KEY",
         read=usable_key,
     )
-    shards: int = flag(1, "how many of each model", group="shards", at_least=1)
+    shards: int = flag(1, "number for each model", group="shards", at_least=1)
     tensor_parallel_size: int = flag(
-        1, "GPUs of each shard, over which its model is split", at_least=1
+        1, "GPUs that the model of each shard is split over", at_least=1
     )
     shard_port: int | None = flag(
         None,

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         "answers. Other flags before `--` are added to those of penstock serve."
     )
     parser.add_argument(
-        "--run", action="store_true", help="serve at once, also as variables of TGI or vLLM say"
+        "--run", action="store_true", help="serve at once, and obey variables of TGI and vLLM"
     )
     parser.add_argument(
         "--drop-root",
