@@ -99,7 +99,8 @@ def _with_images(
 
 def _fake(folder: Path) -> Part:
     """The fake runner, without torch."""
-    requests = _requests(max_tokens=120)
+    # Long enough for a fault to strike while they run, on a busy machine too.
+    requests = _requests(max_tokens=300)
     # To the fake runner any id may stand for an image.
     requests["images"], pixels = _with_images(requests["scored"], 9, (64, 64), (128, 96))
     return Part("fake", _FAKE, requests, pixels, on_the_wire=True)

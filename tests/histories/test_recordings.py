@@ -35,11 +35,9 @@ def test_what_is_wrong_by_itself_and_what_differs_is_told() -> None:
     assert line == "it: logprobs.chosen[1] was 'bf870000', is 'bf870001'"
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("parts", "num_requests"),
-    [(("fake",), 157), pytest.param(("model", "seeing"), 189, marks=pytest.mark.soak)],
-)
+@pytest.mark.parametrize(("parts", "num_requests"), [(("fake",), 157), (("model", "seeing"), 189)])
 def test_histories_are_the_same_twice(
     tmp_path: Path, parts: tuple[str, ...], num_requests: int
 ) -> None:
