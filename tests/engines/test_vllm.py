@@ -35,10 +35,14 @@ from penstock_client import (
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900), INSTALLED]
 
+# Prompts of more are computed in pieces.
+STEP_TOKENS = 256
+
 
 @pytest.fixture(scope="module")
 def shard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shard]:
-    shard = start(tmp_path_factory.mktemp("vllm"), "--enable-lora", "--max-loras", "2")
+    flags = ("--enable-lora", "--max-loras", "2", "--max-num-batched-tokens", str(STEP_TOKENS))
+    shard = start(tmp_path_factory.mktemp("vllm"), *flags)
     try:
         shard.wait_healthy(START_S)
         yield shard
@@ -226,6 +230,19 @@ async def test_each_parameter_does_what_it_says(client: ShardClient) -> None:
     assert first not in later[:5]
     seeded = asked(SamplingParams(temperature=1.5, seed=2**64 - 3))
     assert await tokens_of(client, seeded) == await tokens_of(client, seeded)
+
+
+async def test_a_seed_gives_the_same_tokens_whether_or_not_a_prompt_is_cut(
+    client: ShardClient,
+) -> None:
+    sampling = SamplingParams(temperature=1.5, seed=11)
+    prompt = [i % 90 for i in range(2 * STEP_TOKENS - 100)]
+    request = dataclasses.replace(asked(sampling), prompt_token_ids=prompt)
+    cut, cached = [await outputs_of(client, request) for _ in range(2)]
+    assert cut[0].cached_tokens == 0
+    assert len(prompt) - (cached[0].cached_tokens or 0) <= STEP_TOKENS
+    tokens, again = ([i for each in outputs for i in each.token_ids] for outputs in (cut, cached))
+    assert (len(tokens), tokens) == (16, again)
 
 
 async def test_greedy_tokens_go_on_after_the_output_that_a_request_brings(

@@ -13,6 +13,7 @@ from typing import Any
 from penstock_proto.limits import MAX_BAD_WORD_TOKENS
 from penstock_shard.errors import first_line
 from penstock_shard.vllm_engine.requests import MOST_BAD_WORDS, CoreRequest
+from penstock_shard.vllm_engine.touched import CPU_WORKER, missing
 
 # Set before the import of vLLM. Its logging would close ours, and a forked child would keep our
 # link open. vLLM sends no usage statistics and runs no plugins. Limits on bad words are those that
@@ -30,13 +31,9 @@ ENVIRONMENT: Mapping[str, str] = {
 def run_workers(arguments: Mapping[str, Any], *, is_exact: bool) -> None:
     """Run this machine's workers, which compute for machine 0, until one ends."""
     version(is_exact=is_exact)
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    context = UsageContext.OPENAI_API_SERVER
-    made = AsyncEngineArgs(**arguments)
-    config = made.create_engine_config(usage_context=context, headless=True)
+    config = _make_config(arguments, headless=True)
     MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
 
 
@@ -45,20 +42,33 @@ def configure(arguments: Mapping[str, Any], *, schedules: bool) -> Any:
     OSError if vLLM refuses the arguments.
     """
     from vllm.config import PoolerConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.usage.usage_lib import UsageContext
 
     arguments = dict(arguments)
     if "pooler_config" in arguments:
         arguments["pooler_config"] = PoolerConfig(**arguments["pooler_config"])
-    # Use step sizes of vLLM's own server.
-    context = UsageContext.OPENAI_API_SERVER
-    config = AsyncEngineArgs(**arguments).create_engine_config(usage_context=context)
+    config = _make_config(arguments, headless=False)
     if not schedules:
         return config
     overlaps = config.scheduler_config.async_scheduling
     name = "OverlappingScheduler" if overlaps else "StepwiseScheduler"
     config.scheduler_config.scheduler_cls = f"penstock_shard.vllm_engine.in_core.scheduler.{name}"
+    return config
+
+
+def _make_config(arguments: Mapping[str, Any], *, headless: bool) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    # Use step sizes of vLLM's own server.
+    context = UsageContext.OPENAI_API_SERVER
+    made = AsyncEngineArgs(**arguments)
+    config = made.create_engine_config(usage_context=context, headless=headless)
+    parallel = config.parallel_config
+    is_older_on_processors = (
+        parallel.worker_cls.endswith(".CPUWorker") and not config.use_v2_model_runner
+    )
+    if is_older_on_processors and not missing(CPU_WORKER):
+        parallel.worker_cls = "penstock_shard.vllm_engine.in_core.cpu_worker.Worker"
     return config
 
 

@@ -20,8 +20,9 @@ _CONFIGURATION: _Touched = {
     "vllm.config:PoolerConfig": ("pooling_type",),
     "vllm.config:VllmConfig": (
         *("model_config", "cache_config", "device_config", "scheduler_config"),
-        *("additional_config", "use_v2_model_runner"),
+        *("additional_config", "use_v2_model_runner", "parallel_config"),
     ),
+    "vllm.config:ParallelConfig": ("worker_cls",),
     "vllm.config:CacheConfig": (
         "block_size",
         "num_gpu_blocks",
@@ -133,6 +134,13 @@ GENERATE: _Touched = {
         *("remove_lora", "lora_request", "priority", "disable_log_stats"),
     ),
 }
+# Names for `in_core/cpu_worker.py`. The class in `cpu_worker` itself is not imported here, because
+# that changes torch.
+CPU_WORKER: _Touched = {
+    "vllm.v1.worker.gpu_input_batch:InputBatch": ("generators",),
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner": ("input_batch", "discard_request_mask"),
+    "vllm.v1.worker.gpu_worker:Worker": ("sample_tokens", "grammar_output"),
+}
 
 
 def missing(touched: _Touched) -> list[str]:
@@ -157,7 +165,7 @@ def _names_of(found: Any) -> set[str]:
     names = set(dir(found))
     for base in getattr(found, "__mro__", ()):
         names.update(inspect.get_annotations(base))
-        init = base.__dict__.get("__init__")
+        init = inspect.unwrap(base.__dict__.get("__init__"))
         names.update(getattr(getattr(init, "__code__", None), "co_names", ()))
     if hasattr(found, "__dataclass_fields__"):
         names.update(field.name for field in fields(found))

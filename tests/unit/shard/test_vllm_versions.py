@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -54,6 +55,20 @@ def test_all_fields_that_vllm_is_given_are_listed() -> None:
     assert given <= set(touched.CORE["vllm.engine.arg_utils:AsyncEngineArgs"])
 
 
+def _wrap(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def wrapper(*arguments: object) -> None:
+        init(*arguments)
+
+    return wrapper
+
+
+class Wrapped:
+    @_wrap
+    def __init__(self) -> None:
+        self.set_by_what_is_wrapped = 1
+
+
 def test_what_a_version_lacks_is_named() -> None:
     lacks = touched.missing(
         {
@@ -61,6 +76,7 @@ def test_what_a_version_lacks_is_named() -> None:
             "argparse:ArgumentParser": ("parse_args", "namespace", "_mutually_exclusive_groups"),
             "argparse:Nothing": ("a",),
             "no_such_module:Class": (),
+            f"{__name__}:Wrapped": ("set_by_what_is_wrapped",),
         }
     )
     assert lacks == [

@@ -1,1 +1,1 @@
-"""Changes to vLLM's scheduler and constraints; its core imports them."""
+"""Changes to vLLM's scheduler, constraints and worker; its processes import them."""
