@@ -20,8 +20,12 @@ def submission(*, request_id: str = "id", number: int = 0, **fields: Any) -> Sub
         "sampling": SamplingParams(**_of(SamplingParams, fields)),
         "objective": Objective(**_of(Objective, fields)),
     }
+    # A shard reads the trace of an attempt as the request's.
+    traceparent = fields.pop("traceparent", "")
     attempt = Attempt(number, **_of(Attempt, fields))
-    request = GenerationRequest(**{"prompt_token_ids": [1, 2], **parts, **fields})
+    request = GenerationRequest(
+        **{"prompt_token_ids": [1, 2], "traceparent": traceparent, **parts, **fields}
+    )
     return Submission(request_id, request, attempt)
 
 

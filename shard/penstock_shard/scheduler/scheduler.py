@@ -26,7 +26,7 @@ from penstock_shard.scheduler.fcfs_policy import FcfsPolicy
 from penstock_shard.scheduler.oom_backoff import StepBounds
 from penstock_shard.scheduler.rows import Row, Rows, next_row, num_left, split
 from penstock_shard.scheduler.slot_pool import SlotPool
-from penstock_shard.scheduler.step_budget import SchedulerLimits, StepBudget
+from penstock_shard.scheduler.step_budget import EVERY_CLASS, SchedulerLimits, StepBudget
 from penstock_shard.scheduler.step_time import StepSize, StepTime, step_size
 from penstock_shard.sequence import Sequence, SequenceState
 from penstock_shard.worker.base import Batch, RowResult
@@ -217,6 +217,10 @@ class Scheduler:
         # A sequence that this step preempted would be admitted only to be preempted again.
         admits = self.preemptions_total == preemptions_before
         prompt_rows = list(self._prompt_rows(prefilling, budget, now_s, admits=admits))
+        if not (rows.starts or prompt_rows or self._launched):
+            # The first class may lack blocks that begun prompts of lower classes hold.
+            budget.first_class = EVERY_CLASS
+            prompt_rows = list(self._begun_rows(prefilling, budget))
         self.num_prefill_tokens_left = num_left(prefilling, prompt_rows)
         for row in prompt_rows:
             # A prompt of which all tokens but the last are cached is a decode row too.
@@ -417,6 +421,11 @@ class Scheduler:
         )
         if not all(map(self._is_long, first)):
             budget.leave_half_to_short()
+        yield from self._begun_rows(prefilling, budget)
+        if admits and budget.prompt_tokens:
+            yield from self._admitted_rows(free_seqs, budget, now_s)
+
+    def _begun_rows(self, prefilling: list[Sequence], budget: StepBudget) -> Iterator[Row]:
         for sequence in prefilling:
             limit = self._chunk_limit(sequence, budget)
             # A decode of this step may have preempted this sequence.
@@ -428,8 +437,6 @@ class Scheduler:
                 del self._loaded[sequence]
                 self._start(sequence)
                 yield self._prompt_row(sequence, limit, budget)
-        if admits and budget.prompt_tokens:
-            yield from self._admitted_rows(free_seqs, budget, now_s)
 
     def _slide_or_preempt(self, sequence: Sequence) -> bool:
         """Give back blocks that the prompt no longer sees, and take new ones. If too few are free,

@@ -19,8 +19,10 @@ from penstock_shard.worker.base import RowResult
 class Steps:
     """A scheduler of at most 256 tokens a step. A step takes 10 ms, and 20 us for each token."""
 
-    def __init__(self, max_num_seqs: int = 64, max_prefill_tokens: int = 64) -> None:
-        blocks, step_time = BlockManager([4000], 16), StepTime()
+    def __init__(
+        self, max_num_seqs: int = 64, max_prefill_tokens: int = 64, num_blocks: int = 4000
+    ) -> None:
+        blocks, step_time = BlockManager([num_blocks], 16), StepTime()
         policy = PriorityPolicy(blocks, step_time, aging_s=30.0)
         limits = SchedulerLimits(max_num_seqs, 256, max_prefill_tokens)
         self.scheduler = Scheduler(limits, blocks, step_time, policy)
@@ -101,3 +103,15 @@ def test_an_urgent_long_prompt_puts_down_no_more_than_it_takes_places() -> None:
     steps.add("up", 3000, 0)
     assert steps.run_many(4)["up"] > 0
     assert steps.scheduler.preemptions_total == 1
+
+
+def test_a_prompt_of_a_lower_class_goes_on_if_an_urgent_one_lacks_the_blocks_that_it_holds() -> (
+    None
+):
+    steps = Steps(num_blocks=40)
+    # After one step it is too close to its end to be put down.
+    steps.add("low", 270, 1, max_tokens=2)
+    assert steps.run()["low"] < 270
+    steps.add("up", 400, 0, max_tokens=2)
+    computed = steps.run_many(10)
+    assert computed["up"] == 400
