@@ -103,7 +103,7 @@ def test_requests_go_on_exactly_when_a_shard_of_one_leaves(
 ) -> None:
     checkouts = {"before": sides.before.checkout, "now": sides.now.checkout}
     # Slower than elsewhere: there is time to end a shard.
-    flags = (*fake_flags(tmp_path), "--step-ms", "10")
+    flags = (*fake_flags(tmp_path), "--step-ms", "25")
     shards = [shard_of(each, tmp_path / f"{name}.log", *flags) for name, each in checkouts.items()]
     place = list(checkouts).index(leaving)
     reply = reply_when_one_leaves(checkouts[asker], shards, event, place, asked)
@@ -123,7 +123,7 @@ def test_a_router_s_requests_go_on_exactly_at_the_other(
     asked = {name: (path, merge(body, longer)) for name, (_, body) in requests.items()}
     calm = ask_router(sides.before.router, asked)
     checkouts = {"before": sides.before.checkout, "now": sides.now.checkout}
-    flags = (*fake_flags(tmp_path), "--step-ms", "10")
+    flags = (*fake_flags(tmp_path), "--step-ms", "25")
     shards = [shard_of(each, tmp_path / f"{name}.log", *flags) for name, each in checkouts.items()]
     router = router_of(checkouts[asker], tmp_path / "router.log", *shards)
     with running(*shards, router), ThreadPoolExecutor(1) as pool:
