@@ -9,7 +9,7 @@ import { generateText, jsonSchema, streamText, tool } from "ai";
 import OpenAI from "openai";
 
 const [client, url, model] = process.argv.slice(2);
-const MAX_TOKENS = 40;
+const MAX_TOKENS = 150;
 const LONG = 30_000;
 const QUESTION = "Which one is it?";
 const messages = [{ role: "user", content: QUESTION }];

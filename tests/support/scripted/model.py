@@ -16,7 +16,7 @@ _SCRIPT, _ASKED = "script.json", "asked.jsonl"
 _VOCABULARY = 8192
 # As in models of the Qwen family: the first three are no text, the others are.
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>")
+MARKS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>")
 EOS = "<|im_end|>"
 
 
@@ -90,7 +90,7 @@ def _tokenizer() -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(), trainer)
-    marks: Iterable[str] = (*_MARKS, "</think>")
+    marks: Iterable[str] = (*MARKS, "</think>")
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
     return tokenizer
 
