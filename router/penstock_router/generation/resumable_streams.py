@@ -34,7 +34,7 @@ _EVENTS_A_TURN = 16
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One event of an answer. `cursor` is None if the event is no part of a choice."""
+    """An event of an answer. `cursor` is None if the event is no part of a choice."""
 
     frame: bytes
     cursor: Cursor | None = None
@@ -189,7 +189,7 @@ class LiveStream:
 
 
 class EventReader:
-    """One client's position in a live stream. It counts as reading until its scope is left."""
+    """The position of a client in a live stream. It counts as reading until its scope is left."""
 
     def __init__(self, stream: LiveStream, position: int) -> None:
         self._stream = stream

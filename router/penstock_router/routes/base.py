@@ -1,4 +1,4 @@
-"""What handlers share: the route, its admission, and the body that it reads first."""
+"""Parts that handlers share: the route, its admission, and the body that it reads first."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class PromptImages:
     """Puts images into prompts, in one thread of low priority."""
 
     def __init__(self, process: _Process, join: _Join, token_id: int, merge_size: int) -> None:
-        """Each `token_id` stands for `merge_size` x `merge_size` patches."""
+        """A `token_id` stands for `merge_size` x `merge_size` patches."""
         self._process = process
         self._join = join
         self._token_id = token_id

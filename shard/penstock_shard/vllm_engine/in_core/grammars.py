@@ -32,8 +32,8 @@ _REQUESTS = msgspec.json.Decoder(EngineRequest)
 
 
 class Grammar:
-    """One request's constraint: vLLM's `StructuredOutputGrammar`. Nothing is rolled back, because
-    this engine serves no drafts.
+    """The constraint of a request, as vLLM's `StructuredOutputGrammar`. Nothing is rolled back,
+    because this engine serves no drafts.
     """
 
     def __init__(self, state: ConstraintState, request: EngineRequest, grammars: Grammars) -> None:
